@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from orchestrator.config.options import add_run_search, finite, positive
-from orchestrator.display.comparison import CURVE_METRICS, CompareError, Curve, Run, curve_of, read_run, run_of
+from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, Curve, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[Run]:
+def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[ComparedRun]:
     """The given runs in their order, or the newest ones, oldest first."""
     if options.mlflow is not None:
         return _tracked_runs(options)
@@ -133,7 +133,7 @@ def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[Run]:
     return [_read(run) for run in reversed(found)]
 
 
-def _read(run_dir: RunDir) -> Run:
+def _read(run_dir: RunDir) -> ComparedRun:
     fetch(run_dir, [run_dir.metrics_file.name])
     return read_run(run_dir.path)
 
@@ -153,7 +153,7 @@ def _sweep_runs(runs: Iterable[RunDir], sweep: str) -> list[RunDir]:
     return found
 
 
-def _tracked_runs(options: argparse.Namespace) -> list[Run]:
+def _tracked_runs(options: argparse.Namespace) -> list[ComparedRun]:
     if error := validate_uri(options.mlflow):
         raise CompareError(f"--mlflow: {error}")
     uri = absolute_uri(options.mlflow, Path.cwd())
@@ -168,7 +168,7 @@ def _tracked_runs(options: argparse.Namespace) -> list[Run]:
     return found[::-1]
 
 
-def _of_server(run: TrackedRun, uri: str) -> Run:
+def _of_server(run: TrackedRun, uri: str) -> ComparedRun:
     name = f"{run.record['name']} {run.run_id[:8]}"
     location = f"{redact_uri(uri)}/{run.run_id}"
     return run_of(run.record, name=name, location=location, curve=functools.partial(_tracked_curve, run))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from orchestrator.config.options import add_run_search, positive
-from orchestrator.display.comparison import CompareError, Run, read_run
+from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.display.text import writable
 from orchestrator.records.progress import progress_of
@@ -47,7 +47,7 @@ def _list(options: argparse.Namespace, search: RunSearch) -> int:
     return 0
 
 
-def _runs(search: RunSearch, state: str | None) -> Iterator[Run]:
+def _runs(search: RunSearch, state: str | None) -> Iterator[ComparedRun]:
     """The runs in this state, the newest first; an unreadable one is reported and left out."""
     for run_dir in search.runs():
         try:

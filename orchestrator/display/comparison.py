@@ -40,7 +40,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparedRun:
     """A run, or the mean of ``repeats`` runs of one configuration.
 
     Args:
@@ -78,7 +78,7 @@ class Run:
         return summary_value(self.summary, key)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ComparedRun:
     """Read ``run.json`` of the run directory ``path``.
 
     Raises:
@@ -102,11 +102,11 @@ def read_curve(run_dir: RunDir) -> Curve:
     return curve_of((time, metrics) for _, time, metrics in read_metrics(run_dir))
 
 
-def run_of(record: Mapping[str, Any], *, name: str, location: str, curve: Callable[[], Curve]) -> Run:
+def run_of(record: Mapping[str, Any], *, name: str, location: str, curve: Callable[[], Curve]) -> ComparedRun:
     """Return the run with the contents ``record`` of ``run.json``; unexpected values are left out."""
     params, started = record.get("params"), record.get("started")
     params = params if isinstance(params, Mapping) else {}
-    return Run(
+    return ComparedRun(
         name=name,
         location=location,
         state=str(record.get("state") or "-"),
@@ -153,10 +153,10 @@ def _machine(record: Mapping[str, Any]) -> dict[str, str]:
     return kept if commit is None else {**kept, "commit": str(commit)[:9]}
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[ComparedRun]) -> list[str]:
     """Return short names that distinguish the runs: strategy and workers; what else differs only if necessary."""
     several_jobs = len({run.job for run in runs}) > 1
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         workers = f" x{run.workers}" if run.workers else ""
         short = run.strategy + workers + (f" {run.job}" if several_jobs else "")
@@ -169,14 +169,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [names[id(run)] for run in runs]
 
 
-def _distinctive_key(runs: Sequence[Run]) -> str | None:
+def _distinctive_key(runs: Sequence[ComparedRun]) -> str | None:
     """The one setting in which all these runs differ, apart from those of a sweep; None if there is none or several."""
     own = [key for key in runs[0].params if not key.startswith("sweep.")]
     keys = [key for key in own if len({str(run.params.get(key)) for run in runs}) == len(runs)]
     return keys[0] if len(keys) == 1 else None
 
 
-def _distinction(run: Run, key: str | None) -> str:
+def _distinction(run: ComparedRun, key: str | None) -> str:
     """The setting ``key`` of the run, or the time of day at which it started."""
     if key is not None:
         return f"{key.rpartition('.')[2]}={run.params.get(key)}"

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from orchestrator.config.text import first_few
-from orchestrator.display.comparison import Curve, Run, labels
+from orchestrator.display.comparison import ComparedRun, Curve, labels
 from orchestrator.display.text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.machine_use import describe_sharing
@@ -51,7 +51,7 @@ _MOST_SETTINGS = 3
 class Comparison:
     """Runs side by side, in this order. ``target_loss``: the training loss to which the time is compared."""
 
-    runs: Sequence[Run]
+    runs: Sequence[ComparedRun]
     target_loss: float | None = None
 
     @cached_property
@@ -65,23 +65,23 @@ class Comparison:
         return {run.location: run.curve() for run in self.runs}
 
     @cached_property
-    def baselines(self) -> Mapping[str, Run]:
+    def baselines(self) -> Mapping[str, ComparedRun]:
         """By work, the run that speeds are relative to: the first ``single`` one with a throughput, else the first."""
         measured = [run for run in self.runs if run.value(RATE)]
         found = {run.work: run for run in reversed(measured)}
         return found | {run.work: run for run in reversed(measured) if run.strategy == "single"}
 
-    def name(self, run: Run) -> str:
+    def name(self, run: ComparedRun) -> str:
         """Return the label of ``run``."""
         return self.names[run.location]
 
-    def relative_speed(self, run: Run) -> float | None:
+    def relative_speed(self, run: ComparedRun) -> float | None:
         """Return the throughput of ``run`` relative to that of its baseline; None if either is unknown."""
         base = self.baselines.get(run.work)
         speed, base_speed = run.value(RATE), base and base.value(RATE)
         return speed / base_speed if speed and base_speed else None
 
-    def scaling_efficiency(self, run: Run) -> float | None:
+    def scaling_efficiency(self, run: ComparedRun) -> float | None:
         """Return the throughput per worker relative to that of the smallest run of the same work.
 
         That is the run with the fewest workers of the same strategy, or of ``single``. None if it has as many workers
@@ -96,13 +96,13 @@ class Comparison:
         return own / per_worker if per_worker else None
 
     @cached_property
-    def _smallest(self) -> Mapping[tuple[str, str], Run]:
+    def _smallest(self) -> Mapping[tuple[str, str], ComparedRun]:
         """By work and strategy, the run with the fewest workers."""
         measured = [run for run in self.runs if _rate_per_worker(run)]
         by_size = sorted(measured, key=lambda run: run.workers or 0, reverse=True)
         return {(run.work, run.strategy): run for run in by_size}
 
-    def seconds_to_target(self, run: Run) -> float | None:
+    def seconds_to_target(self, run: ComparedRun) -> float | None:
         """Return the seconds that ``run`` takes to reach the target loss; None if it does not."""
         return None if self.target_loss is None else self.curves[run.location].seconds_to(self.target_loss)
 
@@ -157,7 +157,7 @@ def _doubts(comparison: Comparison) -> list[str]:
     return doubts
 
 
-def _is_too_efficient(comparison: Comparison, run: Run) -> bool:
+def _is_too_efficient(comparison: Comparison, run: ComparedRun) -> bool:
     return (comparison.scaling_efficiency(run) or 0.0) >= _TOO_EFFICIENT
 
 
@@ -208,7 +208,7 @@ def noise(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _overlap(one: Run, other: Run, widest: float) -> bool:
+def _overlap(one: ComparedRun, other: ComparedRun, widest: float) -> bool:
     """Whether the ranges of two speeds overlap; ``widest`` is the margin of a run without repeats."""
     speeds = [run.value(RATE) or 0.0 for run in (one, other)]
     margins = [_margin(run) if run.repeats > 1 else widest for run in (one, other)]
@@ -220,7 +220,7 @@ def _widest_margin(grouped: Comparison) -> float | None:
     return max((_margin(run) for run in grouped.runs if run.repeats > 1 and run.value(RATE)), default=None)
 
 
-def _untold(comparison: Comparison, measured: Iterable[Run]) -> list[str]:
+def _untold(comparison: Comparison, measured: Iterable[ComparedRun]) -> list[str]:
     """Name the runs whose speeds are too close to compare without repeats."""
     close = [
         comparison.name(run)
@@ -232,7 +232,7 @@ def _untold(comparison: Comparison, measured: Iterable[Run]) -> list[str]:
     return [f"too close to tell from one run each: {first_few(close)}; repeat with -m seed=0,1,2"]
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
+def differences(runs: Sequence[ComparedRun]) -> list[str]:
     """Return in which settings, other than the strategy, and in what else the runs of each job differ."""
     lines = []
     for job in dict.fromkeys(run.job for run in runs):
@@ -245,21 +245,21 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def settings(runs: Sequence[Run]) -> list[str]:
+def settings(runs: Sequence[ComparedRun]) -> list[str]:
     """Return in which settings each run differs from others of its job, strategy and size; empty if in none."""
-    alike: dict[tuple[str, str, int | None], list[Run]] = {}
+    alike: dict[tuple[str, str, int | None], list[ComparedRun]] = {}
     for run in runs:
         alike.setdefault((run.job, run.strategy, run.workers), []).append(run)
     keys = {kind: list(_varying(group)) for kind, group in alike.items()}
 
-    def of(run: Run) -> list[str]:
+    def of(run: ComparedRun) -> list[str]:
         own = keys[run.job, run.strategy, run.workers]
         return [f"{key.rpartition('.')[2]}={_shown(run.params.get(key))}" for key in own]
 
     return [first_few(of(run), _MOST_SETTINGS) for run in runs]
 
 
-def _different_params(runs: Sequence[Run]) -> list[str]:
+def _different_params(runs: Sequence[ComparedRun]) -> list[str]:
     known = [run for run in runs if run.params]
     return [
         f"{key} ({first_few(values, 4)})"
@@ -268,7 +268,7 @@ def _different_params(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _varying(runs: Sequence[Run]) -> dict[str, list[str]]:
+def _varying(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """The values of the settings with an effect in which ``runs`` differ, by key."""
     keys = dict.fromkeys(key for run in runs for key in run.params if _has_effect(key))
     values = {key: list(dict.fromkeys(_shown(run.params.get(key)) for run in runs)) for key in keys}
@@ -283,7 +283,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None or value == "None" else str(value)  # MLflow has the text of Python
 
 
-def _same_seeds(runs: Sequence[Run]) -> bool:
+def _same_seeds(runs: Sequence[ComparedRun]) -> bool:
     """Whether every configuration ran with the same seeds."""
     seeds: dict[str, set[str]] = {}
     for run in runs:
@@ -291,7 +291,7 @@ def _same_seeds(runs: Sequence[Run]) -> bool:
     return len({frozenset(found) for found in seeds.values()}) == 1
 
 
-def _different_machines(runs: Sequence[Run]) -> list[str]:
+def _different_machines(runs: Sequence[ComparedRun]) -> list[str]:
     known = [run for run in runs if run.machine]
     found = []
     for key in dict.fromkeys(key for run in known for key in run.machine):
@@ -301,23 +301,23 @@ def _different_machines(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: ComparedRun) -> str:
     """Equal for the repeats of a run: the same settings except the seed, with the same device and host."""
     params = {k: _shown(v) for k, v in run.params.items() if k != "seed" and not k.startswith(_NO_EFFECT)}
     place = [run.machine.get("host"), run.machine.get("device")]
     return json.dumps([run.strategy, run.workers, run.work, params, place], sort_keys=True)
 
 
-def _repeats(runs: Sequence[Run]) -> list[list[Run]]:
+def _repeats(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     """The groups of several finished runs of one configuration. Without recorded settings, nothing is a repeat."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
         if run.state == "finished" and run.params:
             groups.setdefault(_configuration(run), []).append(run)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _mean(group: Sequence[Run]) -> Run:
+def _mean(group: Sequence[ComparedRun]) -> ComparedRun:
     """One run with the means of the ``group``."""
     keys = dict.fromkeys(key for run in group for key in run.summary)
     values = {key: [v for run in group if (v := run.value(key)) is not None] for key in keys}
@@ -345,12 +345,12 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     )
 
 
-def _margin(run: Run) -> float:
+def _margin(run: ComparedRun) -> float:
     """Half the range of the speeds of the repeats, relative to their mean."""
     return run.spread.get(RATE, 0.0) / (run.value(RATE) or 1.0)
 
 
-def _rate_per_worker(run: Run) -> float | None:
+def _rate_per_worker(run: ComparedRun) -> float | None:
     speed = run.value(RATE)
     return speed / run.workers if speed and run.workers else None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.display.comparison import Curve, Run
+from orchestrator.display.comparison import ComparedRun, Curve
 from orchestrator.display.comparison_analysis import RATE, Comparison
 from orchestrator.display.plot_style import COLOURS, STYLE, line_style, plain_in_plot, smoothed, thousands
 from orchestrator.display.text import rate
@@ -55,7 +55,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         plt.close(figure_)
 
 
-def drawn(comparison: Comparison) -> Sequence[Run]:
+def drawn(comparison: Comparison) -> Sequence[ComparedRun]:
     """Return the runs that a plot shows: all in their order, or only the fastest."""
     runs = comparison.runs
     if len(runs) <= MOST_CURVES:
@@ -87,7 +87,7 @@ def _draw_losses(by_samples: Axes, by_seconds: Axes, curves: Sequence[Curve], na
         by_samples.text(0.5, 0.5, "no loss logged", ha="center", transform=by_samples.transAxes)
 
 
-def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[Run], names: Sequence[str]) -> None:
+def _draw_rates(axes: Axes, comparison: Comparison, runs: Sequence[ComparedRun], names: Sequence[str]) -> None:
     rates = [run.value(RATE) for run in runs]
     spreads = [run.spread.get(RATE, 0.0) for run in runs]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(runs))]

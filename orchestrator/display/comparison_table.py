@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.config.markdown import plain
 from orchestrator.config.text import first_few
-from orchestrator.display.comparison import Run
+from orchestrator.display.comparison import ComparedRun
 from orchestrator.display.comparison_analysis import (
     FINAL_LOSS,
     RATE,
@@ -130,7 +130,7 @@ def columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn]:
     ]
 
 
-def _declared_columns(runs: Sequence[Run]) -> list[tuple[MetricSpec, Summary, Column]]:
+def _declared_columns(runs: Sequence[ComparedRun]) -> list[tuple[MetricSpec, Summary, Column]]:
     """The columns that the metrics of the runs declare, without those that are optional and empty."""
     registry = MetricRegistry(CORE_METRICS)
     for run in runs:
@@ -141,7 +141,7 @@ def _declared_columns(runs: Sequence[Run]) -> list[tuple[MetricSpec, Summary, Co
     return sorted(shown, key=lambda d: d[2].position)
 
 
-def _cell(run: Run, key: str, template: str, *, beside: str | None = None) -> str:
+def _cell(run: ComparedRun, key: str, template: str, *, beside: str | None = None) -> str:
     value, second = run.value(key), run.value(beside or key)
     if value is None or second is None:
         return "-"

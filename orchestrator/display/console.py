@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 
-from orchestrator.display.messages import Line, describe
+from orchestrator.display.messages import Line, describe_event
 from orchestrator.display.panel import RunView, draw, status_line
 from orchestrator.display.report import verdict
 from orchestrator.display.text import clean, number, takes_unicode, writable
@@ -125,13 +125,13 @@ class PlainConsole:
                 due = self._is_due("metrics" if LOSS.name in event.metrics else "evaluation")
                 return self._last_metrics() if due else []
             case CheckpointSaved():
-                return [*self._last_metrics(), *describe(event)] if self._is_due("checkpoint") else []
+                return [*self._last_metrics(), *describe_event(event)] if self._is_due("checkpoint") else []
             case WorkerFailed() | StopRequested():
-                return [*self._last_metrics(), *describe(event)]
+                return [*self._last_metrics(), *describe_event(event)]
             case RunEnded():
                 return [*self._last_metrics(), *self._ending(event)]
             case _:
-                return describe(event)
+                return describe_event(event)
 
     def _is_due(self, what: str) -> bool:
         now = self._clock()

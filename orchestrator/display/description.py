@@ -15,7 +15,7 @@ _RESULTS = {"final_loss": "loss", "val_loss": "validation loss", "val_accuracy":
 _HOW = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "was stopped"}
 
 
-def describe(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: str, reason: str) -> str:
+def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: str, reason: str) -> str:
     """Return in Markdown what ran where, how fast, what it reached, what limited it, and how it recovered.
 
     Args:

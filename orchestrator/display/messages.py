@@ -39,7 +39,7 @@ Line = tuple[str, str]
 _LOG_TAIL_LINES = 60
 
 
-def describe(event: Event) -> list[Line]:
+def describe_event(event: Event) -> list[Line]:
     """Return the lines that report an event; none for events that only update the progress."""
     match event:
         case RunStarted():

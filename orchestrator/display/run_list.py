@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.display.comparison import Run
+from orchestrator.display.comparison import ComparedRun
 from orchestrator.display.comparison_analysis import FINAL_LOSS, RATE
 from orchestrator.display.text import duration, number, rate, takes_unicode
 from orchestrator.display.text_table import TableColumn, text_lines, without_least
@@ -15,7 +15,7 @@ from orchestrator.display.text_table import TableColumn, text_lines, without_lea
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
-def run_list(runs: Sequence[Run], *, now: float) -> str:
+def run_list(runs: Sequence[ComparedRun], *, now: float) -> str:
     """Return a table with one row per run. A narrow terminal leaves out columns.
 
     Args:
@@ -37,7 +37,7 @@ def run_list(runs: Sequence[Run], *, now: float) -> str:
     return "\n".join(text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout)))
 
 
-def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def plain(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return the values of the list for other programs."""
     return [
         {
@@ -60,12 +60,12 @@ def _cell(value: float | None, text: Any) -> str:
     return "-" if value is None else str(text(value))
 
 
-def _step(run: Run) -> str:
+def _step(run: ComparedRun) -> str:
     step, steps = run.value("steps"), run.params.get("train.steps")
     return "-" if step is None else f"{step:.0f}/{steps}" if steps else f"{step:.0f}"
 
 
-def _age(run: Run, now: float) -> str:
+def _age(run: ComparedRun, now: float) -> str:
     if run.started is None:
         return "-"
     days = int((now - run.started) // 86400)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.choice import choice_in_words
-from orchestrator.display.description import describe
+from orchestrator.display.description import describe_run
 from orchestrator.display.limits import what_limited
 from orchestrator.display.text import first_line
 from orchestrator.driver.process.event_stream import EventStream
@@ -120,7 +120,7 @@ class RunEnding:
         with contextlib.suppress(OSError, ValueError):  # a damaged record has been reported
             record = self.run_dir.read_record()
             paragraphs = [
-                describe(record, summary, status=result.status, reason=result.reason),
+                describe_run(record, summary, status=result.status, reason=result.reason),
                 choice_in_words(self.run_dir),
             ]
             self.run_dir.update_record(description="\n\n".join(filter(None, paragraphs)))

@@ -24,7 +24,7 @@ COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ParityResult:
     """The result of a comparison.
 
     Attributes:
@@ -47,7 +47,7 @@ def compare(
     precision: Precision,
     free_bytes: int,
     examine: Callable[[nn.Module], None] = lambda _: None,
-) -> Verdict:
+) -> ParityResult:
     """Compare the pieces of a model with the whole model, in training and in evaluation.
 
     Compares the losses in training and in evaluation and, after each of two backward passes, all gradients and buffers.
@@ -71,13 +71,13 @@ def compare(
         if sequence.trains_as_the_whole:
             if size <= free_bytes:
                 examine(variants.whole().module)
-            return Verdict()
+            return ParityResult()
         needed = COPIES * size
         if needed <= free_bytes:
             whole = variants.whole()
             examine(whole.module)
-            return Verdict(error=_difference(whole, variants.pieces(), inputs, loss, seed=seed))
-        return Verdict(
+            return ParityResult(error=_difference(whole, variants.pieces(), inputs, loss, seed=seed))
+        return ParityResult(
             note="the stages were not compared with the whole model: two copies of the model with gradients need "
             f"{needed / 1e9:.3g} GB of {free_bytes / 1e9:.3g} GB; run some steps with a smaller variant of the model, "
             "such as one with fewer layers, to compare its stages"

@@ -19,7 +19,7 @@ from orchestrator.model.glue_state import glue_state
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.sequence import LayerSequence, saved_tensors
-from orchestrator.model.tape import Held, Slot, Step, Tape, TapeError, play, record, restore
+from orchestrator.model.tape import HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import new_tensors_dropped, tensor_slots
 
 ValueKey = tuple[int, int]
@@ -164,7 +164,7 @@ class TapePiece(nn.Module):
             leaf.name
             for excerpt in self._excerpts.values()
             for leaf in pytree.tree_leaves(excerpt.output)
-            if isinstance(leaf, Held) and leaf.name not in self._held_names
+            if isinstance(leaf, HeldTensor) and leaf.name not in self._held_names
         ]
         self._unused = unused
         self._held_names += unused

@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor that the model holds, by its :class:`~orchestrator.model.tensor_slots.TensorSlot` name."""
 
     name: str
@@ -54,7 +54,7 @@ class Step:
 
     Attributes:
         target: a function, or the name of a leaf module.
-        arguments: ``(args, kwargs)``, in which ``Slot`` and ``Held`` stand for tensors.
+        arguments: ``(args, kwargs)``, in which ``Slot`` and ``HeldTensor`` stand for tensors.
         results: the slots of the tensors in the result, in the order of ``model.batch.tensors_in``.
         grad_enabled: whether autograd recorded the call.
     """
@@ -70,7 +70,7 @@ class Step:
 
     def held(self) -> Iterator[str]:
         """Yield the names of the model's tensors that are used directly."""
-        yield from (leaf.name for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Held))
+        yield from (leaf.name for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, HeldTensor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Tape:
         num_inputs: the number of tensors in the model's input. They have the first slots.
         steps: the calls, in order.
         begins: for each submodule that the glue calls, the position of its first step.
-        output: the model's output, in which ``Slot`` and ``Held`` stand for tensors.
+        output: the model's output, in which ``Slot`` and ``HeldTensor`` stand for tensors.
     """
 
     num_inputs: int
@@ -129,12 +129,12 @@ def play(
 
 
 def restore(tree: Any, values: Mapping[Slot, Tensor], held: Mapping[str, Tensor]) -> Any:
-    """Return ``tree`` with tensors in place of ``Slot`` and ``Held``."""
+    """Return ``tree`` with tensors in place of ``Slot`` and ``HeldTensor``."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Slot):
             return values[leaf]
-        return held[leaf.name] if isinstance(leaf, Held) else leaf
+        return held[leaf.name] if isinstance(leaf, HeldTensor) else leaf
 
     return pytree.tree_map(value, tree)
 
@@ -148,7 +148,7 @@ class _Recorder(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._opened = frozenset(opened)
         self._slots: dict[int, Slot] = {}
-        self._held = {id(slot.tensor): Held(slot.name) for slot in tensor_slots(model)}
+        self._held = {id(slot.tensor): HeldTensor(slot.name) for slot in tensor_slots(model)}
         self._alive: list[Any] = []  # so that no two tensors have the same id
         self._inside_leaf = False
         self._open: list[str] = []
@@ -228,7 +228,7 @@ class _Recorder(TorchFunctionMode):
         return slot
 
     def stand_ins(self, tree: Any, where: str) -> Any:
-        """Return ``tree`` with ``Slot`` and ``Held`` in place of tensors.
+        """Return ``tree`` with ``Slot`` and ``HeldTensor`` in place of tensors.
 
         Raises:
             TapeError: a tensor is neither the model's nor computed from the input, or an object holds such tensors.

@@ -28,7 +28,7 @@ from orchestrator.model.buffers import ReplacedBuffers
 from orchestrator.model.recompute import is_recomputing
 from orchestrator.model.recorder import fake_like
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ComputePrecision = Literal["fp32", "tf32", "bf16", "fp16"]
 """What matrix products and convolutions are computed in. ``tf32``: float32, in TF32 if the device has it."""
 
 
@@ -46,11 +46,11 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops: Counter[Precision | None] = Counter()
+        self.flops: Counter[ComputePrecision | None] = Counter()
         self.error: Exception | None = None
         self._runs_compiled = False
         self._compiled_nodes: list[range] = []  # the numbers of the autograd nodes that compiled code has made
-        self._known: dict[Hashable, Counter[Precision | None]] = {}
+        self._known: dict[Hashable, Counter[ComputePrecision | None]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -135,7 +135,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _precision_of(operator: Any, operand: Tensor) -> Precision | None:
+def _precision_of(operator: Any, operand: Tensor) -> ComputePrecision | None:
     match operand.dtype:
         case torch.bfloat16:
             return "bf16"

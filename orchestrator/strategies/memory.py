@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestrator.state.joint import AnyOptimizer
 
-Kind = Literal["parameter", "buffer", "gradient", "optimizer state"]
+TensorKind = Literal["parameter", "buffer", "gradient", "optimizer state"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TensorSize:
     """The size of a tensor, or of all optimizer state of a parameter; ``name`` is that of the parameter or buffer."""
 
     name: str
-    kind: Kind
+    kind: TensorKind
     size_bytes: int
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Trace = Mapping[str, Any]
-Interval = tuple[float, float]
+_Interval = tuple[float, float]
 """Begin and end, in microseconds."""
 
 _STEP = "ProfilerStep#"
@@ -83,7 +83,7 @@ def _parts_of_rank(trace: Trace) -> tuple[float, ...] | None:
     computation = _intervals(trace, _is_kernel if on_gpu else _is_operator)
     communication = _intervals(trace, _is_collective)
     data = _intervals(trace, lambda e: e["name"].startswith("enumerate(DataLoader)#"))
-    shares, taken = [], list[Interval]()
+    shares, taken = [], list[_Interval]()
     for part in (optimizer, computation, communication, data):
         free = _without(part, taken)
         shares.append(100 * _overlap(free, steps) / total_us)
@@ -114,13 +114,13 @@ def _events(trace: Trace, wanted: Callable[[Mapping[str, Any]], bool]) -> list[M
     return sorted(found, key=lambda e: e["ts"])
 
 
-def _intervals(trace: Trace, wanted: Callable[[Mapping[str, Any]], bool]) -> list[Interval]:
+def _intervals(trace: Trace, wanted: Callable[[Mapping[str, Any]], bool]) -> list[_Interval]:
     return _union((e["ts"], e["ts"] + e["dur"]) for e in _events(trace, wanted))
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
     """Return disjoint intervals, in order, that cover the same time."""
-    found: list[Interval] = []
+    found: list[_Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
             found[-1] = (found[-1][0], max(end, found[-1][1]))
@@ -129,9 +129,9 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+def _without(intervals: Sequence[_Interval], taken: Sequence[_Interval]) -> list[_Interval]:
     """Return what of disjoint ``intervals`` is not in the disjoint intervals ``taken``; both are in order."""
-    found: list[Interval] = []
+    found: list[_Interval] = []
     remaining = iter(taken)
     hole = next(remaining, None)
     for begin, end in intervals:
@@ -147,9 +147,9 @@ def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[I
     return found
 
 
-def _overlap(intervals: Sequence[Interval], window: Sequence[Interval]) -> float:
+def _overlap(intervals: Sequence[_Interval], window: Sequence[_Interval]) -> float:
     return _length(intervals) - _length(_without(intervals, window))
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _length(intervals: Iterable[_Interval]) -> float:
     return sum(end - begin for begin, end in intervals)

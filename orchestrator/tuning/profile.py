@@ -75,7 +75,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class StageDivision:
     """The model divided finely enough for ``num_stages`` stages; without layers, ``refused`` says why it cannot be."""
 
     num_stages: int
@@ -131,7 +131,7 @@ class Profile:
     """
 
     device: Literal["cpu", "cuda"]
-    divisions: tuple[Division, ...]
+    divisions: tuple[StageDivision, ...]
     layer_rows: int
     passes: tuple[PassCost, ...]
     parameter_bytes: int
@@ -149,7 +149,7 @@ class Profile:
     action_ms: float
     free_bytes: int
 
-    def division(self, num_stages: int) -> Division:
+    def division(self, num_stages: int) -> StageDivision:
         """Return the model as layers for ``num_stages`` stages, or for the nearest number of which it was measured."""
         return min(self.divisions, key=lambda division: abs(division.num_stages - num_stages))
 

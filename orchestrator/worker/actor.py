@@ -258,7 +258,7 @@ class Worker:
         if not isinstance(error, failures.EXPLAINED):
             traceback.print_exc()
         log = RunDir(Path(assignment.run_dir), assignment.remote).log_file(assignment.global_rank)
-        failure = failures.describe(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
+        failure = failures.describe_failure(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
         return Outcome(
             status="failed",
             step=failures.last_step(error, failure, self.loop),

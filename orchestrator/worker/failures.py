@@ -19,15 +19,15 @@ from orchestrator.strategies.memory import TensorSize
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
-from orchestrator.worker.reports import out_of_memory
 from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
+from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
 
 EXPLAINED = (DatasetError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 
-def describe(
+def describe_failure(
     error: BaseException, assignment: Assignment, loop: Loop | None, log: Path, *, after_abort: bool
 ) -> Failure:
     """Describe an error of this rank.
@@ -61,7 +61,7 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
 def _message(error: BaseException, assignment: Assignment, loop: Loop | None) -> str:
     """Return what the user is told of an error, in one paragraph."""
     if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory.describe(
+        return explain_out_of_memory(
             str(error),
             tensors=_tensor_sizes(loop),
             train=assignment.config.train,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.tuning.profile import NO_COST, Affine, Division, GroupCost, LayerProfile, PassCost, Profile
+from orchestrator.tuning.profile import NO_COST, Affine, GroupCost, LayerProfile, PassCost, Profile, StageDivision
 
 LAYER = LayerProfile(
     name="layer",
@@ -22,7 +22,7 @@ PASSES = tuple(
 """A millisecond for each sample, and half as much again if two workers compute at once."""
 PROFILE = Profile(
     device="cpu",
-    divisions=(Division(num_stages=2, layers=(LAYER, LAYER), refused=""),),
+    divisions=(StageDivision(num_stages=2, layers=(LAYER, LAYER), refused=""),),
     layer_rows=8,
     passes=PASSES,
     parameter_bytes=2000,

@@ -19,7 +19,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.markdown import plain
 from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
-from orchestrator.display.comparison import CompareError, Run, read_run
+from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown, table
@@ -206,7 +206,7 @@ class Sweep:
         directory.upload(directory.report, directory.picture)
         self.say(f"report: {directory.location_of(directory.report)}")
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[ComparedRun]:
         """The runs of the sweep that have a directory, in the order of the sweep."""
         found = {**runs_of(self.output, self.sweep_id), **self.finished}
         for run_dir in found.values():

@@ -26,7 +26,7 @@ from orchestrator.strategies.datasets import example_batch, is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
-from orchestrator.tuning.profile import Affine, Division, LayerProfile, PassCost, fit
+from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
 NUM_SIZES = 5
 """The whole model is measured with this many sizes of batch: that of one worker, and each half of the one before."""
@@ -58,11 +58,11 @@ def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
     return fit([(n, medians_ms([functools.partial(_batch, job, train_set, n)], host)[0]) for n in sizes])
 
 
-def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence[int]) -> tuple[Division, ...]:
+def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence[int]) -> tuple[StageDivision, ...]:
     """Divide the model for each number of stages, as a run does, and measure its layers one by one on this worker."""
     if type(job).forward is not Job.forward:
         reason = "the job overrides Job.forward, which needs the whole model on a worker"
-        return tuple(Division(num_stages=n, layers=(), refused=reason) for n in stage_counts)
+        return tuple(StageDivision(num_stages=n, layers=(), refused=reason) for n in stage_counts)
     batch = to_device(example_batch(job, train_set, layer_rows(context)), context.device)
     measured: dict[tuple[str, ...], tuple[LayerProfile, ...]] = {}
     found = []
@@ -73,9 +73,9 @@ def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence
             if names not in measured:
                 measured[names] = _layer_profiles(builder, layer_rows(context))
         except Exception as e:  # whatever the model raises, the other strategies can still train it
-            found.append(Division(num_stages=num_stages, layers=(), refused=f"{type(e).__name__}: {e}"))
+            found.append(StageDivision(num_stages=num_stages, layers=(), refused=f"{type(e).__name__}: {e}"))
             continue
-        found.append(Division(num_stages=num_stages, layers=measured[names], refused=""))
+        found.append(StageDivision(num_stages=num_stages, layers=measured[names], refused=""))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestrator.compat.torch import has_run_compiled_code
-from orchestrator.strategies.flop_counter import FlopCounter, Precision
+from orchestrator.strategies.flop_counter import ComputePrecision, FlopCounter
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 
@@ -70,7 +70,7 @@ class FlopMeter:
         return self._compiled and step == self._at_step
 
 
-def step_flops(flops: Mapping[Precision | None, float], *, device_name: str | None) -> StepFlops:
+def step_flops(flops: Mapping[ComputePrecision | None, float], *, device_name: str | None) -> StepFlops:
     """Return the work of a step.
 
     Args:

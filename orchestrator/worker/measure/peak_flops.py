@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.strategies.flop_counter import Precision
+from orchestrator.strategies.flop_counter import ComputePrecision
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ _PART = re.compile(r"\bMIG\b")
 """In the name of a part of a device, which has a part of its peak rate."""
 
 
-def peak_flops_per_s(device_name: str, precision: Precision) -> float | None:
+def peak_flops_per_s(device_name: str, precision: ComputePrecision) -> float | None:
     """Return the peak rate of a device in FLOP/s; None if it is unknown.
 
     Args:

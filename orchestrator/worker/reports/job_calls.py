@@ -61,7 +61,7 @@ def call_without_effect(
             )
 
 
-def describe(error: Exception) -> str:
+def error_with_place(error: Exception) -> str:
     """Return the last line of the error's traceback, and the place in the user's code where it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(_OWN_FILES)]

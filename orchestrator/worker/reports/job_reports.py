@@ -14,7 +14,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.warner import Warner
-from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, describe
+from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
 from orchestrator.worker.reports.samples import SampleError, Samples
 
 
@@ -80,7 +80,9 @@ class JobReports:
             except ModelChangedError:
                 raise
             except Exception as e:
-                self._warner.warn_of_job(f"job.on_step_end raised {describe(e)}", method="on_step_end", step=step)
+                self._warner.warn_of_job(
+                    f"job.on_step_end raised {error_with_place(e)}", method="on_step_end", step=step
+                )
 
     def sample(self, *, step: int, samples_consumed: int) -> None:
         """Let the job sample from the model, on the rank that has all of it. All ranks call this at the same step.
@@ -100,5 +102,5 @@ class JobReports:
         except ModelChangedError:
             raise
         except Exception as e:
-            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {describe(e)}"
+            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {error_with_place(e)}"
             self._warner.warn_of_job(text, method="sample", step=step)

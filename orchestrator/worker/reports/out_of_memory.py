@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orchestrator.config.schema import TrainConfig
-from orchestrator.strategies.memory import Kind, TensorSize
+from orchestrator.strategies.memory import TensorKind, TensorSize
 
 LARGEST = 5
 """The number of tensors that the message names."""
@@ -16,7 +16,7 @@ _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}")
 _ALLOCATED = re.compile(rf"allocated memory {_SIZE} is allocated by PyTorch")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_KINDS: tuple[tuple[Kind, str], ...] = (
+_KINDS: tuple[tuple[TensorKind, str], ...] = (
     ("parameter", "parameters"),
     ("gradient", "gradients"),
     ("optimizer state", "optimizer state"),
@@ -24,7 +24,7 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
 )
 
 
-def describe(
+def explain_out_of_memory(
     error: str, *, tensors: Iterable[TensorSize], train: TrainConfig, is_pipelined: bool, has_training_step: bool
 ) -> str:
     """Return the message of an out-of-memory error.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.display.comparison import Curve, Run, run_of
+from orchestrator.display.comparison import ComparedRun, Curve, run_of
 from orchestrator.display.comparison_analysis import Comparison, differences, noise, settings, verdict
 
 _numbers = itertools.count()
@@ -23,11 +23,11 @@ def run(
     machine: dict[str, str] | None = None,
     losses: tuple[float, ...] = (),
     **params: Any,
-) -> Run:
+) -> ComparedRun:
     summary = {"samples_per_s": samples_per_s, "final_loss": final_loss}
     place = f"run-{next(_numbers)}"
     given = {"seed": 0, "strategy.name": strategy} | {key.replace("__", "."): value for key, value in params.items()}
-    return Run(
+    return ComparedRun(
         name=place,
         location=place,
         state="finished",
@@ -47,7 +47,7 @@ def test_the_keys_of_a_sweep_are_no_label_of_a_run() -> None:
     assert list(Comparison([kept, skipped]).names.values()) == [f"ddp x2, {r.name}" for r in (kept, skipped)]
 
 
-def efficiencies(*runs: Run) -> list[float | None]:
+def efficiencies(*runs: ComparedRun) -> list[float | None]:
     comparison = Comparison(runs)
     found = [comparison.scaling_efficiency(run) for run in runs]
     return [None if e is None else round(e, 3) for e in found]
@@ -95,7 +95,7 @@ def test_repeats_become_their_mean_in_the_place_of_the_first() -> None:
     ],
     ids=["a setting", "a setting of the strategy", "the host"],
 )
-def test_runs_that_differ_in_more_than_the_seed_are_no_repeats(other: Run) -> None:
+def test_runs_that_differ_in_more_than_the_seed_are_no_repeats(other: ComparedRun) -> None:
     assert not Comparison([run("ddp", 2, 200.0), other]).has_repeats
     without_effect = {"tracking__uri": "x", "cluster__queue": False, "cluster__priority": 3, "cluster__user_share": 0.5}
     assert Comparison([run("ddp", 2, 200.0), run("ddp", 2, 200.0, seed=1, **without_effect)]).has_repeats

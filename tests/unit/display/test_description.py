@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.digits import Digits
-from orchestrator.display.description import describe
+from orchestrator.display.description import describe_run
 from orchestrator.driver.preflight.source import source_of
 from orchestrator.tracking.tags import run_tags
 
@@ -37,7 +37,7 @@ def test_a_run_that_finished() -> None:
         "waited_s": 0.2,
         "queue_s": 0.1,
     }
-    assert describe(RECORD, summary, status="FINISHED", reason="") == (
+    assert describe_run(RECORD, summary, status="FINISHED", reason="") == (
         "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.0s. "
         "Speed: **9,016 samples/s**, 6.57 ms a step (median). Final loss 0.0310, validation accuracy 0.9833. "
         "Limited by gradients; try bf16. Profiled 10 steps of 6.6 ms: computation 60%, optimizer 40%. Start-up: 1.9s."
@@ -48,16 +48,16 @@ def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:
     plan = {"device": "cuda", "mesh": {"data_parallel_size": 2, "pipeline_parallel_size": 4}}
     summary = {**SUMMARY, "bubble_pct": 31.2, "bubble_theory_pct": 20.0}
     healed = {**summary, "restarts": 2, "recovery_s": [0.53, 1.21], "steps_lost": 1}
-    text = describe({**RECORD, "plan": plan, "strategy": "ddp_pipeline"}, healed, status="FINISHED", reason="")
+    text = describe_run({**RECORD, "plan": plan, "strategy": "ddp_pipeline"}, healed, status="FINISHED", reason="")
     assert "on 8 GPU workers finished" in text
     assert "Pipeline bubble: 31%, in theory 20%." in text
     assert text.endswith("Recovered 2 times in 0.5, 1.2 s; 1 step lost.")
     shards = {"device": "cpu", "mesh": {**MESH, "num_shards": 1}}
     changed = {"source": {"source.git.dirty": "true"}}
-    assert "steps in 3.3s. The code has uncommitted changes. Speed" in describe(
+    assert "steps in 3.3s. The code has uncommitted changes. Speed" in describe_run(
         {**RECORD, **changed}, SUMMARY, status="FINISHED", reason=""
     )
-    failed = describe({**RECORD, "plan": shards}, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
+    failed = describe_run({**RECORD, "plan": shards}, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
     assert failed == (
         "Job **digits** with strategy **ddp** on 2 CPU workers and 1 shard of the parameters failed after 1 step "
         "in 3.3s. Reason: rank 1: loss is NaN"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from helpers.special_modules import SPECIAL, Model, _DoubledGradient, model_with
 from helpers.stage_toys import Chain, plain
 from orchestrator.job import Job
-from orchestrator.model.parity import Verdict, compare
+from orchestrator.model.parity import ParityResult, compare
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
@@ -84,14 +84,14 @@ class EvaluatesOtherwise(Plain):
         return out
 
 
-def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> Verdict:
+def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> ParityResult:
     job = job or Chain(build=build)
     return compared(
         build, sequence_of(build, INPUTS, CPU, split=("third",), num_stages=2, job=job), free_bytes=free_bytes
     )
 
 
-def compared(build: Callable[[], nn.Module], sequence: LayerSequence, *, free_bytes: int) -> Verdict:
+def compared(build: Callable[[], nn.Module], sequence: LayerSequence, *, free_bytes: int) -> ParityResult:
     return compare(
         build,
         sequence,
@@ -112,7 +112,7 @@ def too_little(build: Callable[[], nn.Module]) -> int:
 @pytest.mark.parametrize("name", SPECIAL)
 def test_modules_that_run_as_they_are_are_equal(name: str) -> None:
     build = functools.partial(model_with, name)
-    assert verdict(build, PLENTY) == Verdict()
+    assert verdict(build, PLENTY) == ParityResult()
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,4 @@ def test_the_check_before_training_refuses() -> None:
 
 def test_of_a_sequence_that_only_calls_its_layers_nothing_has_to_be_compared() -> None:
     sequence = sequence_of(plain, INPUTS, CPU, split=(), num_stages=2, job=Chain(build=plain))
-    assert compared(plain, sequence, free_bytes=0) == Verdict()
+    assert compared(plain, sequence, free_bytes=0) == ParityResult()

@@ -211,7 +211,7 @@ def test_only_errors_that_may_come_from_an_abort_are_put_down_to_it(
 ) -> None:
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
     loop: Any = SimpleNamespace(position=SimpleNamespace(step=9), job=digits())
-    failure = failures.describe(error, orders, loop, tmp_path / "log", after_abort=after_abort)
+    failure = failures.describe_failure(error, orders, loop, tmp_path / "log", after_abort=after_abort)
     assert failure.collateral == collateral
     is_nan = isinstance(error, NonFiniteError)
     assert failure.final == (
@@ -224,6 +224,6 @@ def test_out_of_memory_is_explained_also_before_there_is_a_model(tmp_path: Any) 
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
     error = torch.OutOfMemoryError(OUT_OF_MEMORY)
     for loop in (None, SimpleNamespace(strategy=SimpleNamespace(tensor_sizes=breaks), job=digits())):
-        failure = failures.describe(error, orders, loop, tmp_path / "log", after_abort=False)  # type: ignore[arg-type]
+        failure = failures.describe_failure(error, orders, loop, tmp_path / "log", after_abort=False)  # type: ignore[arg-type]
         assert failure.message.startswith("CUDA out of memory: tried to allocate 20.00 GiB")
         assert not failure.collateral

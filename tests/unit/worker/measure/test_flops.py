@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchestrator.compat import torch as compat
 from orchestrator.model.blocks import Block, with_blocks
 from orchestrator.model.recompute import Selection
-from orchestrator.strategies.flop_counter import FlopCounter, Precision
+from orchestrator.strategies.flop_counter import ComputePrecision, FlopCounter
 from orchestrator.worker.measure.flops import FlopMeter, step_flops
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
@@ -238,7 +238,7 @@ def test_the_time_at_the_peak_is_the_sum_over_the_precisions() -> None:
     [(None, "fp32"), ("NVIDIA X999", "fp32"), (T4, "bf16"), (H100, None)],
     ids=["cpu", "unknown device", "unsupported", "float64"],
 )
-def test_an_unknown_peak_is_not_guessed(device_name: str | None, precision: Precision | None) -> None:
+def test_an_unknown_peak_is_not_guessed(device_name: str | None, precision: ComputePrecision | None) -> None:
     assert step_flops({precision: 1e9, "fp16": 1e9}, device_name=device_name).at_peak_ms is None
 
 
@@ -258,5 +258,5 @@ def test_an_unknown_peak_is_not_guessed(device_name: str | None, precision: Prec
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
     ],
 )
-def test_peaks_by_exact_name(name: str, precision: Precision, tflops: float | None) -> None:
+def test_peaks_by_exact_name(name: str, precision: ComputePrecision, tflops: float | None) -> None:
     assert peak_flops_per_s(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))

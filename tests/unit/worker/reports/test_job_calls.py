@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.training import CPU
-from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, describe
+from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
 
 
 def model() -> nn.Module:
@@ -118,4 +118,4 @@ def test_an_error_is_told_with_its_place_in_the_users_code() -> None:
     with pytest.raises(RuntimeError) as raised:
         call(look, model())
     message, place = str(raised.value), r" \(test_job_calls\.py, line \d+, in look\)"
-    assert re.fullmatch(re.escape(f"RuntimeError: {message}") + place, describe(raised.value))
+    assert re.fullmatch(re.escape(f"RuntimeError: {message}") + place, error_with_place(raised.value))

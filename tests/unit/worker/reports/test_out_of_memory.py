@@ -12,7 +12,7 @@ from torch import nn
 from helpers.cases import TRAIN
 from helpers.faulty_jobs import OUT_OF_MEMORY
 from orchestrator.strategies.memory import TensorSize, sizes_of
-from orchestrator.worker.reports.out_of_memory import describe
+from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
 
 TENSORS = [
     TensorSize("head.weight", "parameter", 3 * 2**30),
@@ -29,7 +29,7 @@ def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
         "is_pipelined": False,
         "has_training_step": False,
     }
-    return describe(error, **(arguments | changes))
+    return explain_out_of_memory(error, **(arguments | changes))
 
 
 def test_the_message_says_what_takes_the_memory_and_what_to_change() -> None:
