@@ -38,7 +38,7 @@ SPIN_S = 2e-4
 a short wait; a long one, for a slow rank, must not take a CPU."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
@@ -60,7 +60,9 @@ class Confirmation:
         spin_s: for how long to wait without a pause.
     """
 
-    def __init__(self, check: Callable[[], None], *, waits: bool, record: Callable[[], Event], spin_s: float = SPIN_S):
+    def __init__(
+        self, check: Callable[[], None], *, waits: bool, record: Callable[[], DeviceEvent], spin_s: float = SPIN_S
+    ):
         self._check = check
         self._waits = waits
         self._record = record

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orchestrator.timeline.spans import Kind, Span
+from orchestrator.timeline.spans import ActionKind, Span
 
 
 def aligned(workers: Sequence[Sequence[Span]]) -> list[list[Span]]:
@@ -46,7 +46,7 @@ def _shortest_delay_s(sender: Sequence[Span], receiver: Sequence[Span]) -> float
     return min(delays_s, default=math.inf)
 
 
-def _input_of(span: Span) -> tuple[Kind, int, int] | None:
+def _input_of(span: Span) -> tuple[ActionKind, int, int] | None:
     """Return kind, stage and micro-batch of the action at another stage that ``span`` needs; B stands for I too."""
     match span.kind:
         case "F":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.timeline.spans import Kind, Span, Timeline, extent_s
+from orchestrator.timeline.spans import ActionKind, Span, Timeline, extent_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _MOST_WORKERS = 16
 """Workers in a picture; if more replicas exist than fit, it shows the first ones."""
 
-_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_NAMES: dict[ActionKind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 # From Okabe and Ito's colours, which colour-blind people can distinguish; a worker's later stages are paler.
-_COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
+_COLOURS: dict[ActionKind, str] = {"F": "#0072B2", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
 _WAIT_COLOUR = "#e8e8e8"
 _PALER = 0.35
 _WIDTH_INCHES, _ROW_INCHES = 12.0, 0.36

@@ -9,12 +9,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from orchestrator.timeline.spans import Kind, Span, bubble
+from orchestrator.timeline.spans import ActionKind, Span, bubble
 
-Action = tuple[Kind, int, int]
+Action = tuple[ActionKind, int, int]
 """``(kind, stage, microbatch)``"""
 
-UNIT_TIMES: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+UNIT_TIMES: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """A backward pass takes twice as long as a forward pass, and its halves are equal, as in the papers on schedules."""
 
 

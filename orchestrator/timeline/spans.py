@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 """F: forward; B: backward; I and W: the halves of a backward pass, for the inputs and for the weights."""
 
 
@@ -19,7 +19,7 @@ class Span:
     ``start`` and ``end`` are in wall-clock seconds; ``microbatch`` is counted over the whole step.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
     start: float

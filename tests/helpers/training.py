@@ -21,7 +21,7 @@ from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
-from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
+from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
@@ -146,7 +146,7 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
-    if isinstance(strategy, Worker):
+    if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
     return strategy.trained.module()

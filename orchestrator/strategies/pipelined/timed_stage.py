@@ -24,7 +24,7 @@ from orchestrator.compat.pipelining import (
 from orchestrator.compat.torch import parameter_of
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
-from orchestrator.timeline.spans import Kind, Span
+from orchestrator.timeline.spans import ActionKind, Span
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[Kind, int, int, Any, Any]] = []
+        self._marks: list[tuple[ActionKind, int, int, Any, Any]] = []
         self.first_microbatch = 0
 
     def restart(self) -> None:
@@ -44,7 +44,7 @@ class Clock:
         self._marks = []
 
     @contextlib.contextmanager
-    def span(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+    def span(self, kind: ActionKind, stage: int, microbatch: int) -> Iterator[None]:
         """Record the block as a span.
 
         Consecutive blocks of the same kind, stage and micro-batch form one span: the loss counts as part of the

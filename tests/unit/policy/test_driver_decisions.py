@@ -22,7 +22,7 @@ from orchestrator.policy.rank_order import groups_on_one_node, placement_note, r
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, Failure, Outcome, Phase, TrainPoint, WorkerInfo
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
-from orchestrator.timeline.spans import Kind, Span
+from orchestrator.timeline.spans import ActionKind, Span
 from orchestrator.worker.process.gpu import gpu_error, has_bf16
 
 
@@ -238,7 +238,7 @@ def test_summary_is_over_warm_steps() -> None:
     assert summary["final_loss"] == 2.0
 
 
-def span(kind: Kind, stage: int, start: float, end: float) -> Span:
+def span(kind: ActionKind, stage: int, start: float, end: float) -> Span:
     return Span(kind=kind, stage=stage, microbatch=0, start=start, end=end)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.timeline.align import aligned, clock_offset_s
 from orchestrator.timeline.ideal import Action, simulate
-from orchestrator.timeline.spans import Kind, Span
+from orchestrator.timeline.spans import ActionKind, Span
 
 LAYOUTS = {
     "a stage each": [[0], [1], [2]],
@@ -21,7 +21,7 @@ LAYOUTS = {
 
 def spans(layout: Sequence[Sequence[int]], *, split_backward: bool) -> list[list[Span]]:
     """All forward passes, then all backward passes, of four micro-batches."""
-    backward: tuple[Kind, ...] = ("I", "W") if split_backward else ("B",)
+    backward: tuple[ActionKind, ...] = ("I", "W") if split_backward else ("B",)
     orders: list[list[Action]] = []
     for stages in layout:
         order: list[Action] = [("F", stage, i) for stage in stages for i in range(4)]
@@ -34,7 +34,7 @@ def shifted(worker: Sequence[Span], by_s: float) -> list[Span]:
     return [replace(s, start=s.start + by_s, end=s.end + by_s) for s in worker]
 
 
-def span(kind: Kind, stage: int, start: float, end: float) -> Span:
+def span(kind: ActionKind, stage: int, start: float, end: float) -> Span:
     return Span(kind=kind, stage=stage, microbatch=0, start=start, end=end)
 
 

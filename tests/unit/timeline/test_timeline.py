@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.timeline.draw import draw, trace
-from orchestrator.timeline.spans import Kind, Span, Timeline, bubble
+from orchestrator.timeline.spans import ActionKind, Span, Timeline, bubble
 
 
-def span(kind: Kind, stage: int, start: float, end: float, microbatch: int = 0) -> Span:
+def span(kind: ActionKind, stage: int, start: float, end: float, microbatch: int = 0) -> Span:
     return Span(kind=kind, stage=stage, microbatch=microbatch, start=start, end=end)
 
 

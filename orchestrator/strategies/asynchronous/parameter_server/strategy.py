@@ -79,9 +79,9 @@ class ParameterServer(Strategy):
     def create(cls, context: Context, job: Job) -> Strategy:
         """Return a worker, or a shard on the ranks after the workers."""
         from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
-        from orchestrator.strategies.asynchronous.parameter_server.worker import Worker
+        from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 
-        role = Worker if context.mesh.server(context.global_rank) is None else Shard
+        role = ParameterWorker if context.mesh.server(context.global_rank) is None else Shard
         return role(context, job)
 
 

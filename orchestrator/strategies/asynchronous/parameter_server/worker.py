@@ -46,7 +46,7 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
 
 
-class Worker(Trainer, OwnGradients):
+class ParameterWorker(Trainer, OwnGradients):
     """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the shards.
 
     Synchronous shards sum the gradients of all workers.
