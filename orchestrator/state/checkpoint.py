@@ -17,6 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from orchestrator.state.manifest import (
     KINDS,
     MANIFEST,
     CheckpointError,
+    Kind,
     file_name,
     files_of,
     manifest_text,
@@ -78,18 +80,29 @@ def save(
 @contextlib.contextmanager
 def staging(root: Path, step: int) -> Iterator[Path]:
     """Make a hidden directory for the files of the checkpoint of ``step``; remove what is left of it at the end."""
+    directory = make_staging(root, step)
+    try:
+        yield directory
+    finally:
+        remove_staging(directory)
+
+
+def make_staging(root: Path, step: int) -> Path:
+    """Make a hidden directory in ``root`` for files of the checkpoint of ``step``."""
     # With a number, because a save of an earlier generation may still wait for its other writers.
     directory = root / f".{path_of(root, step).name}.{socket.gethostname()}.{os.getpid()}-{next(_NUMBERS)}"
     root.mkdir(parents=True, exist_ok=True)
-    try:
-        directory.mkdir()
-        yield directory
-    finally:
-        # Another writer may add its next file meanwhile; it cannot once the directory is gone.
-        for _ in range(_REMOVALS):
-            shutil.rmtree(directory, ignore_errors=True)
-            if not directory.exists():
-                break
+    directory.mkdir()
+    return directory
+
+
+def remove_staging(directory: Path) -> None:
+    """Remove a directory of :func:`make_staging`, which may have become a checkpoint."""
+    # Another writer may add its next file meanwhile; it cannot once the directory is gone.
+    for _ in range(_REMOVALS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            break
 
 
 def write_part(
@@ -103,6 +116,8 @@ def write_part(
 ) -> dict[str, Digests]:
     """Write the tensors of ``state`` to files in ``directory``, and return the digests of these by name.
 
+    The data is on the disk then; :func:`commit` waits for the names of the files.
+
     Args:
         directory: an existing directory.
         state: the boxes of this writer.
@@ -114,18 +129,16 @@ def write_part(
     Raises:
         OSError: the files cannot be written.
     """
-    written = {}
-    for kind in KINDS:
+
+    def write(kind: Kind) -> tuple[str, Digests]:
         name = file_name(kind, part, parts)
-        written[name] = tensor_file.write(
-            directory / name,
-            getattr(state, kind),
-            boxes=state.boxes.get(kind),
-            chunk_bytes=chunk_bytes,
-            on_progress=on_progress,
+        tensors, boxes = getattr(state, kind), state.boxes.get(kind)
+        return name, tensor_file.write(
+            directory / name, tensors, boxes=boxes, chunk_bytes=chunk_bytes, on_progress=on_progress
         )
-    _sync_directory(directory)
-    return written
+
+    with ThreadPoolExecutor(len(KINDS), "writing") as pool:  # so that neither file waits for the other's disk
+        return dict(pool.map(write, KINDS))
 
 
 def commit(
@@ -237,6 +250,11 @@ def prune(root: Path, keep: int, *, saved_step: int, best_step: int | None = Non
         with contextlib.suppress(OSError):
             path.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
+    remove_stale(root)
+
+
+def remove_stale(root: Path) -> None:
+    """Remove the temporary directories of dead writers."""
     for path in root.glob(".step-*"):
         if _is_stale(path):
             shutil.rmtree(path, ignore_errors=True)

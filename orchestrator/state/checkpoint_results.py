@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.state.part_writers import StagedPart
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A checkpoint that is complete on disk at ``path``.
+    """A checkpoint that is complete on disk at ``path``, or a ``part`` of it.
 
     Attributes:
         seconds: the duration of the write, with its upload.
         stall_ms: how long training stood still for the snapshot.
         best_step: the step whose checkpoint is kept beside the newest ones; None if there is none.
+        part: what this rank has staged of a checkpoint for a store that several ranks write; None of a whole one.
     """
 
     step: int
@@ -22,6 +25,7 @@ class Written:
     stall_ms: float
     size_bytes: int
     best_step: int | None = None
+    part: StagedPart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

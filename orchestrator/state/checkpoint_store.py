@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.state.checkpoint import STEP, find_newest, list_checkpoints, step_of, verify
 from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence, FencedError
-from orchestrator.state.manifest import KINDS, MANIFEST, CheckpointError, files_of, parse_manifest, read_manifest
+from orchestrator.state.manifest import MANIFEST, CheckpointError, files_of, parse_manifest, read_manifest
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
 
@@ -83,8 +83,8 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
             (path / MANIFEST).write_bytes(manifest)
-            for file, stored in _stored_names(read_manifest(path)).items():
-                remote.fetch(stored, path / file, on_progress=on_progress)
+            for file, digests in files_of(read_manifest(path)).items():
+                remote.fetch(_stored_name(file, digests), path / file, on_progress=on_progress)
             verify(path)
         except FileNotFoundError as e:
             raise CheckpointError(remote.url, f"missing file: {e}") from e
@@ -141,13 +141,33 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged or missing here.
             OSError: it cannot be read, or the store cannot be used.
         """
+        path = self._root / name
+        self.upload_files(name, path, files_of(read_manifest(path)), on_progress=on_progress)
+        self.commit(name, (path / MANIFEST).read_text(), fence=fence)
+
+    def upload_files(
+        self, name: str, directory: Path, files: Mapping[str, Digests], *, on_progress: Callable[[], None] = _nothing
+    ) -> None:
+        """Copy ``files`` of the checkpoint ``name``, which are in ``directory``, to the store.
+
+        Raises:
+            OSError: one cannot be read, or the store cannot be used.
+        """
         assert self._remote is not None
-        path, remote = self._root / name, self._remote.child(name)
-        for file, stored in _stored_names(read_manifest(path)).items():
-            remote.put(path / file, stored, on_progress=on_progress)
+        for file, digests in files.items():
+            self._remote.put(directory / file, f"{name}/{_stored_name(file, digests)}", on_progress=on_progress)
+
+    def commit(self, name: str, manifest: str, *, fence: Fence | None) -> None:
+        """Make a checkpoint ``name`` of files that are on the store; it replaces one of the same step.
+
+        Raises:
+            FencedError: this process may no longer save.
+            OSError: the store cannot be used.
+        """
+        assert self._remote is not None
         if fence is not None and not fence.may_save():
             raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
-        remote.put(path / MANIFEST, MANIFEST, on_progress=on_progress)
+        self._remote.child(name).write(MANIFEST, manifest.encode())
 
     def prune(self, keep: int, *, saved_step: int, best_step: int | None = None) -> None:
         """Remove from the store what :func:`orchestrator.state.checkpoint.prune` removes, and older incomplete ones."""
@@ -164,11 +184,6 @@ class CheckpointStore:
     @staticmethod
     def _is_complete(remote: Remote, name: str) -> bool:
         return any(entry.name == MANIFEST for entry in remote.list(name))
-
-
-def _stored_names(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name on the store of each file in a ``manifest``."""
-    return {file: _stored_name(file, digests) for kind in KINDS for file, digests in files_of(manifest, kind).items()}
 
 
 def _stored_name(file: str, digests: Digests) -> str:

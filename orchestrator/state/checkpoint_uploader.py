@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.state.checkpoint import list_checkpoints, step_of
+from orchestrator.state.checkpoint import list_checkpoints, remove_staging, remove_stale, step_of
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import CheckpointError
+from orchestrator.state.part_writers import PartError
 from orchestrator.storage.remote import StorageError
 
 FIRST_PAUSE_S = 1.0
@@ -66,7 +67,7 @@ class CheckpointUploader:
             self._waiting = [older for older in self._waiting if older not in replaced] + [written]
             self._changed.notify_all()
         for older in replaced:
-            self._on_result(_replaced(older, written))
+            self._end(older, _replaced(older, written))
 
     def pending(self) -> Pending | None:
         """Return the newest checkpoint that is not on the store yet, or None."""
@@ -89,10 +90,10 @@ class CheckpointUploader:
         while (written := self._next()) is not None:
             result = self._upload(written)
             with contextlib.suppress(OSError):  # the next checkpoint tries again
-                if isinstance(result, Written):
+                if isinstance(result, Written) and _reports(written):
                     self._store.prune(self._keep, saved_step=written.step, best_step=written.best_step)
             self._remove_older_here(written.step)
-            self._on_result(result)
+            self._end(written, result)
             with self._changed:
                 self._uploading = None
                 self._changed.notify_all()
@@ -107,21 +108,39 @@ class CheckpointUploader:
         began, pause_s = time.perf_counter(), FIRST_PAUSE_S
         while True:
             try:
-                self._store.upload(written.path.name, fence=self._fence, on_progress=self._count_progress)
+                size_bytes = self._try_upload(written)
             except StorageError as e:
                 self._problem = str(e)
-            except (FencedError, CheckpointError) as e:
+            except (FencedError, PartError, CheckpointError) as e:
                 return WriteFailed(step=written.step, reason=str(e))
             except Exception as e:  # a bug must not end the thread, because the end of the run would wait for it
                 return WriteFailed(step=written.step, reason=f"{type(e).__name__}: {e}")
             else:
                 self._problem = None
                 seconds = written.seconds + time.perf_counter() - began
-                return replace(written, seconds=seconds)
+                return replace(written, seconds=seconds, size_bytes=size_bytes)
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_replaced(written), pause_s):
                     return _replaced(written, self._waiting[-1], why=self._problem)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _try_upload(self, written: Written) -> int:
+        """Upload a checkpoint, or this rank's part of it, and return its size in bytes as far as it is known here."""
+        part = written.part
+        if part is None:
+            self._store.upload(written.path.name, fence=self._fence, on_progress=self._count_progress)
+            return written.size_bytes
+        size_bytes = part.jointly.upload(part, self._store, fence=self._fence, on_progress=self._count_progress)
+        return written.size_bytes if size_bytes is None else size_bytes
+
+    def _end(self, written: Written, result: Written | WriteFailed) -> None:
+        """Let the others know that this rank has not uploaded its part, and report the result if no other rank does."""
+        if written.part is not None:
+            if isinstance(result, WriteFailed):
+                written.part.jointly.decline(result.reason)
+            remove_staging(written.part.directory)
+        if _reports(written):
+            self._on_result(result)
 
     def _is_replaced(self, written: Written) -> bool:
         return bool(self._waiting) and self._waiting[-1].best_step != written.step
@@ -135,6 +154,12 @@ class CheckpointUploader:
                 is_needed = path in [written.path for written in self._waiting]
             if step_of(path.name) < step and not is_needed:
                 shutil.rmtree(path, ignore_errors=True)
+        remove_stale(self._root)
+
+
+def _reports(written: Written) -> bool:
+    """Return whether this rank reports how the upload ends."""
+    return written.part is None or written.part.jointly.commits
 
 
 def _replaced(older: Written, newer: Written, *, why: str | None = None) -> WriteFailed:

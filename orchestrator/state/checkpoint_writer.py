@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import shutil
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.state.best import best_step
-from orchestrator.state.checkpoint import prune, save
+from orchestrator.state.checkpoint import path_of, prune, save
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_uploader import CheckpointUploader
@@ -160,12 +161,10 @@ class CheckpointWriter:
             result: Written | WriteFailed | None = WriteFailed(step=state.step, reason="the writing thread ended")
             try:
                 result = self._write(state)
-                if self._jointly is not None and not self._jointly.commits:
-                    result = None  # the rank that commits reports
             finally:
                 if self._uploader is not None and isinstance(result, Written):
                     self._uploader.submit(result)
-                elif result is not None:
+                elif result is not None and (self._jointly is None or self._jointly.commits):  # others are silent
                     self._add_result(result)
                 with self._changed:
                     self._free = [state]
@@ -186,19 +185,25 @@ class CheckpointWriter:
             return self._pending
 
     def _write(self, state: TrainState) -> Written | WriteFailed | None:
-        start, size_bytes = time.perf_counter(), state.size_bytes
+        start, size_bytes, part = time.perf_counter(), state.size_bytes, None
+        explain = functools.partial(self._explain, state=state)
         try:
             # Of a checkpoint that is uploaded, only the copy on the store is visible to others.
             fence = self._fence if self._uploader is None else None
             if self._jointly is None:
                 path = save(self._root, state, run_uid=self._run_uid, fence=fence, on_progress=self._count_progress)
+            elif self._uploader is not None:
+                path = path_of(self._root, state.step)
+                part = self._jointly.stage(
+                    self._root, state, run_uid=self._run_uid, explain=explain, on_progress=self._count_progress
+                )
             else:
                 saved = self._jointly.save(
                     self._root,
                     state,
                     run_uid=self._run_uid,
                     fence=fence,
-                    explain=lambda e: self._explain(e, state),
+                    explain=explain,
                     on_progress=self._count_progress,
                 )
                 if saved is None:
@@ -221,6 +226,7 @@ class CheckpointWriter:
             stall_ms=self._stall_ms,
             size_bytes=size_bytes,
             best_step=best_step(state.meta),
+            part=part,
         )
 
     def _count_progress(self) -> None:

@@ -38,10 +38,10 @@ def file_name(kind: Kind, part: int, parts: int) -> str:
     return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors"
 
 
-def files_of(manifest: Mapping[str, Any], kind: Kind) -> dict[str, Digests]:
-    """Return the digests of the files of a kind by name, in the order of their writers."""
+def files_of(manifest: Mapping[str, Any], *kinds: Kind) -> dict[str, Digests]:
+    """Return the digests of the files of these kinds, or of all, by name, in the order of their writers."""
     parts = _num_parts(manifest)
-    names = [file_name(kind, part, parts) for part in range(parts)]
+    names = [file_name(kind, part, parts) for kind in kinds or KINDS for part in range(parts)]
     return {name: _digests(manifest, manifest["files"][name]) for name in names}
 
 

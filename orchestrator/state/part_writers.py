@@ -1,31 +1,32 @@
 """Several ranks write one checkpoint, each its own part, from a thread of its own. No collective operation takes part.
 
-The ranks exchange short messages through the store of their generation: the first writer names the directory, every
-other one reports the digests of its files, and the first one commits when it has them all.
+The ranks exchange short messages through the store of their generation: every writer but the first reports the digests
+of its files, and the first one commits when it has them all. In a directory that they share, the first writer names the
+place before (:meth:`JointSave.save`). For an object store, each stages its files in a directory of its own
+(:meth:`JointSave.stage`), and uploads them later (:meth:`JointSave.upload`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.state.checkpoint import commit, staging, write_part
+from orchestrator.state.checkpoint import commit, make_staging, path_of, remove_staging, staging, write_part
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence
+from orchestrator.state.manifest import manifest_text
 from orchestrator.state.merge import META_OF_PARTS, merge_meta
 from orchestrator.state.train_state import TrainState
 
 _POLL_S = 0.02
 _PROGRESS_S = 0.5
-AFTER_END_S = 10.0
-"""How long a part may make no progress after the end of the generation in which it was begun."""
 
 
 class Store(Protocol):
@@ -50,6 +51,7 @@ class Writers:
         rank: of this process.
         names: the names of all parameters and buffers, in the order of the whole model.
         stall_timeout_s: how long a part may make no progress.
+        lost_timeout_s: the same after the end of the generation, because its rank may be lost.
         ended: set when the generation has ended.
     """
 
@@ -58,6 +60,7 @@ class Writers:
     rank: int
     names: Sequence[str]
     stall_timeout_s: float
+    lost_timeout_s: float
     ended: threading.Event
 
     def joint_save(self, key: str) -> JointSave:
@@ -65,13 +68,33 @@ class Writers:
         return JointSave(self, key)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagedPart:
+    """One writer's part of a checkpoint for an object store.
+
+    Attributes:
+        jointly: the checkpoint.
+        directory: has the files; to be removed with :func:`remove_staging`.
+        files: their digests by name.
+        meta: of the state, of which the others have other parts.
+        run_uid: the identity of the run.
+    """
+
+    jointly: JointSave
+    directory: Path
+    files: Mapping[str, Digests]
+    meta: Mapping[str, Any]
+    run_uid: str
+
+
 class JointSave:
-    """One checkpoint of several writers. Methods run on the thread that writes."""
+    """One checkpoint of several writers. Only one thread at a time calls its methods."""
 
     def __init__(self, writers: Writers, key: str):
         self._writers = writers
         self._key = key
         self._part = list(writers.ranks).index(writers.rank)
+        self._answers: dict[int, Any] = {}
         self._progress = 0
         self._reported_at = 0.0
 
@@ -95,10 +118,10 @@ class JointSave:
         explain: Callable[[OSError], str],
         on_progress: Callable[[], None],
     ) -> tuple[Path, int] | None:
-        """Write this rank's part, and on the first writer, commit the checkpoint when all parts are written.
+        """Write this rank's part to a directory that all writers share; on the first one, commit the checkpoint.
 
         Args:
-            root: the directory that holds the checkpoints, which all writers share.
+            root: the directory that holds the checkpoints.
             state: this rank's part of the state.
             run_uid: the identity of the run.
             fence: consulted before the checkpoint becomes visible. None if this process may always save.
@@ -113,43 +136,119 @@ class JointSave:
             PartError: another writer has not written its part.
             FencedError: this process may no longer save.
         """
-        try:
+        with self._declining(explain):
             if self.commits:
                 return self._commit_all(root, state, run_uid=run_uid, fence=fence, on_progress=on_progress)
-            self._write_own(root / self._await(0, on_progress)["directory"], state, on_progress)
+            self._report(self._write(root / self._await(0, on_progress)["directory"], state, on_progress), state.meta)
+        return None
+
+    def stage(
+        self,
+        root: Path,
+        state: TrainState,
+        *,
+        run_uid: str,
+        explain: Callable[[OSError], str],
+        on_progress: Callable[[], None],
+    ) -> StagedPart:
+        """Write this rank's part to a hidden directory in ``root``. The arguments are those of :meth:`save`.
+
+        Raises:
+            OSError: it cannot be written; the first writer knows it.
+        """
+        with self._declining(explain):
+            directory = make_staging(root, state.step)
+            try:
+                files = self._write(directory, state, on_progress)
+            except BaseException:
+                remove_staging(directory)
+                raise
+            return StagedPart(jointly=self, directory=directory, files=files, meta=dict(state.meta), run_uid=run_uid)
+
+    def upload(
+        self,
+        part: StagedPart,
+        store: CheckpointStore,
+        *,
+        fence: Fence | None,
+        on_progress: Callable[[], None],
+    ) -> int | None:
+        """Upload this rank's part; on the first writer, commit the checkpoint when all parts are on the store.
+
+        May be called again after an error.
+
+        Returns:
+            The size of the checkpoint in bytes; None if another rank commits it.
+
+        Raises:
+            OSError: a file cannot be read, or the store cannot be used.
+            PartError: another writer has not uploaded its part.
+            FencedError: this process may no longer save.
+        """
+        name = path_of(part.directory.parent, int(part.meta["step"])).name
+        store.upload_files(name, part.directory, part.files, on_progress=self._reporting(on_progress))
+        if not self.commits:
+            self._report(part.files, part.meta)
+            return None
+        meta, files = self._collect(part.files, part.meta, on_progress)
+        store.commit(name, manifest_text(meta, run_uid=part.run_uid, files=files, parts=self._parts), fence=fence)
+        return _size_of(files)
+
+    @contextlib.contextmanager
+    def _declining(self, explain: Callable[[OSError], str]) -> Iterator[None]:
+        """Let the others know of an error."""
+        try:
+            yield
         except Exception as e:
             self.decline(explain(e) if isinstance(e, OSError) else f"{type(e).__name__}: {e}")
             raise
-        return None
 
     def _commit_all(
         self, root: Path, state: TrainState, *, run_uid: str, fence: Fence | None, on_progress: Callable[[], None]
     ) -> tuple[Path, int]:
-        parts = len(self._writers.ranks)
         with staging(root, state.step) as directory:
             self._put(self._own_topic, {"directory": directory.name})
-            files = write_part(directory, state, part=0, parts=parts, on_progress=on_progress)
-            metas: list[Mapping[str, Any]] = [state.meta]
-            for part in range(1, parts):
-                answer = self._await(part, on_progress)
-                files |= {name: _digests(entry) for name, entry in answer["files"].items()}
-                metas.append(answer["meta"])
-            meta = merge_meta(metas, order=self._writers.names)
-            path = commit(directory, meta, files, run_uid=run_uid, parts=parts, fence=fence)
-        return path, sum(digests.size for digests in files.values())
+            own = self._write(directory, state, on_progress)
+            meta, files = self._collect(own, state.meta, on_progress)
+            path = commit(directory, meta, files, run_uid=run_uid, parts=self._parts, fence=fence)
+        return path, _size_of(files)
 
-    def _write_own(self, directory: Path, state: TrainState, on_progress: Callable[[], None]) -> None:
+    def _write(self, directory: Path, state: TrainState, on_progress: Callable[[], None]) -> dict[str, Digests]:
+        progress = self._reporting(on_progress)
+        return write_part(directory, state, part=self._part, parts=self._parts, on_progress=progress)
+
+    def _report(self, files: Mapping[str, Digests], meta: Mapping[str, Any]) -> None:
+        """Let the first writer know that this part is written."""
+        own = {key: meta[key] for key in META_OF_PARTS if key in meta}
+        self._put(self._own_topic, {"files": {name: asdict(d) for name, d in files.items()}, "meta": own})
+
+    def _collect(
+        self, files: Mapping[str, Digests], meta: Mapping[str, Any], on_progress: Callable[[], None]
+    ) -> tuple[dict[str, Any], dict[str, Digests]]:
+        """Wait until all parts are written; return the meta and the files of the checkpoint."""
+        metas, every = [meta], dict(files)
+        for part in range(1, self._parts):
+            answer = self._await(part, on_progress)
+            every |= {name: _digests(entry) for name, entry in answer["files"].items()}
+            metas.append(answer["meta"])
+        return merge_meta(metas, order=self._writers.names), every
+
+    def _reporting(self, on_progress: Callable[[], None]) -> Callable[[], None]:
+        """Return what counts progress and lets the first writer know of it."""
+
         def progress() -> None:
             on_progress()
             self._progress += 1
-            if time.monotonic() - self._reported_at > _PROGRESS_S:
+            if not self.commits and time.monotonic() - self._reported_at > _PROGRESS_S:
                 self._reported_at = time.monotonic()
-                self._writers.store.set(f"{self._own_topic}/progress", str(self._progress))
+                with contextlib.suppress(PartError):  # raised again at the end of the part
+                    self._put(f"{self._own_topic}/progress", self._progress)
 
-        parts = len(self._writers.ranks)
-        files = write_part(directory, state, part=self._part, parts=parts, on_progress=progress)
-        meta = {key: state.meta[key] for key in META_OF_PARTS if key in state.meta}
-        self._put(self._own_topic, {"files": {name: asdict(d) for name, d in files.items()}, "meta": meta})
+        return progress
+
+    @property
+    def _parts(self) -> int:
+        return len(self._writers.ranks)
 
     @property
     def _own_topic(self) -> str:
@@ -158,7 +257,7 @@ class JointSave:
     def _topic(self, part: int) -> str:
         return f"{self._key}/{part}"
 
-    def _put(self, topic: str, value: Mapping[str, Any]) -> None:
+    def _put(self, topic: str, value: Any) -> None:
         try:
             self._writers.store.set(topic, json.dumps(value))
         except RuntimeError as e:
@@ -170,6 +269,8 @@ class JointSave:
         Raises:
             PartError: it has failed, cannot be reached, or makes no progress.
         """
+        if part in self._answers:
+            return self._answers[part]
         writers, topic = self._writers, self._topic(part)
         seen, seen_at, looked_at = b"", time.monotonic(), 0.0
         try:
@@ -182,7 +283,7 @@ class JointSave:
                     if found != seen:
                         seen, seen_at = found, now
                         on_progress()
-                limit_s = min(writers.stall_timeout_s, AFTER_END_S if writers.ended.is_set() else math.inf)
+                limit_s = writers.lost_timeout_s if writers.ended.is_set() else writers.stall_timeout_s
                 if now - seen_at > limit_s:
                     raise PartError(f"rank {writers.ranks[part]} has written nothing of its part for {limit_s:g} s")
                 time.sleep(_POLL_S)
@@ -193,7 +294,12 @@ class JointSave:
             raise PartError(f"rank {writers.ranks[0]} cannot be reached: {e}") from e
         if "failed" in answer:
             raise PartError(f"rank {writers.ranks[part]}: {answer['failed']}")
+        self._answers[part] = answer
         return answer
+
+
+def _size_of(files: Mapping[str, Digests]) -> int:
+    return sum(digests.size for digests in files.values())
 
 
 def _digests(entry: Mapping[str, Any]) -> Digests:

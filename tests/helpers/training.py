@@ -190,6 +190,7 @@ def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, Tr
                 rank=rank,
                 names=strategy.saved_names,
                 stall_timeout_s=20,
+                lost_timeout_s=20,
                 ended=threading.Event(),
             ).joint_save("checkpoint")
         writer = CheckpointWriter(root, keep=1, run_uid="r")

@@ -39,6 +39,7 @@ class Checkpoints:
         self._outbox = outbox
         self._warner = warner
         self._timeout_s = config.recovery.hang_max_s
+        self._lost_timeout_s = config.cluster.heartbeat_timeout_s
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
         self._writers: Writers | None = None  # None if rank 0 writes alone
         self._num_saves = 0
@@ -72,7 +73,7 @@ class Checkpoints:
         ``store``: where the ranks of the generation can leave short messages; None if they cannot.
         """
         strategy = self._strategy
-        if store is not None and self._run_dir.remote is None and len(strategy.writers) > 1:
+        if store is not None and len(strategy.writers) > 1:
             self._num_saves = 0
             self._writers = Writers(
                 store=store,
@@ -80,6 +81,7 @@ class Checkpoints:
                 rank=self._rank,
                 names=strategy.saved_names,
                 stall_timeout_s=self._timeout_s,
+                lost_timeout_s=self._lost_timeout_s,
                 ended=threading.Event(),
             )
 

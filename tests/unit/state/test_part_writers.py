@@ -16,10 +16,12 @@ import torch.distributed as dist
 from helpers.runs import wait_for
 from orchestrator.state.checkpoint import list_checkpoints, load, verify
 from orchestrator.state.checkpoint_results import WriteFailed, Written
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
+from orchestrator.storage.remote import Remote
 
 RANKS = (0, 2, 5)
 NAMES = ("first", "second", "third")
@@ -43,18 +45,44 @@ def part_of(part: int, step: int, *, megabytes: float = 0.0) -> TrainState:
 
 
 class Ranks:
-    """The writers of a generation, each as its process would have it."""
+    """The writers of a generation, each as its process would have it.
 
-    def __init__(self, root: Path, fence: Fence | None = None, *, stall_timeout_s: float = 20.0):
-        self.root = root
+    They share the directory ``root``; with stores, each has a directory of its own instead.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        fence: Fence | None = None,
+        *,
+        stall_timeout_s: float = 20.0,
+        lost_timeout_s: float = 20.0,
+        stores: Sequence[Remote] | None = None,
+    ):
+        self.root, self.stores = root, stores or ()
         self.ended = threading.Event()
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         clients = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in RANKS[1:]]
         self.writers = [
-            CheckpointWriter(root, keep=2, run_uid="run", fence=fence if p == 0 else None) for p in range(3)
+            CheckpointWriter(
+                root if stores is None else root / str(p),
+                keep=2,
+                run_uid="run",
+                fence=fence if p == 0 else None,
+                remote=None if stores is None else stores[p],
+            )
+            for p in range(3)
         ]
         self.joint = [
-            Writers(store=store, ranks=RANKS, rank=rank, names=NAMES, stall_timeout_s=stall_timeout_s, ended=self.ended)
+            Writers(
+                store=store,
+                ranks=RANKS,
+                rank=rank,
+                names=NAMES,
+                stall_timeout_s=stall_timeout_s,
+                lost_timeout_s=lost_timeout_s,
+                ended=self.ended,
+            )
             for rank, store in zip(RANKS, (server, *clients), strict=True)
         ]
 
@@ -99,6 +127,55 @@ def test_each_writes_its_part_and_the_first_commits_them_all(ranks: Ranks) -> No
     assert sorted(p.name for p in ranks.root.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Ranks]:
+    """Writers on nodes of their own, whose checkpoints go to a store in ``tmp_path / "store"``."""
+    made = Ranks(tmp_path / "nodes", stores=[Remote(f"file://{tmp_path}/store", timeout_s=5)] * 3)
+    yield made
+    made.ended.set()
+    for writer in made.writers:
+        writer.close(20)
+
+
+def test_each_uploads_its_part_and_the_manifest_is_the_last(stored: Ranks, tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path / "reader", stored.stores[0])
+    for step in (1, 2, 3):
+        stored.submit(step, (0, 2))
+        wait_for(lambda step=step: len(list((tmp_path / "store" / f"step-0000000{step}").glob("[mo]*"))) == 4)
+        assert f"step-0000000{step}" not in checkpoints.list()
+        stored.submit(step, (1,))
+        (written,) = stored.results()
+        assert isinstance(written, Written)
+        folder = tmp_path / "store" / f"step-0000000{step}"
+        assert written.path.name == folder.name
+        sizes = [p.stat().st_size for p in folder.glob("*.safetensors")]
+        assert (len(sizes), sum(sizes)) == (6, written.size_bytes)
+        assert [list(node.iterdir()) for node in stored.root.iterdir()] == [[], [], []]
+    assert checkpoints.list() == ["step-00000002", "step-00000003"]
+    state = load(checkpoints.fetch("step-00000003"))
+    assert {name: float(tensor[0]) for name, tensor in state.model.items()} == {"first": 30, "second": 31, "third": 32}
+    assert state.meta["param_groups"] == [{"lr": 0.1, "params": list(NAMES)}]
+
+
+def test_a_store_that_is_away_from_one_writer_costs_the_checkpoints_that_a_newer_one_replaces(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("not a directory")
+    reached = Remote(f"file://{tmp_path}/store", timeout_s=5)
+    stored = Ranks(tmp_path / "nodes", stores=[reached, reached, Remote(f"file://{blocked}/..//store", timeout_s=5)])
+    stored.submit(1)
+    wait_for(stored.writers[2].upload_problem)
+    stored.submit(2)
+    (failed,) = wait_for(stored.writers[0].results)
+    assert isinstance(failed, WriteFailed)
+    assert failed.reason.startswith("rank 5: it was not uploaded before the one of step 2 was written (")
+    blocked.unlink()
+    blocked.mkdir()
+    (written,) = stored.results()
+    assert (type(written), written.step) == (Written, 2)
+    for writer in stored.writers:
+        assert writer.close(20) is None
+
+
 def test_nothing_is_visible_until_the_last_part_is_written(ranks: Ranks) -> None:
     ranks.submit(1, (0, 1))
     wait_for(lambda: list(ranks.root.glob(".step-*/model-00002-of-00003.safetensors")))
@@ -135,12 +212,12 @@ def test_the_others_drop_what_the_first_declines(ranks: Ranks) -> None:
 
 def test_an_error_of_a_writer_is_reported_by_the_first(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(28, "No space left on device")
-    fdatasync, own = os.fsync, ranks.writers[1]
+    fsync = os.fsync
 
     def fail(fd: int) -> None:
-        if threading.get_ident() == own._thread.ident:
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "optimizer-00002-of-00003.safetensors":
             raise full
-        fdatasync(fd)
+        fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fail)
     ranks.submit(1)
@@ -161,10 +238,9 @@ def test_groups_that_differ_between_stages_are_named(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("how", ["no progress", "the generation ends"])
-def test_a_writer_that_is_lost_is_not_waited_for(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_lost_is_not_waited_for(tmp_path: Path, how: str) -> None:
     stall = how == "no progress"
-    monkeypatch.setattr("orchestrator.state.part_writers.AFTER_END_S", 0.1)
-    ranks = Ranks(tmp_path / "checkpoints", stall_timeout_s=0.3 if stall else 60.0)
+    ranks = Ranks(tmp_path / "checkpoints", stall_timeout_s=0.3 if stall else 60.0, lost_timeout_s=0.1)
     ranks.submit(1, (0, 1))
     if not stall:
         ranks.ended.set()
