@@ -1,4 +1,4 @@
-"""The states of pipeline stages, joined to the state of the whole model."""
+"""The states of pipeline stages and shards, joined to the state of the whole model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from orchestrator.state.manifest import Kind
 from orchestrator.state.train_state import NONFINITE, TrainState
 
 META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE)
@@ -36,9 +37,10 @@ def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
 
 
 def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> dict[str, Any]:
-    """Join what the stages of a pipeline captured beside tensors.
+    """Join what the stages of a pipeline, or ranks that share tensors, captured beside tensors.
 
-    Parameter groups are joined by position. All entries but ``META_OF_PARTS`` are the first stage's.
+    Parameter groups are joined by position; each parameter is in them once. All entries but ``META_OF_PARTS`` are the
+    first one's.
 
     Args:
         metas: the ``meta`` of each stage.
@@ -63,7 +65,7 @@ def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> d
                         f"({groups[i].get(key)} and {group.get(key)}); Job.optimizer must make "
                         "the same groups for every part of the model"
                     )
-            groups[i]["params"] = [*groups[i]["params"], *group["params"]]
+            groups[i]["params"] = list({name: None for name in (*groups[i]["params"], *group["params"])})
     position = {name: i for i, name in enumerate(order)}
     for group in groups:
         group["params"].sort(key=position.__getitem__)
@@ -97,3 +99,13 @@ def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: 
             "tied": {**state.meta["tied"], **tied},
         },
     )
+
+
+def without_copies(state: TrainState) -> TrainState:
+    """Return the ``state`` of a shard without its whole tensors, which the first of the shards writes."""
+
+    def parts(kind: Kind) -> dict[str, Tensor]:
+        boxes = state.boxes.get(kind, {})
+        return {name: tensor for name, tensor in getattr(state, kind).items() if name in boxes}
+
+    return TrainState(model=parts("model"), optimizer=parts("optimizer"), meta=state.meta, boxes=state.boxes)

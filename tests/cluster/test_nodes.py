@@ -201,22 +201,29 @@ def test_an_output_directory_that_a_node_does_not_share_is_refused(
 
 
 def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
-    cluster: Cluster, start: Callable[..., Run], tmp_path: Path
+    cluster: Cluster, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     require_mounts()
     store, staging = tmp_path / "store", tmp_path / "staging"
     staging.mkdir()
     url = (f"output_dir=file://{store}", f"storage.staging_dir={staging}", "storage.upload_every_s=0.5")
-    faults = "recovery.chaos=[kill@20:0,kill@40:1]"
+    words = [word for word in WORDS if not word.startswith("checkpoint.every")]
+    words += ["strategy=pipeline", "strategy.num_workers=2", "recovery.peer_copy_every=0", "checkpoint.every=10"]
+    words += ["train.steps=60", "recovery.chaos=[kill@25:0,kill@45:1]", f"cluster.address={cluster.address}"]
     with node_with_its_own(staging, cluster.address, lambda: len(cluster.global_state._live_node_ids())):
-        output = start("strategy.num_workers=2", "train.steps=60", *url, faults).output(code=0)
+        output = Run(launch(*words, *url, RAY_AUTH_MODE="disabled"), tmp_path).output(code=0)
     (stored,) = store.glob("*/*")
     assert f"run directory: file://{stored}" in output
     record = json.loads((stored / "run.json").read_text())
-    assert (record["state"], record["summary"]["restarts"], record["summary"]["steps_lost"]) == ("finished", 2, 0)
+    assert (record["state"], record["summary"]["restarts"]) == ("finished", 2)
+    assert 0 < record["summary"]["steps_lost"] < 2 * 25, "it went on from checkpoints on the store"
     points = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
     assert sorted(p["step"] for p in points if "train/loss" in p) == list(range(1, 61))
-    assert [p.parent.name for p in stored.glob("checkpoints/*/manifest.json")] == ["step-00000060"]
+    saved = sorted(stored.glob("checkpoints/*/manifest.json"))
+    assert saved[-1].parent.name == "step-00000060"
+    assert sorted(p.name.partition(".")[0] for p in saved[-1].parent.glob("*-of-*")) == [
+        f"{kind}-0000{part}-of-00002" for kind in ("model", "optimizer") for part in (1, 2)
+    ]
     of_driver, of_node = sorted(stored.glob("logs/**/*.log"), key=lambda p: len(p.parts))
     assert {of_driver.name, of_node.name} == {"rank-0.log", "rank-1.log"}
     assert of_node.parent.name.startswith(socket.gethostname())

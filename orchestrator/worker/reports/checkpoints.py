@@ -168,10 +168,16 @@ class Checkpoints:
             self._given_up = stalled.step
             reason = nothing_written(self._timeout_s)
             if (problem := self._writer.upload_problem()) is not None:
-                staged = path_of(self._run_dir.checkpoints, stalled.step)
-                reason = not_uploaded(self._timeout_s, problem, f"{staged} on {socket.gethostname()}")
+                reason = not_uploaded(self._timeout_s, problem, self._place_of_staged(stalled.step))
             self._outbox.put_event(CheckpointFailed(step=stalled.step, reason=reason))
         self.report()
+
+    def _place_of_staged(self, step: int) -> str:
+        """Return where a checkpoint is that could not be uploaded."""
+        path = path_of(self._run_dir.checkpoints, step)
+        if self._writers is None:
+            return f"{path} on {socket.gethostname()}"
+        return f"{path.parent}/.{path.name}.* on the nodes of its writers"
 
     @property
     def _limit_s(self) -> float:
