@@ -47,7 +47,7 @@ from orchestrator.strategies.base import Strategy
 WRITERS = (1, 2, 4)
 WIDTH, LAYER_MB = 1024, 12.6
 """A layer, and its state with the two moments of Adam."""
-LIMIT_S = 120.0
+LIMIT_S, ROUND_LIMIT_S = 120.0, 300.0
 ROUNDS = 3
 
 
@@ -97,7 +97,10 @@ def main() -> None:
         layers = max(1, round(arguments.stage_mb / LAYER_MB)) * workers
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             of_ranks = forked.train(
-                overrides(workers), Layers(layers=layers), functools.partial(measure, folder, rounds)
+                overrides(workers),
+                Layers(layers=layers),
+                functools.partial(measure, folder, rounds),
+                timeout_s=(rounds + 1) * ROUND_LIMIT_S,
             )
         found[workers] = [{arm: [rank[i][arm] for rank in of_ranks] for arm in of_ranks[0][i]} for i in range(rounds)]
     rows = [

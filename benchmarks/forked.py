@@ -44,13 +44,15 @@ class StepTimes:
         return sum(self.seconds)
 
 
-def train(overrides: Sequence[str], job: Job, function: Callable[[Strategy, Config], T]) -> list[T]:
+def train(
+    overrides: Sequence[str], job: Job, function: Callable[[Strategy, Config], T], *, timeout_s: float = TIMEOUT_S
+) -> list[T]:
     """Call ``function`` on every rank and return the results, in the order of the ranks.
 
     The function receives the strategy that ``overrides`` choose, ready to train, and the configuration.
 
     Raises:
-        RuntimeError: The overrides are wrong, or a process failed or took longer than ``TIMEOUT_S``.
+        RuntimeError: The overrides are wrong, or a process failed or took longer than ``timeout_s``.
     """
     errors: list[str] = []
     config, _ = compose(overrides, errors, registry.config_class)
@@ -67,7 +69,7 @@ def train(overrides: Sequence[str], job: Job, function: Callable[[Strategy, Conf
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
     failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]

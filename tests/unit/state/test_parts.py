@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
+from helpers.runs import in_campaign
 from orchestrator.state import digests
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import commit, find_newest, load, staging, verify, write_part
-from orchestrator.state.manifest import CheckpointError
+from orchestrator.state.digests import CHUNK_BYTES
+from orchestrator.state.manifest import CheckpointError, Kind
 from orchestrator.state.train_state import TrainState, capture, restore
 
 CHUNK = 256
@@ -124,6 +128,48 @@ def test_a_reader_of_a_part_reads_and_holds_little_more(tmp_path: Path, monkeypa
     assert headers < 16 * CHUNK
     assert own <= sum(read_bytes) < 1.1 * own
     assert sum(allocated) == own
+
+
+def memory_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+@pytest.mark.parametrize("size_mib", [64, *in_campaign(4096)])
+def test_a_rank_that_loads_its_part_holds_that_and_a_tensor_more(tmp_path: Path, size_mib: int) -> None:
+    writers, layers, width, shards = 4, 8, 1024, 4
+    rows = size_mib * 2**20 // (3 * 4 * layers * width)  # of float32, with two moments
+    cuts = [rows * i // writers for i in range(writers + 1)]
+    full = (rows, width)
+    group = {**optim.AdamW([torch.zeros(1)]).param_groups[0], "params": [f"{i}.weight" for i in range(layers)]}
+    meta = {"step": 1, "samples_consumed": 1, "optimizer": "AdamW", "param_groups": [group], "optimizer_scalars": {}}
+    files = {}
+    with staging(tmp_path, 1) as directory:
+        for rank, (first, last) in enumerate(itertools.pairwise(cuts)):
+            own = torch.zeros(last - first, width)
+            box = Box(full=full, offset=(first, 0), shape=tuple(own.shape))
+            model = {f"{i}.weight": own for i in range(layers)}
+            moments = {f"{name}/{key}": own for name in model for key in ("exp_avg", "exp_avg_sq")}
+            counters = {f"{name}/step": torch.tensor(1.0) for name in model} if rank == 0 else {}
+            boxes: dict[Kind, dict[str, Box]] = {
+                "model": dict.fromkeys(model, box),
+                "optimizer": dict.fromkeys(moments, box),
+            }
+            state = TrainState(model=model, optimizer={**moments, **counters}, meta=meta, boxes=boxes)
+            files |= write_part(directory, state, part=rank, parts=writers)
+        path = commit(directory, {**meta, "scheduler": None, "tied": {}}, files, run_uid="r", parts=writers)
+    del own, model, moments, state
+    gc.collect()
+    before = memory_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    mine = nn.Sequential(*(nn.Linear(width, rows // shards, bias=False) for _ in range(layers)))
+    optimizer = optim.AdamW(mine.parameters())
+    where = Box(full=full, offset=(rows // shards // 2, 0), shape=(rows // shards, width))  # of two writers
+    restore(load(path), mine, optimizer, None, consume=True, boxes={f"{i}.weight": where for i in range(layers)})
+    grown = memory_bytes("VmHWM") - before
+    part_bytes, tensor_bytes = size_mib * 2**20 / shards, 4 * rows * width
+    assert 0.7 * part_bytes < grown < part_bytes + tensor_bytes + 2 * CHUNK_BYTES
+    assert sum(t.nbytes for values in optimizer.state.values() for t in values.values()) > 0.6 * part_bytes
 
 
 def missing(path: Path) -> str:
