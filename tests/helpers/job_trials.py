@@ -13,7 +13,7 @@ from helpers.batches import opened
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows
+from orchestrator.model.batch import first_rows, split_batch
 from orchestrator.worker.data.batches import EvalBatches, train_batches
 
 
@@ -42,7 +42,7 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer, steps)
     losses = []
-    for [(inputs, target)] in train_batches(
+    for [read] in train_batches(
         opened(job.dataset("train"), 0),
         collate=job.collate,
         seed=seed,
@@ -56,6 +56,7 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
         pin_memory=False,
         timeout_s=30,
     ):
+        inputs, target = split_batch(read)
         loss = job.loss(model(inputs), target)
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,168 @@
+"""``job=hf``: models of Hugging Face, whole and with adapters, and what is wrong with their data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.job_trials import errors, trained
+from jobs.examples import IGNORED, Padded
+from jobs.hf import HuggingFace
+
+pytestmark = pytest.mark.slow  # the import of transformers
+
+SUMS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
+CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small model of each kind, with its tokenizer, and data for them."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    import tokenizers
+
+    made = tmp_path_factory.mktemp("hf")
+    bytes_of = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={"<end>": 0, "<pad>": 1, "<mask>": 2}
+            | {c: i + 3 for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
+    )
+    bytes_of.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of.decoder = tokenizers.decoders.ByteLevel()
+    named = {"eos_token": "<end>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_of, **named)
+    tokenizer.chat_template = CHAT
+    llama = transformers.LlamaConfig(**BERT, num_key_value_heads=1, max_position_embeddings=64, **COMMON)
+    torch.manual_seed(0)
+    models = {
+        "llama": transformers.LlamaForCausalLM(llama),
+        "bert": transformers.BertForMaskedLM(transformers.BertConfig(**BERT, **COMMON)),
+        "t5": transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **COMMON)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(made / name)
+        tokenizer.save_pretrained(made / name)
+    data = {
+        "sums": SUMS,
+        "labelled": [{"text": e["prompt"], "label": int(len(e["completion"]) > 1)} for e in SUMS],
+        "chat": [{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}] * 20,
+    }
+    for name, examples in data.items():
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
+    (made / "lines.txt").write_text("one two\n\n three four\n" * 20)
+    return made
+
+
+def fields(folder: Path, model: str = "llama", data: str = "sums.jsonl", **others: Any) -> dict[str, Any]:
+    return {"model_name_or_path": str(folder / model), "train_file": str(folder / data), "block_size": 16, **others}
+
+
+LORA = {"peft": "lora", "peft_options": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "others"),
+    [
+        ("llama", "sums.jsonl", {}),
+        ("llama", "sums.jsonl", LORA),
+        ("llama", "chat.jsonl", {"peft": "lora", "peft_options": {"use_dora": True, "target_modules": "all-linear"}}),
+        ("llama", "lines.txt", {}),
+        ("bert", "lines.txt", {"task": "masked"}),
+        ("bert", "labelled.jsonl", {"task": "classification"}),
+        ("t5", "sums.jsonl", {"task": "seq2seq"}),
+    ],
+    ids=["causal", "lora", "dora-chat", "lines", "masked", "classification", "seq2seq"],
+)
+def test_every_task_learns(folder: Path, model: str, data: str, others: dict[str, Any]) -> None:
+    job = HuggingFace(**fields(folder, model, data, learning_rate=1e-2, max_new_tokens=3, **others))
+    job.check()
+    fitted, losses = trained(job, steps=15, batch=16)
+    assert losses[-1] < losses[0]
+    if "peft" in others:
+        assert {n.split(".")[-3] for n, p in fitted.named_parameters() if p.requires_grad} <= {
+            "lora_A", "lora_B", "lora_magnitude_vector"
+        }  # fmt: skip
+    text = job.sample(fitted.eval(), torch.Generator())
+    assert (text is None) == (job.task in ("masked", "classification"))
+
+
+def test_the_loss_counts_answers_and_no_padding(folder: Path) -> None:
+    job = HuggingFace(**fields(folder))
+    train: Any = job.dataset("train")
+    examples = [train[0], train[len(train) - 1]]
+    assert examples[0]["labels"].tolist() == [IGNORED] * 4 + examples[0]["input_ids"].tolist()[4:]
+    assert examples[0]["labels"].tolist()[-1] == 0, "the end is learned"
+    model = job.model().eval()
+    losses = []
+    for length in (16, None, 11):
+        batch = Padded(token=1, length=length)(examples)
+        losses.append(job.loss(model(batch), batch))
+        assert int(job.weight(batch)) == 2 + 3
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(losses[2], losses[0])
+    chat: Any = HuggingFace(**fields(folder, data="chat.jsonl")).dataset("train")
+    assert job._tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
+
+
+def test_an_export_has_the_adapters_or_the_merged_model(folder: Path, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    job = HuggingFace(**fields(folder, learning_rate=1e-2, **LORA))
+    fitted, _ = trained(job, steps=5, batch=16)
+    batch = job.collate([job.dataset("val")[0]])  # type: ignore[index]
+    with torch.no_grad():
+        expected = fitted.eval()(batch)
+    for format in ("hf", "adapter"):
+        job.export(fitted.state_dict(), tmp_path / format, format)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        for model in (merged, adapted):
+            found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "<end>"
+
+
+def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "damaged.jsonl").write_text('{"text": "one"}\n{"text"\n')
+    (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 20, "completion": "2"}))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((folder / "llama" / "config.json").read_text())
+    here = f"job.train_file={tmp_path}"
+    for others, reason in (
+        ({"model_name_or_path": str(tmp_path)}, f"job.model_name_or_path={tmp_path}: "),
+        ({"model_name_or_path": None}, "job.model_name_or_path=null: set it, or job.config_name for random weights"),
+        (
+            {"model_name_or_path": None, "config_name": str(bare)},
+            f"job.tokenizer_name=null: there is no tokenizer in {bare}",
+        ),
+        ({"task": "seq2seq"}, f"job.model_name_or_path={folder / 'llama'}: Unrecognized configuration class"),
+        ({"train_file": None}, "job.train_file=null: set it"),
+        ({"train_file": "no/such/file"}, "job.train_file=no/such/file: cannot be read (No such file or directory)"),
+        ({"train_file": str(tmp_path / "damaged.jsonl")}, f"{here}/damaged.jsonl: {tmp_path}/damaged.jsonl, line 2: "),
+        ({"train_file": str(tmp_path / "other.jsonl")}, "other.jsonl, line 1: has no field 'text'"),
+        ({"train_file": str(tmp_path / "empty.txt")}, f"{here}/empty.txt: has no examples"),
+        ({"train_file": str(tmp_path / "long.jsonl")}, "the loss counts no token of the first 1 examples"),
+        ({"block_size": 65}, "job.block_size=65: the model has positions for 64 tokens"),
+        ({"peft": "lorra"}, "job.peft=lorra: unknown; did you mean lora?"),
+        ({"peft": "lora", "peft_options": {"target_modules": ["q_prj"]}}, "did you mean q_proj?"),
+        ({"peft": "lora", "peft_options": {"rr": 4}}, "job.peft_options={'rr': 4}: "),
+        ({"task": "classification", "model_name_or_path": str(folder / "bert")}, "has no field 'text'"),
+    ):
+        (error,) = errors("jobs.hf.HuggingFace", **{**fields(folder), **others})
+        assert reason in error, error
