@@ -72,6 +72,7 @@ def ddp_run(two: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) ->
     )
 
 
+@pytest.mark.campaign
 def test_ranks_on_uneven_hosts_find_each_other_and_learn_what_one_process_learns(
     two: tuple[Host, Host], ddp_run: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_ranks_on_uneven_hosts_find_each_other_and_learn_what_one_process_learns
         assert losses(run) == pytest.approx(expected, rel=1e-3), run
 
 
+@pytest.mark.campaign
 def test_environment_variables_reach_the_ranks_of_all_hosts(ddp_run: Path) -> None:
     """What Ray was started with on a host stays."""
     for rank, algorithm in enumerate(["Tree", "Tree", "Tree", "Ring"]):
@@ -93,6 +95,7 @@ def test_environment_variables_reach_the_ranks_of_all_hosts(ddp_run: Path) -> No
         assert f"NCCL_DEBUG=WARN NCCL_ALGO={algorithm} LANG=C.utf8 OWN_NAME=driver GLOO_SOCKET_IFNAME=eth0" in printed
 
 
+@pytest.mark.campaign
 def test_workers_without_room_are_refused_with_what_each_host_has(two: tuple[Host, Host], tmp_path: Path) -> None:
     code, output = two[0].launch(*WORDS, "strategy=ddp", "strategy.num_workers=5", cwd=tmp_path)
     assert code == 2, output
@@ -100,6 +103,7 @@ def test_workers_without_room_are_refused_with_what_each_host_has(two: tuple[Hos
     assert "1 CPUs and 0 GPUs" in output
 
 
+@pytest.mark.campaign
 def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> None:
     first, second = two
     job = ("job._target_=helpers.faulty_jobs.Faulty", "job.rank=3", "recovery.max_failures=0")

@@ -121,6 +121,7 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[...,
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
 
 
+@pytest.mark.campaign
 def test_too_few_survivors_wait_for_the_workers_that_are_missing(cluster: Cluster, start: Callable[..., Run]) -> None:
     """A run that needs two workers goes on when there is room for one; without room, a stop saves what is left."""
     node = cluster.add_node(num_cpus=1)
@@ -187,6 +188,7 @@ def test_without_room_a_run_of_a_fixed_size_ends_with_what_the_survivor_holds(
     assert f"the newest checkpoint (step {saved['step']}) is at" in output or "a checkpoint is at" in output
 
 
+@pytest.mark.campaign
 def test_an_output_directory_that_a_node_does_not_share_is_refused(
     cluster: Cluster, start: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -200,6 +202,7 @@ def test_an_output_directory_that_a_node_does_not_share_is_refused(
     assert not list(outputs.glob("*/*/checkpoints/*"))
 
 
+@pytest.mark.campaign
 def test_with_a_url_every_node_writes_to_a_directory_of_its_own(
     cluster: Cluster, launch: Callable[..., Any], tmp_path: Path
 ) -> None:

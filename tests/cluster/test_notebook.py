@@ -59,6 +59,7 @@ def value_of(cell: Any) -> str:
     return str(result.data["text/plain"])
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("kernel_environment")
 def test_the_example(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)

@@ -33,7 +33,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote, StorageError
 from orchestrator.strategies import registry
 
-SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20",
+SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=20",
         "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
         "storage.upload_every_s=0.5")  # fmt: skip
 

@@ -252,15 +252,20 @@ def taken_by(actor: Any) -> Any:
     return None
 
 
+@pytest.mark.campaign
 def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
-    cluster: Cluster, queue: QueueControl, start: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    cluster: Cluster,
+    queue: QueueControl,
+    start: Callable[..., Command],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The queue is killed, and so is a driver that waits, and the cluster shrinks, while all CPUs are taken."""
     taken = occupied(num_cpus=2)
     node = cluster.add_node(num_cpus=2)
     large = start("large", "train.steps=120", "cluster.cpus_per_worker=2", "cluster.unfit_timeout_s=1")
     large.wait_for(lambda: states(queue) == {"large": "reserving"}, "the run that fits at first")
-    first = start("first", "train.steps=120")
+    first = start("first", "train.steps=120", "job.pause_ms=200", f"job.until={tmp_path / 'until'}")
     first.wait_for(lambda: "first" in states(queue), "the run behind it")
     cluster.remove_node(node)
     first.wait_for(lambda: states(queue) == {"first": "reserving"}, "the first run")
@@ -292,6 +297,7 @@ def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     first.wait_for_step(5)
     queue.set_priority("urgent", 1)
     urgent.wait_for_step(1)
+    (tmp_path / "until").touch()
     assert states(queue) == {"urgent": "running", "first": "waiting", "third": "waiting"}
     assert (urgent.state, first.state, lost.state) == ("running", "waiting", "died")
     urgent.output(code=0)

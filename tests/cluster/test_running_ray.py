@@ -128,6 +128,7 @@ def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.campaign
 def test_submitted_job(head: Head) -> None:
     words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
              "python", "-m", "orchestrator.launch", "strategy=ddp", "train.steps=20",
@@ -192,6 +193,7 @@ def next_commands(output: str, head: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(head)) for line in lines if line.startswith(f"{head} ")]
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head, tmp_path: Path) -> None:
     """With the commands that the submission and the run print."""

@@ -120,6 +120,7 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.Capture
     assert list(leaks(tmp_path, shown)) == []
 
 
+@pytest.mark.campaign
 def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
     timeouts = [f"tracking.{key}=1" for key in ("request_timeout_s", "flush_timeout_s", "background_timeout_s")]

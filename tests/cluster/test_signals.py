@@ -16,7 +16,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.faulty_jobs import Slow
+from helpers.leisurely_job import Leisurely
 from helpers.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
@@ -24,7 +24,7 @@ from orchestrator.records.json_file import read_json
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 
-SLOW = ("strategy=ddp", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=20", "train.steps=3000",
+SLOW = ("strategy=ddp", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=20", "train.steps=3000",
         "train.eval_every=0", "cluster=local")  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def test_a_stop_while_ray_starts_starts_nothing(
     assert not list(tmp_path.glob("outputs/*/*"))
 
 
+@pytest.mark.campaign
 def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callable[..., Any], tmp_path: Path) -> None:
     """A service manager stops a job so: every process of it gets the signal."""
     process = launch(*SLOW, "checkpoint.every=10", "cluster.stop_grace_s=60")
@@ -93,7 +94,7 @@ def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., A
 
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:
     """The run would otherwise wait for the end of its step, longer than this test does."""
-    process = launch(*SLOW[:2], *SLOW[3:], "cluster.stop_grace_s=60", "job.step_ms=60000")
+    process = launch(*SLOW[:2], *SLOW[3:], "cluster.stop_grace_s=60", "job.pause_ms=60000")
     wait_for(lambda: events_below(tmp_path, "generation_started"))
     everyone = family(process.pid)
     process.send_signal(signal.SIGTERM)
@@ -120,14 +121,16 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
     assert uploaded == losses(run_dir)
 
 
+@pytest.mark.campaign
 def test_a_killed_driver_is_started_again(launch: Callable[..., Any], tmp_path: Path) -> None:
     """The points are there of every step of which a checkpoint was saved after the driver's last heartbeat."""
-    process = launch("--restarts=1", *SLOW[:3], "cluster=local", "train.steps=120", "train.eval_every=0",
-                     "checkpoint.every=10", "tracking=none")  # fmt: skip
+    process = launch("--restarts=1", *SLOW[:2], "job.pause_ms=100", f"job.until={tmp_path / 'until'}", "cluster=local",
+                     "train.steps=120", "train.eval_every=0", "checkpoint.every=10", "tracking=none")  # fmt: skip
     run_dir = wait_for_step(tmp_path, 20)
     (driver,) = psutil.Process(process.pid).children()
     driver.suspend()
     try:
+        (tmp_path / "until").touch()
         unseen = last_step(tmp_path) + 20
         wait_for(lambda: list((run_dir / "checkpoints").glob(f"step-{unseen:08}")))
     finally:
@@ -161,9 +164,9 @@ def test_a_driver_that_died_after_the_last_step_is_ended_by_the_next(
 @pytest.mark.campaign
 @pytest.mark.timeout(180)
 def test_of_two_commands_that_resume_at_once_one_trains(launch: Callable[..., Any], tmp_path: Path) -> None:
-    job = Slow(step_ms=20)
-    run = rundir.create(tmp_path / "outputs", "slow-ddp")
-    run.update_record(name="slow-ddp", uid="first", state="failed")
+    job = Leisurely(pause_ms=20)
+    run = rundir.create(tmp_path / "outputs", "leisurely-ddp")
+    run.update_record(name="leisurely-ddp", uid="first", state="failed")
     model = job.model()
     state = capture(model, job.optimizer(model.parameters()), None, step=3, samples_consumed=192)
     save(run.checkpoints, state, run_uid="first")

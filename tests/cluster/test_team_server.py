@@ -54,6 +54,7 @@ def as_admin(server: TeamServer, method: str, **values: str) -> None:
     urllib.request.urlopen(request, timeout=10).close()
 
 
+@pytest.mark.campaign
 def test_a_server_that_is_killed_loses_and_doubles_no_point(server: TeamServer, tmp_path: Path) -> None:
     words = ("job._target_=helpers.leisurely_job.Leisurely", "train.steps=300", "tracking.upload_every_s=0.2")
     process = commands.start(*RUN, *words, f"tracking.uri={server.uri}", "tracking.flush_timeout_s=60", cwd=tmp_path)

@@ -164,6 +164,7 @@ def processes(host: Host) -> list[str]:
     return [name for name in names if name != "sshd"]
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_from_nothing_to_a_finished_run(machines: Machines) -> None:
     install, head, join, doctor, train, stop = steps()

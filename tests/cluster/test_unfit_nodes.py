@@ -70,6 +70,7 @@ def stopped(cluster: Cluster) -> Iterator[psutil.Process]:
     cluster.remove_node(node)
 
 
+@pytest.mark.campaign
 def test_a_node_that_is_slow_to_answer_is_waited_for(
     cluster: Cluster, stopped: psutil.Process, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_machine_that_is_no_node_is_told_at_once(cluster: Cluster, tmp_path: P
     assert "`orchestrator submit`" in done.stderr
 
 
+@pytest.mark.campaign
 def test_an_embedded_ray_does_not_need_the_hostname(tmp_path: Path) -> None:
     """Without a network, Ray asks which address the hostname has; here that of another machine."""
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.99.99.99 stranger\n")

@@ -59,6 +59,7 @@ def test_a_run_on_gpus_is_refused_and_one_on_any_device_warns(
     assert on_other_node(tmp_path) in NODE_BY_NODE
 
 
+@pytest.mark.campaign
 def test_the_stages_of_a_pipeline_have_gpus_of_uneven_nodes(
     launch: Callable[..., subprocess.Popen[str]], address: str, tmp_path: Path
 ) -> None:

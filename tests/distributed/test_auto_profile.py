@@ -72,8 +72,8 @@ def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for
     assert sum(layer.parameter_bytes for layer in division.layers) == profile.parameter_bytes
     assert profile.gradient_bytes == profile.parameter_bytes
     assert [group.workers for group in profile.groups] == [2]
-    assert min(profile.ddp_ms, profile.action_ms, profile.base_ms, profile.data.at(8)) > 0
-    assert profile.server.ms_per_unit > 0
+    assert min(profile.base_ms, profile.data.at(8)) > 0
+    assert profile.server != NO_COST
 
 
 def test_one_worker_measures_a_model_that_cannot_be_cut(gang: Gang) -> None:

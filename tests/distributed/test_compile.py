@@ -54,12 +54,13 @@ PARAMETER_SERVER = layout(*STRATEGIES["parameter_server sync"])
 BUCKETS_OF_1_MB = Layout(options=replace(DDP, bucket_mb=1.0), world_size=2)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("job", "where"),
     [
         pytest.param(IN_TWO_BUCKETS, BUCKETS_OF_1_MB, id="ddp"),
-        pytest.param(digits(), PARAMETER_SERVER, id="parameter-server", marks=pytest.mark.campaign),
-        pytest.param(Distillation(), BUCKETS_OF_1_MB, id="training-step", marks=pytest.mark.campaign),
+        pytest.param(digits(), PARAMETER_SERVER, id="parameter-server"),
+        pytest.param(Distillation(), BUCKETS_OF_1_MB, id="training-step"),
     ],
 )
 def test_a_compiled_model_has_the_losses_and_the_names_of_the_plain_one(
@@ -135,6 +136,7 @@ def test_the_time_of_the_compiler_is_no_time_of_a_step_and_all_flops_are_counted
     assert_all_flops_counted(ran, case.job)
 
 
+@pytest.mark.campaign
 def test_the_flops_of_compiled_blocks_that_are_computed_again_are_those_of_plain_ones(
     gang: Gang, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,17 @@ def test_a_lock_loses_no_update(gang: Gang, options: schema.StrategyConfig) -> N
 
 
 def test_without_a_lock_others_update_meanwhile(gang: Gang) -> None:
-    case = Case(job=Slow(), train=having(global_batch_size=20, steps=10), options=HOGWILD)
+    case = Case(job=InStep(), train=having(global_batch_size=20, steps=10), options=HOGWILD)
     ranks = gang.run(train_to_the_end, case, world_size=3)
-    assert all(r["figures"]["async/staleness_p50"] >= 1 for r in ranks)
+    assert max(r["figures"]["async/staleness_max"] for r in ranks) >= 2, "of the last one to update"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow(Toy):
+class InStep(Toy):
+    """All workers have computed their outputs before one of them updates."""
+
     def loss(self, output: Any, target: Any) -> torch.Tensor:
-        time.sleep(0.02)
+        dist.barrier()
         return super().loss(output, target)
 
 

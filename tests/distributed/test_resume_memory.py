@@ -45,7 +45,7 @@ def resumed(rank: int, case: Case, checkpoint: str) -> tuple[float, TrainState |
     return peak_mb - before_mb - TRAINING * parameters_mb, strategy.capture(step=1, samples_consumed=32, into=None)
 
 
-@pytest.mark.parametrize("name", ["single", "1F1B-2", *in_campaign("ddp-2")])
+@pytest.mark.parametrize("name", ["single", *in_campaign("1F1B-2", "ddp-2")])
 def test_the_peak_of_a_resume_is_that_of_training(gang: Gang, tmp_path: Path, name: str) -> None:
     case = LAYOUTS[name].of(Case(job=LARGE, train=having(steps=2, global_batch_size=32)))
     world_size = LAYOUTS[name].world_size

@@ -104,7 +104,7 @@ def test_workers_have_a_gpu_each(run: Callable[..., Any]) -> None:
 def test_the_gpus_of_the_node_are_measured(run: Callable[..., Any]) -> None:
     """If it fails, NVML does not give the readings that MLflow shows."""
     pytest.importorskip("pynvml", reason="needs pip install 'orchestrator[gpu]'")
-    words = ("tracking.system_metrics_every_s=0.5", "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=100")
+    words = ("tracking.system_metrics_every_s=0.5", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=100")
     result = run("cluster=local", "strategy=single", "train.steps=40", *words)
     assert result.exit_code == 0, result.reason
     text = (result.run_dir / "metrics.jsonl").read_text()

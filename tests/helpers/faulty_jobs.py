@@ -75,18 +75,6 @@ class Faulty(Digits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow(Digits):
-    """Every step takes at least ``step_ms``."""
-
-    step_ms: float = 20.0
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        if torch.is_grad_enabled():
-            time.sleep(self.step_ms / 1e3)
-        return super().loss(output, target)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlowToBuild(Digits):
     """The last rank takes ``build_s`` to build its model."""
 

@@ -7,26 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT, in_campaign
+from helpers.runs import ROOT
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kind",
     [
         "slow file system",
-        *in_campaign(
-            "clock step",
-            "lost fence",
-            "full disk",
-            "second driver",
-            "two resume at once",
-            "reader on a node",
-            "two users",
-            "sweep and run",
-            "busy machine",
-            "small TMPDIR",
-        ),
+        "clock step",
+        "lost fence",
+        "full disk",
+        "second driver",
+        "two resume at once",
+        "reader on a node",
+        "two users",
+        "sweep and run",
+        "busy machine",
+        "small TMPDIR",
     ],
 )
 def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

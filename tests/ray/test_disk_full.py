@@ -51,6 +51,7 @@ def test_training_goes_on(run: Callable[..., Any], small_disk: Path) -> None:
     assert [p.name for p in (result.run_dir / "checkpoints").iterdir()] == ["step-00000010"]
 
 
+@pytest.mark.campaign
 def test_a_last_checkpoint_that_is_never_written_is_no_success(run: Callable[..., Any], tmp_path: Path) -> None:
     """The disk stands still when the last checkpoint is written, for longer than the run waits without progress."""
 
@@ -76,6 +77,7 @@ def test_a_last_checkpoint_that_is_never_written_is_no_success(run: Callable[...
     assert [e["step"] for e in events(result.run_dir, "checkpoint_failed")] == [20]
 
 
+@pytest.mark.campaign
 def test_a_fence_that_cannot_be_written_at_first_costs_no_checkpoint(run: Callable[..., Any], tmp_path: Path) -> None:
     """The fence file cannot be replaced while the second generation begins."""
 

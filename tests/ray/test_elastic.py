@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from helpers.runs import events, losses, pid_of_rank, wait_for_step
+from helpers.runs import events, events_below, losses, pid_of_rank, wait_for, wait_for_step
 
-STEPS = 300
+STEPS = 200
 WORDS = (
     f"train.steps={STEPS}",
     "train.log_every=1",
@@ -25,7 +26,7 @@ WORDS = (
     "job.momentum=0",  # which would make more of rounding, that differs with the number of workers
     "job.lr=0.1",
 )
-GRID = ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.split=[hidden1]", "job.pause_ms=6")
+GRID = ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.split=[hidden1]")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,20 @@ def undisturbed(run: Callable[..., Any], curves: Any, tmp_path_factory: pytest.T
     return curves[()]  # type: ignore[no-any-return]
 
 
+@contextmanager
+def slow_until(folder: Path, *, recoveries: int) -> Iterator[tuple[str, ...]]:
+    """The words with which the run below ``folder`` is slow until it has recovered so many times."""
+
+    def hurry() -> None:
+        wait_for(lambda: len(events_below(folder, "recovered")) >= recoveries, f"recovery {recoveries}")
+        (folder / "until").touch()
+
+    waiting = threading.Thread(target=hurry, daemon=True)
+    waiting.start()
+    yield ("job.pause_ms=100", f"job.until={folder / 'until'}")
+    waiting.join(10)
+
+
 def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     seen = losses(run_dir)
     assert len(seen) > 0.9 * len(expected)
@@ -53,8 +68,9 @@ def sizes(run_dir: Path) -> list[tuple[int, int, str | None]]:
     return [(e["num_workers_before"], e["num_workers"], e["planned"]) for e in events(run_dir, "recovered")]
 
 
-def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, float]) -> None:
-    result = run(*WORDS, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@20:1]")
+def test_a_run_goes_on_smaller_and_grows_again(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with slow_until(tmp_path, recoveries=2) as slow:
+        result = run(*WORDS, *slow, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@20:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
@@ -63,6 +79,7 @@ def test_a_run_goes_on_smaller_and_grows_again(run: Any, undisturbed: dict[int, 
     assert_same_curve(result.run_dir, undisturbed)
 
 
+@pytest.mark.campaign
 def test_a_run_starts_with_what_is_free_and_grows(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     held = placement_group([{"CPU": 2}], name="another user's")
     assert held.wait(30)
@@ -73,7 +90,8 @@ def test_a_run_starts_with_what_is_free_and_grows(run: Any, tmp_path: Path, undi
 
     releaser = threading.Thread(target=release, daemon=True)
     releaser.start()
-    result = run(*WORDS, "strategy.num_workers=[1,4]")
+    with slow_until(tmp_path, recoveries=1) as slow:
+        result = run(*WORDS, *slow, "strategy.num_workers=[1,4]")
     releaser.join(10)
     assert result.exit_code == 0, result.reason
     first, *later = [len(e["workers"]) for e in events(result.run_dir, "generation_started")]
@@ -87,8 +105,9 @@ def test_a_run_starts_with_what_is_free_and_grows(run: Any, tmp_path: Path, undi
 
 
 @pytest.mark.campaign
-def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int, float]) -> None:
-    result = run(*WORDS, *GRID, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@20:3]")
+def test_pipelines_lose_and_gain_whole_replicas(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with slow_until(tmp_path, recoveries=2) as slow:
+        result = run(*WORDS, *GRID, *slow, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@20:3]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(4, 2, None), (2, 4, "growing")]
     assert result.summary["steps_lost"] == 0
@@ -96,10 +115,11 @@ def test_pipelines_lose_and_gain_whole_replicas(run: Any, undisturbed: dict[int,
 
 
 @pytest.mark.campaign
-def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, undisturbed: dict[int, float]) -> None:
+def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     words = [w for w in WORDS if not w.startswith("checkpoint")]
-    pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4", "job.pause_ms=5")
-    result = run(*words, *pipeline, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
+    pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4")
+    with slow_until(tmp_path, recoveries=2) as slow:
+        result = run(*words, *pipeline, *slow, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     (shrunk, grown) = events(result.run_dir, "recovered")
@@ -114,7 +134,8 @@ def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int
     terminator = threading.Thread(target=terminate, daemon=True)
     terminator.start()
     words = (f"train.steps={STEPS // 2}", *WORDS[1:])
-    result = run(*words, "strategy.num_workers=2", "recovery.max_failures=0")
+    with slow_until(tmp_path, recoveries=1) as slow:
+        result = run(*words, *slow, "strategy.num_workers=2", "recovery.max_failures=0")
     terminator.join(10)
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(2, 2, "preempted")]

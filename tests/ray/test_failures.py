@@ -26,6 +26,7 @@ def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: i
     assert (result.run_dir / "logs" / f"rank-{rank}.log").is_file()
 
 
+@pytest.mark.campaign
 def test_death_of_a_process_is_named(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=kill")
     assert (result.status, result.exit_code) == ("FAILED", 1)
@@ -59,6 +60,7 @@ def test_unreadable_sample_is_named(run: Callable[..., Any]) -> None:
     assert "unreadable sector" in result.reason
 
 
+@pytest.mark.campaign
 def test_nan_stops_and_names_step(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan")
     assert result.exit_code == 1
@@ -66,6 +68,7 @@ def test_nan_stops_and_names_step(run: Callable[..., Any]) -> None:
     assert "train.on_nonfinite=skip" in result.reason
 
 
+@pytest.mark.campaign
 def test_nan_is_skipped_when_asked(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan", "train.on_nonfinite=skip")
     assert result.exit_code == 0

@@ -25,8 +25,8 @@ WORDS = (
     "checkpoint.every=8",
     "job.hidden=16",
     "recovery.backoff_s=0.1",
-    "recovery.hang_min_s=2",
-    "recovery.hang_max_s=20",
+    "recovery.hang_min_s=30",
+    "recovery.hang_max_s=60",
 )
 
 
@@ -59,7 +59,7 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "spares"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 0), (1, 1))]
+    ("rank", "spares"), [pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 1), (0, 0), (1, 1))]
 )
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
     words = (*WORDS, "job._target_=helpers.faulty_jobs.Reporting")  # whose reports change nothing
@@ -85,9 +85,10 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert series(result.run_dir, "train/accuracy").keys() == losses(result.run_dir).keys()
 
 
-@pytest.mark.parametrize("kind", ["raise", "stop", *in_campaign("exit", "segv", "sleep", "gil")])
+@pytest.mark.parametrize("kind", ["stop", *in_campaign("raise", "exit", "segv", "sleep", "gil")])
 def test_a_run_recovers_from_every_kind_of_failure(run: Any, reference: Any, kind: str) -> None:
-    result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]", "cluster.stopped_timeout_s=1")
+    soon = ("recovery.hang_min_s=2", "recovery.hang_max_s=20") if kind in ("sleep", "gil") else ()
+    result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]", "cluster.stopped_timeout_s=1", *soon)
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
     assert result.summary["steps_lost"] == 0
@@ -139,11 +140,11 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        "stop@0:1:join",
         "kill@8:0:checkpoint",
-        f"kill@{STEPS}:0:end",
         "kill@13:1,kill@12:0:build",
         *in_campaign(
+            "stop@0:1:join",
+            f"kill@{STEPS}:0:end",
             "kill@0:1:join",
             "kill@0:1:build",
             "kill@8:1:eval",
@@ -188,6 +189,7 @@ def test_a_stop_while_a_worker_is_replaced_saves_what_the_survivor_holds(run: An
     assert result.reason == f"stopped by SIGINT at step {saved['step']}"
 
 
+@pytest.mark.campaign
 def test_a_resumed_run_that_loses_a_worker_as_it_starts_begins_from_its_checkpoint(run: Any, reference: Any) -> None:
     """Who has built a model and not yet loaded it has nothing to hand over."""
     first = run(*WORDS, "recovery.chaos=[kill@13:1]", "recovery.max_failures=0")
@@ -317,7 +319,7 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
     def pause() -> None:
         pid = pid_of_rank(tmp_path, 1, after_step=40)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.5)
+        time.sleep(1.5)
         os.kill(pid, signal.SIGCONT)
         paused.set()
 
@@ -325,8 +327,9 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
     pausing = threading.Thread(target=pause, daemon=True)
     pausing.start()
     result = run(
-        "job._target_=helpers.leisurely_job.Leisurely", "train.steps=120", "train.log_every=1", "train.eval_every=0"
-    )
+        "job._target_=helpers.leisurely_job.Leisurely", "train.steps=120", "train.log_every=1", "train.eval_every=0",
+        "cluster.stopped_timeout_s=60",
+    )  # fmt: skip
     pausing.join(10)
     assert paused.is_set()
     assert not pausing.is_alive()

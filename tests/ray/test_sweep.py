@@ -58,6 +58,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
         assert word in table
 
 
+@pytest.mark.campaign
 def test_a_search_trains_with_the_values_that_it_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_search_trains_with_the_values_that_it_chooses(
     assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
 
 
+@pytest.mark.campaign
 def test_a_failing_run_stops_no_other_and_a_resumed_sweep_repeats_only_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +116,7 @@ def test_runs_that_do_not_fit_are_left_out_where_the_sweep_says_so(
     assert "train.steps=0" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_the_scaling_preset_compares_the_numbers_of_workers_that_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

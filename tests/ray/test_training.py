@@ -128,13 +128,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[in
     from orchestrator import run as orchestrator_run
 
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = orchestrator_run([*TO_BE_STOPPED, "tracking=none", f"output_dir={folder}"])
+    result = orchestrator_run([*TO_BE_STOPPED, "job.pause_ms=0", "tracking=none", f"output_dir={folder}"])
     return {name: series(result.run_dir, name) for name in ("train/loss", "val/loss", "train/lr")}
 
 
 TO_BE_STOPPED = (
     "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
-    "job._target_=helpers.faulty_jobs.Slow", "job.step_ms=15", "job.hidden=64", "name=stopped",
+    "job._target_=helpers.leisurely_job.Leisurely", "name=stopped",
 )  # fmt: skip
 
 
@@ -146,15 +146,15 @@ def test_stop_and_resume_is_the_same_run(
     code: int,
 ) -> None:
     uri = f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db"
-    stop_at(40, number, below=Path.cwd())
-    stopped = run(*TO_BE_STOPPED, uri, tracking="default")
+    stop_at(10, number, below=Path.cwd())
+    stopped = run(*TO_BE_STOPPED, "job.pause_ms=200", uri, tracking="default")
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
     assert len(events(stopped.run_dir, "stop_requested")) == len(events(stopped.run_dir, "run_ended")) == 1
     at = stopped.summary["steps"]
-    assert 40 <= at < 100
+    assert 10 <= at < 100
     assert (stopped.run_dir / "checkpoints" / f"step-{at:08d}").is_dir()
 
-    resumed = run(*TO_BE_STOPPED, uri, "resume=auto", tracking="default")
+    resumed = run(*TO_BE_STOPPED, "job.pause_ms=0", uri, "resume=auto", tracking="default")
     assert (resumed.status, resumed.run_dir) == ("FINISHED", stopped.run_dir)
     assert {name: series(resumed.run_dir, name) for name in uninterrupted} == uninterrupted
 

@@ -67,7 +67,7 @@ def _status(field: str) -> int:
     return int(kilobytes) * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_memory_of_a_worker_is_about_its_share() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
