@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from jobs.pretrained import architecture_of, check_weights, load, save
+from jobs.pretrained import architecture_of, check_weights, load, save, save_tokenizer
 from jobs.tokens import BYTES, TOKEN_SUFFIXES, Source, Windows, help_texts, open_source
 from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
@@ -170,7 +170,7 @@ class GPT(Job):
             for file in Path(self.weights).expanduser().glob("*token*"):
                 shutil.copy(file, directory)
         if self.tokenizer is not None:
-            shutil.copy(Path(self.tokenizer).expanduser(), directory / "tokenizer.json")
+            save_tokenizer(Path(self.tokenizer).expanduser(), directory, end_token=self.end_token)
 
     def architecture(self) -> Architecture:
         """Return the sizes of the model.

@@ -165,6 +165,15 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path) -> Non
     (directory / CONFIG).write_text(json.dumps(_config_of(a), indent=2))
 
 
+def save_tokenizer(file: Path, directory: Path, *, end_token: int | None) -> None:
+    """Put a ``tokenizer.json`` into a directory so that ``AutoTokenizer`` loads it as it is."""
+    text = file.read_text()
+    (directory / "tokenizer.json").write_text(text)
+    names = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names.get(end_token)}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
 class _Files:
     """The tensors of a directory of safetensors files."""
 

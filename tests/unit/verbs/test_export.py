@@ -58,6 +58,22 @@ def test_transformers_loads_the_model_with_the_same_logits(
         torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(["one two"], vocab_size=97, special_tokens=["<end>"], show_progress=False)
+    made.save(str(tmp_path / "tokenizer.json"))
+    fields: dict[str, Any] = {
+        **TINY, **VARIANTS["llama"], "vocabulary": 300, "end_token": 0, "tokenizer": str(tmp_path / "tokenizer.json")
+    }  # fmt: skip
+    run, _ = run_of(tmp_path, GPT(**fields), **fields)
+    assert export.main([str(run.path), "--to", str(tmp_path / "model")]) == 0
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded("one  two\n").input_ids == made.encode("one  two\n").ids
+    assert (loaded.eos_token, loaded.decode(loaded("one  two\n").input_ids)) == ("<end>", "one  two\n")
+
+
 def test_what_exists_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = run_of(tmp_path, GPT(**TINY), **TINY)  # type: ignore[arg-type]
     (tmp_path / "taken").mkdir()
