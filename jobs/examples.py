@@ -23,7 +23,7 @@ class Examples(Dataset[dict[str, Tensor]]):
     """The examples of a file: ``input_ids``, ``attention_mask`` and ``labels``, without padding.
 
     Args:
-        path: ``.jsonl``; or a text, with an example ``{"text": line}`` in each line that is not blank.
+        path: ``.jsonl``; or a text, with an example ``{"text": line}`` in each line that is not empty.
         encode: raises KeyError if an example lacks a field.
     """
 
@@ -35,8 +35,8 @@ class Examples(Dataset[dict[str, Tensor]]):
         if not len(ends) or ends[-1] < len(data):
             ends = np.append(ends, len(data))
         starts = np.concatenate([[0], ends[:-1]])
-        kept = [i for i in range(len(ends)) if bytes(data[starts[i] : ends[i]]).strip()]
-        self.numbers = np.array(kept, np.int64)
+        lengths = ends - starts - (data[ends - 1] == ord("\n")) if len(data) else ends
+        self.numbers = np.flatnonzero(lengths)
         self.starts, self.ends = starts[self.numbers], ends[self.numbers]
         self.data = data
 
@@ -60,21 +60,6 @@ class Examples(Dataset[dict[str, Tensor]]):
             "attention_mask": torch.ones(len(tokens), dtype=torch.long),
             "labels": torch.tensor(labels),
         }
-
-
-class Part(Dataset[dict[str, Tensor]]):
-    """The examples ``[start, stop)`` of a file."""
-
-    def __init__(self, whole: Examples, start: int, stop: int):
-        self.whole, self.start, self.stop = whole, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.whole[self.start + index]
 
 
 class Padded:

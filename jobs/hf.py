@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, Subset
 
-from jobs.examples import IGNORED, Examples, Padded, Part
+from jobs.examples import IGNORED, Examples, Padded
 from orchestrator.job import Job, Split
 
 Task = Literal["causal", "masked", "seq2seq", "classification"]
@@ -52,7 +53,6 @@ class HuggingFace(Job):
     ``max_new_tokens`` tokens, the most probable in each place.
     """
 
-    split_names: ClassVar[tuple[str, ...]] = ("train", "val")
     export_formats: ClassVar[tuple[str, ...]] = ("hf", "adapter")
 
     task: Task = "causal"
@@ -89,15 +89,15 @@ class HuggingFace(Job):
             model = get_peft_model(model, self._peft_config())
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
 
-    def dataset(self, split: Split) -> Examples | Part | None:
+    def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
         train = self._examples("train_file")
         if self.validation_file is not None:
             return train if split == "train" else self._examples("validation_file")
         held_out = len(train) * self.validation_split_percentage // 100
         kept = len(train) - held_out
         if split == "train":
-            return Part(train, 0, kept)
-        return Part(train, kept, len(train)) if held_out else None
+            return Subset(train, range(kept))
+        return Subset(train, range(kept, len(train))) if held_out else None
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
@@ -134,7 +134,7 @@ class HuggingFace(Job):
         return made
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        val = self.dataset("val")
+        val: Any = self.dataset("val")
         if self.task not in ("causal", "seq2seq") or val is None or not self.max_new_tokens:
             return None
         tokenizer, device = self._tokenizer(), next(model.parameters()).device
@@ -186,7 +186,6 @@ class HuggingFace(Job):
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(f"job.mlm_probability={self.mlm_probability:g}: must be in (0, 1]")
         self._check_model()
-        self._tokenizer()
         for name in ("train_file", "validation_file"):
             if getattr(self, name) is not None:
                 self._check_examples(name)
@@ -208,6 +207,12 @@ class HuggingFace(Job):
         if longest is not None and self.block_size > longest:
             raise ValueError(
                 f"job.block_size={self.block_size}: the model has positions for {longest} tokens; lower it"
+            )
+        tokens = len(self._tokenizer())
+        if tokens > config.get_text_config().vocab_size:
+            raise ValueError(
+                f"job.tokenizer_name={self.tokenizer_name or 'null'}: the tokenizer has {tokens} tokens, but the model "
+                f"knows only {config.get_text_config().vocab_size}; set it to the tokenizer of the model"
             )
         if self.peft is not None:
             self._check_peft(model)

@@ -143,6 +143,10 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((folder / "llama" / "config.json").read_text())
+    small = tmp_path / "small"
+    small.mkdir()
+    config = json.loads((bare / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
     here = f"job.train_file={tmp_path}"
     for others, reason in (
         ({"model_name_or_path": str(tmp_path)}, f"job.model_name_or_path={tmp_path}: "),
@@ -150,6 +154,10 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
         (
             {"model_name_or_path": None, "config_name": str(bare)},
             f"job.tokenizer_name=null: there is no tokenizer in {bare}",
+        ),
+        (
+            {"model_name_or_path": None, "config_name": str(small), "tokenizer_name": str(folder / "llama")},
+            f"job.tokenizer_name={folder / 'llama'}: the tokenizer has 259 tokens, but the model knows only 200",
         ),
         ({"task": "seq2seq"}, f"job.model_name_or_path={folder / 'llama'}: Unrecognized configuration class"),
         ({"train_file": None}, "job.train_file=null: set it"),
