@@ -20,7 +20,8 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.worker.data.batches import train_batches
+from orchestrator.worker.data.batches import Sampling, Share, train_batches
+from orchestrator.worker.data.loader import Loading
 
 TIMEOUT_S = 300
 
@@ -85,17 +86,16 @@ def time_steps(strategy: Strategy, config: Config) -> StepTimes:
     context, job, settings = strategy.context, strategy.job, config.train
     batches = train_batches(
         job.dataset("train"),
-        collate=job.collate,
-        seed=config.seed,
+        Sampling(seed=config.seed),
+        Share(
+            global_batch_size=settings.global_batch_size,
+            data_parallel_size=context.mesh.data_parallel_size,
+            dp_rank=context.dp_rank,
+            grad_accumulation=1,
+        ),
+        Loading(collate=job.collate, num_workers=0, pin_memory=False, timeout_s=TIMEOUT_S),
         samples_consumed=0,
         steps=settings.steps,
-        global_batch_size=settings.global_batch_size,
-        data_parallel_size=context.mesh.data_parallel_size,
-        dp_rank=context.dp_rank,
-        grad_accumulation=1,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=TIMEOUT_S,
         read=strategy.reads_data,
     )
     seconds, losses = [], []

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from helpers.gang import own_device
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.datasets import is_stream
-from orchestrator.worker.data.batches import EvalBatches, train_batches
+from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train_batches
+from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import StreamReader
 from orchestrator.worker.reports import evaluation
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (3, 2), (4, 1), (5, 2)]
 """``data_parallel_size`` and ``grad_accumulation``."""
 
-_LOADING: dict[str, Any] = {
-    "collate": None,
-    "data_parallel_size": 1,
-    "dp_rank": 0,
-    "num_workers": 0,
-    "pin_memory": False,
-    "timeout_s": 30.0,
-}
-_TRAINING: dict[str, Any] = {
-    "seed": 0,
-    "samples_consumed": 0,
-    "steps": 4,
-    "global_batch_size": 8,
-    "grad_accumulation": 1,
-}
+HERE = Loading(collate=None, num_workers=0, pin_memory=False, timeout_s=30.0)
+"""In this thread."""
+ALONE = Share(global_batch_size=8, data_parallel_size=1, dp_rank=0, grad_accumulation=1)
+"""Of the only rank."""
+T = TypeVar("T", Loading, Share, Sampling)
 
 
 def train(dataset: Any, **changes: Any) -> Any:
-    words = {**_LOADING, **_TRAINING, **changes}
-    return train_batches(opened(dataset, words["samples_consumed"]), **words)
+    sampling, share, loading = (_changed(part, changes) for part in (Sampling(seed=0), ALONE, HERE))
+    words = {"samples_consumed": 0, "steps": 4, **changes}
+    return train_batches(opened(dataset, words["samples_consumed"]), sampling, share, loading, **words)
+
+
+def _changed(part: T, changes: dict[str, Any]) -> T:
+    """``part`` with the ``changes`` of its fields, which are taken out of these."""
+    return replace(part, **{f.name: changes.pop(f.name) for f in fields(part) if f.name in changes})
 
 
 def opened(dataset: Any, samples_consumed: int) -> Any:
@@ -49,7 +47,8 @@ def opened(dataset: Any, samples_consumed: int) -> Any:
 
 
 def eval_batches(dataset: Any, **changes: Any) -> EvalBatches:
-    return EvalBatches(dataset, **{**_LOADING, "batch_size": 8, **changes})
+    loading = _changed(HERE, changes)
+    return EvalBatches(dataset, loading, **{"data_parallel_size": 1, "dp_rank": 0, "batch_size": 8, **changes})
 
 
 def evaluate(dataset: Any, **changes: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from helpers.batches import validated
+from helpers.batches import HERE, validated
 from helpers.cases import Case
 from helpers.gang import Gang
 from helpers.layouts import LAYOUTS, SGD
@@ -40,13 +42,10 @@ def _evaluated(strategy: Strategy) -> EvalSums:
     loss_sum, weight, metrics = torch.zeros(()), torch.zeros(()), dict[str, Tensor]()
     for batch, valid in EvalBatches(
         strategy.job.dataset("val"),
-        collate=strategy.job.collate,
+        replace(HERE, collate=strategy.job.collate),
         batch_size=strategy.eval_batch_size,
         data_parallel_size=context.mesh.data_parallel_size,
         dp_rank=context.dp_rank,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=10,
         read=strategy.reads_data,
     ):
         if valid:

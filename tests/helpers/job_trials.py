@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from helpers.batches import opened
+from helpers.batches import ALONE, HERE, opened
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, split_batch
-from orchestrator.worker.data.batches import EvalBatches, train_batches
+from orchestrator.worker.data.batches import EvalBatches, Sampling, train_batches
 
 
 def errors(target: str, **fields: Any) -> list[str]:
@@ -44,17 +45,11 @@ def trained(job: Job, *, steps: int, batch: int, seed: int = 0) -> tuple[nn.Modu
     losses = []
     for [read] in train_batches(
         opened(job.dataset("train"), 0),
-        collate=job.collate,
-        seed=seed,
+        Sampling(seed=seed),
+        replace(ALONE, global_batch_size=batch),
+        replace(HERE, collate=job.collate),
         samples_consumed=0,
         steps=steps,
-        global_batch_size=batch,
-        data_parallel_size=1,
-        dp_rank=0,
-        grad_accumulation=1,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=30,
     ):
         inputs, target = split_batch(read)
         loss = job.loss(model(inputs), target)
@@ -73,13 +68,10 @@ def accuracy(job: Job, model: nn.Module) -> float:
     right, total = 0.0, 0.0
     for (inputs, target), valid in EvalBatches(
         job.dataset("val"),
-        collate=job.collate,
+        replace(HERE, collate=job.collate),
         batch_size=64,
         data_parallel_size=1,
         dp_rank=0,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=30,
     ):
         inputs, target = first_rows(inputs, valid), first_rows(target, valid)
         with torch.no_grad():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.batches import opened
+from helpers.batches import HERE, opened
 from helpers.cases import Case, config_of, plan_of
 from helpers.gang import own_device
 from orchestrator.state.checkpoint import load
@@ -25,7 +25,7 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Paramet
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
-from orchestrator.worker.data.batches import checked_weights, train_batches
+from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of
 
 CPU = torch.device("cpu")
@@ -104,19 +104,20 @@ def steps(
     weights = checked_weights(job.sample_weights("train"), dataset)
     batches = train_batches(
         opened(dataset, samples_consumed),
-        collate=strategy.job.collate,
-        seed=context.seed,
+        Sampling(
+            seed=context.seed,
+            weights=weights,
+            batches=batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), train.global_batch_size),
+        ),
+        Share(
+            global_batch_size=train.global_batch_size,
+            data_parallel_size=mesh.data_parallel_size,
+            dp_rank=context.dp_rank,
+            grad_accumulation=train.grad_accumulation,
+        ),
+        replace(HERE, collate=strategy.job.collate),
         samples_consumed=samples_consumed,
         steps=last - first + 1,
-        global_batch_size=train.global_batch_size,
-        data_parallel_size=mesh.data_parallel_size,
-        dp_rank=context.dp_rank,
-        grad_accumulation=train.grad_accumulation,
-        num_workers=0,
-        pin_memory=False,
-        timeout_s=10,
-        weights=weights,
-        batches=batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), train.global_batch_size),
         read=strategy.reads_data,
     )
     for step, batch in zip(range(first, last + 1), batches, strict=True):

@@ -18,6 +18,7 @@ import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_stream, mix
-from orchestrator.worker.data.loader import BatchReader, Collate, Collator, DataError, Loader, ReadFailure, Slice
+from orchestrator.worker.data.loader import BatchReader, Collator, DataError, Loader, Loading, ReadFailure, Slice
 from orchestrator.worker.data.stream import StreamReader
 
 Batches = Callable[[torch.Generator], Tensor]
@@ -130,56 +131,75 @@ def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
     return values
 
 
-def train_batches(
-    dataset: Dataset[Any] | StreamReader,
-    *,
-    collate: Collate | None,
-    seed: int,
-    samples_consumed: int,
-    steps: int,
-    global_batch_size: int,
-    data_parallel_size: int,
-    dp_rank: int,
-    grad_accumulation: int,
-    num_workers: int,
-    pin_memory: bool,
-    timeout_s: float,
-    weights: Tensor | None = None,
-    batches: Batches | None = None,
-    read: bool = True,
-) -> Generator[list[Any], None, None]:
-    """Yield this rank's micro-batches, as ``collate`` returns them, for each of ``steps`` steps.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What determines the sequence of samples of a run.
+
+    Attributes:
+        seed: the seed of the run.
+        weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
+        batches: draws the global batches of an epoch from a generator; None if the job draws none.
+    """
+
+    seed: int
+    weights: Tensor | None = None
+    batches: Batches | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of each global batch that a rank reads, in samples.
 
     A rank takes a contiguous share of the global batch and cuts it into ``grad_accumulation`` contiguous micro-batches.
-    Sizes differ by at most one sample. Call ``close()`` on the generator to end its loader processes.
+    Sizes differ by at most one sample.
+    """
+
+    global_batch_size: int
+    data_parallel_size: int
+    dp_rank: int
+    grad_accumulation: int
+
+
+def train_batches(
+    dataset: Dataset[Any] | StreamReader,
+    sampling: Sampling,
+    share: Share,
+    loading: Loading,
+    *,
+    samples_consumed: int,
+    steps: int,
+    read: bool = True,
+) -> Generator[list[Any], None, None]:
+    """Yield this rank's micro-batches, collated, for each of ``steps`` steps.
+
+    Call ``close()`` on the generator to end its loader processes.
 
     Args:
         dataset: a map-style dataset, or the reader of a stream at ``samples_consumed``.
-        collate: None for torch's default.
+        sampling: the sequence of samples.
+        share: the part of this rank.
+        loading: how to load it. A stream is read in this thread in any case, and loader processes collate its samples.
         samples_consumed: the position of the first step in the sequence of samples.
-        num_workers: loader processes; 0 reads in this thread. A stream is read in this thread in any case, and loader
-            processes collate its samples.
-        timeout_s: the longest wait for a batch of a loader process.
-        weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
-        batches: draws the global batches of an epoch from a generator; None if the job draws none.
+        steps: the number of steps.
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
         DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
     """
-    shares = even_shares(global_batch_size, data_parallel_size)
-    sizes = even_shares(shares[dp_rank], grad_accumulation)
+    global_batch_size, batches = share.global_batch_size, sampling.batches
+    shares = even_shares(global_batch_size, share.data_parallel_size)
+    sizes = even_shares(shares[share.dp_rank], share.grad_accumulation)
     assert min(sizes) > 0, "the plan gives every micro-batch at least one sample"
-    offsets = list(itertools.accumulate(sizes, initial=sum(shares[:dp_rank])))
+    offsets = list(itertools.accumulate(sizes, initial=sum(shares[: share.dp_rank])))
 
     def indices(dataset: Any) -> Iterator[list[int]]:
-        n = len(dataset) if batches is None else batches(epoch_generator(seed, 0)).numel()
+        n = len(dataset) if batches is None else batches(epoch_generator(sampling.seed, 0)).numel()
         if batches is not None and samples_consumed % global_batch_size:
             raise DatasetError(
                 f"train.global_batch_size={global_batch_size}: the run has read {samples_consumed} samples in batches "
                 "of job.batch_sampler, which is no whole number of these; continue with the batch size so far"
             )
-        order = SampleOrder(n=n, seed=seed, weights=weights, batches=batches)
+        order = SampleOrder(n=n, seed=sampling.seed, weights=sampling.weights, batches=batches)
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
             for offset, size in zip(offsets, sizes, strict=False):
@@ -197,25 +217,19 @@ def train_batches(
                 yield Slice(items[offset - first : offset - first + size], start + offset)
 
     if not read:
-        yield from itertools.repeat([None] * grad_accumulation, steps)
+        yield from itertools.repeat([None] * share.grad_accumulation, steps)
         return
-    function = collate or default_collate
+    function = loading.collate or default_collate
     reader: BatchReader | Collator
     elements: Iterator[Any]
     if isinstance(dataset, StreamReader):
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
-    loader = Loader(
-        reader,
-        seed=mix(seed, samples_consumed, dp_rank),
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        timeout_s=timeout_s,
-    )
+    loader = Loader(reader, loading, seed=mix(sampling.seed, samples_consumed, share.dp_rank))
     with contextlib.closing(loader):
         read_batches = loader.read(elements)
-        while step := list(itertools.islice(read_batches, grad_accumulation)):
+        while step := list(itertools.islice(read_batches, share.grad_accumulation)):
             yield step
 
 
@@ -230,14 +244,11 @@ class EvalBatches:
     def __init__(
         self,
         dataset: Any,
+        loading: Loading,
         *,
-        collate: Collate | None,
         batch_size: int,
         data_parallel_size: int,
         dp_rank: int,
-        num_workers: int,
-        pin_memory: bool,
-        timeout_s: float,
         read: bool = True,
         split: Split = VAL,
     ):
@@ -249,16 +260,14 @@ class EvalBatches:
         self._dp_rank = dp_rank
         self._read = read
         self._streamed = is_stream(dataset)
-        function = collate or default_collate
+        function = loading.collate or default_collate
         if not self._streamed:
             num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
-            num_workers = min(num_workers, num_batches)
+            loading = replace(loading, num_workers=min(loading.num_workers, num_batches))
         self._loader = Loader(
             Collator(function, split) if self._streamed else BatchReader(dataset, function, split),
+            loading,
             seed=mix(dp_rank),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            timeout_s=timeout_s,
         )
 
     def __iter__(self) -> Generator[tuple[Any, int], None, None]:

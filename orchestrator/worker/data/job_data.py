@@ -27,7 +27,8 @@ from orchestrator.strategies.datasets import (
 from orchestrator.strategies.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.warner import Warner
-from orchestrator.worker.data.batches import Batches, EvalBatches, checked_weights, train_batches
+from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
+from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import Mark, StreamReader
 
 STREAM = "stream"
@@ -134,19 +135,16 @@ class JobData:
         streamed = is_stream(self.datasets.train)
         batches = train_batches(
             self._reader_at(samples_consumed) if streamed else self.datasets.train,
-            collate=self._job.collate,
-            seed=config.seed,
+            Sampling(seed=config.seed, weights=self.datasets.weights, batches=self._batches),
+            Share(
+                global_batch_size=config.train.global_batch_size,
+                data_parallel_size=mesh.data_parallel_size,
+                dp_rank=mesh.dp_rank(self._assignment.global_rank),
+                grad_accumulation=config.train.grad_accumulation,
+            ),
+            self._loading(),
             samples_consumed=samples_consumed,
             steps=steps,
-            global_batch_size=config.train.global_batch_size,
-            data_parallel_size=mesh.data_parallel_size,
-            dp_rank=mesh.dp_rank(self._assignment.global_rank),
-            grad_accumulation=config.train.grad_accumulation,
-            num_workers=self._assignment.plan.loader_processes,
-            pin_memory=self._device.type == "cuda",
-            timeout_s=config.recovery.loader_timeout_s,
-            weights=self.datasets.weights,
-            batches=self._batches,
             read=self._strategy.reads_data,
         )
         self._outbox.begin_loader()
@@ -215,18 +213,23 @@ class JobData:
         return prefetched(batches, SideStream(self._device))
 
     def _open_eval_batches(self, split: str) -> EvalBatches:
-        config, mesh = self._assignment.config, self._assignment.plan.mesh
+        mesh = self._assignment.plan.mesh
         return EvalBatches(
             self.datasets.evaluated[split],
+            self._loading(),
             split=split,
-            collate=self._job.collate,
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
+            read=self._strategy.reads_data,
+        )
+
+    def _loading(self) -> Loading:
+        return Loading(
+            collate=self._job.collate,
             num_workers=self._assignment.plan.loader_processes,
             pin_memory=self._device.type == "cuda",
-            timeout_s=config.recovery.loader_timeout_s,
-            read=self._strategy.reads_data,
+            timeout_s=self._assignment.config.recovery.loader_timeout_s,
         )
 
     def _reader_at(self, samples_consumed: int) -> StreamReader:

@@ -134,27 +134,41 @@ class _Pass:
         return iter(self.elements)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How batches are loaded.
+
+    Attributes:
+        collate: makes a batch of samples; None for torch's default.
+        num_workers: loader processes; 0 reads in the calling thread.
+        pin_memory: whether batches are in memory from which copies to a GPU run in the background.
+        timeout_s: the longest wait for a batch of a loader process.
+    """
+
+    collate: Collate | None
+    num_workers: int
+    pin_memory: bool
+    timeout_s: float
+
+
 class Loader:
     """Reads batches pass by pass, in this thread or in loader processes that read ahead.
 
     The processes start with the first batch, stay for further passes, and end with :meth:`close` or an unfinished pass.
     """
 
-    def __init__(
-        self, reader: BatchReader | Collator, *, seed: int, num_workers: int, pin_memory: bool, timeout_s: float
-    ):
+    def __init__(self, reader: BatchReader | Collator, loading: Loading, *, seed: int):
         """
         Args:
             reader: returns a batch, given an element of a pass.
+            loading: how; ``reader`` collates.
             seed: seeds the random generators of the loader processes.
-            num_workers: loader processes; 0 reads in this thread.
-            timeout_s: the longest wait for a batch of a loader process.
         """
         self._reader = reader
         self._seed = seed
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        self._timeout_s = timeout_s
+        self._num_workers = loading.num_workers
+        self._pin_memory = loading.pin_memory
+        self._timeout_s = loading.timeout_s
         self._pass = _Pass()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
