@@ -27,7 +27,6 @@ class Page:
         self._commands, self._replies = commands, replies
         self._number = 0
         self._unread = b""
-        self._events: list[dict[str, Any]] = []
         self._session: str | None = None
         (target, *_) = [t for t in self._call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
         attached = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -38,31 +37,6 @@ class Page:
 
     def resize(self, width: int, height: int) -> None:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def record(self, *domains: str) -> None:
-        """Keep the events of some domains of the protocol, such as ``Network``, for :meth:`events`."""
-        for domain in domains:
-            self._call(f"{domain}.enable")
-
-    def events(self, method: str) -> list[dict[str, Any]]:
-        """Return the parameters of the recorded events of this kind, the oldest first."""
-        self.evaluate("0")  # the reply comes after all events
-        return [event["params"] for event in self._events if event["method"] == method]
-
-    def point_at(self, selector: str) -> tuple[float, float]:
-        """Move the mouse to the middle of the first element that a CSS selector finds, and return the position."""
-        x, y = self.evaluate(
-            f"(element => {{ element.scrollIntoView({{block: 'center'}}); const box = element.getBoundingClientRect();"
-            f" return [box.x + box.width / 2, box.y + box.height / 2]; }})(document.querySelector({selector!r}))"
-        )
-        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        return x, y
-
-    def click(self, selector: str) -> None:
-        """Click the first element that a CSS selector finds."""
-        x, y = self.point_at(selector)
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, as JSON represents it."""
@@ -95,7 +69,7 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         while (reply := self._read()).get("id") != self._number:
-            self._events.append(reply)
+            pass  # an event
         if "error" in reply:
             raise RuntimeError(f"{method}: {reply['error']}")
         result: dict[str, Any] = reply["result"]
