@@ -55,7 +55,7 @@ from rounds import (
 from orchestrator import run
 from orchestrator.config.schema import TrainConfig
 from orchestrator.records.journal import read_lines
-from orchestrator.strategies.confirmation import Confirmation, Event, no_confirmation
+from orchestrator.strategies.confirmation import Confirmation, DeviceEvent, no_confirmation
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,7 +327,7 @@ def confirmed_steps(*, steps: int) -> list[dict[str, float]]:
         synchronize(device)
         return (time.perf_counter() - began) * 1e3 / steps
 
-    def record() -> Event:
+    def record() -> DeviceEvent:
         return torch.cuda.current_stream().record_event() if on_gpu else Deadline(time.perf_counter() + STEP_MS / 1e3)
 
     timed_ms(no_confirmation, 1)  # the first call of a kernel takes longer
