@@ -252,6 +252,29 @@ def taken_by(actor: Any) -> Any:
     return None
 
 
+def test_a_run_makes_room_for_a_more_urgent_one_and_continues_where_it_was(
+    cluster: Cluster,
+    queue: QueueControl,
+    place: Callable[..., QueuePlace],
+    start: Callable[..., Command],
+    tmp_path: Path,
+) -> None:
+    first = start("first", "train.steps=60", "job.pause_ms=200", f"job.until={tmp_path / 'until'}")
+    first.wait_for_step(5)
+    with place(entry("urgent", priority=1, workers=2)) as urgent:
+        first.wait_for(lambda: states(queue).get("first") in ("yielding", "waiting"), "the pause")
+        (tmp_path / "until").touch()
+        urgent.wait_for_turn(lambda: None)
+        first.wait_for(lambda: states(queue) == {"urgent": "reserving", "first": "waiting"}, "the release of its CPUs")
+    first.output(code=0)
+    (yielded,), (recovered,) = first.events("yielded"), first.events("recovered")
+    assert (yielded["to"], recovered["planned"], recovered["steps_lost"]) == ("urgent", "yielded", 0)
+    assert yielded["step"] == recovered["step"] >= 5
+    assert sorted(losses(first.run_dir)) == list(range(1, 61))
+    summary = json.loads((first.run_dir / "run.json").read_text())["summary"]
+    assert (summary["restarts"], summary["yields"]) == (0, 1)
+
+
 @pytest.mark.campaign
 def test_runs_take_turns_and_one_that_makes_room_continues_where_it_was(
     cluster: Cluster,

@@ -128,20 +128,6 @@ def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.campaign
-def test_submitted_job(head: Head) -> None:
-    words = ("ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(ROOT), "--",
-             "python", "-m", "orchestrator.launch", "strategy=ddp", "train.steps=20",
-             "tracking.flush_timeout_s=60")  # fmt: skip
-    done = command(head, *words, cwd=head.home)
-    assert done.returncode == 0, done.stdout + done.stderr
-    base = head.home / "orchestrator"
-    (record,) = base.glob("outputs/*/*/run.json")
-    assert json.loads(record.read_text())["state"] == "finished"
-    assert f"run directory: {record.parent}" in done.stdout
-    assert (base / "mlflow.db").is_file()
-
-
 def submit(head: Head, *words: str) -> subprocess.CompletedProcess[str]:
     program = ("python", "-m", "orchestrator.submit", "--working-dir", str(ROOT), "--address", head.dashboard)
     return command(head, *program, *words, cwd=ROOT)
@@ -309,11 +295,13 @@ def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
     assert ", 2 runs |" in report.read_text()
 
 
-def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head: Head, tmp_path: Path) -> None:
+def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head: Head) -> None:
     words = ("ray", "job", "submit", "--address", head.dashboard, "--submission-id=failing", "--working-dir", str(ROOT),
              "--", "python", "-m", "orchestrator.launch", "strategy=single", "train.steps=20", "tracking=none",
-             f"output_dir={tmp_path}", "recovery.max_failures=0", "recovery.chaos=[kill@5:0]")  # fmt: skip
+             "name=failing", "recovery.max_failures=0", "recovery.chaos=[kill@5:0]")  # fmt: skip
     done = command(head, *words, cwd=head.home)
+    (run_dir,) = (head.home / "orchestrator").glob("outputs/*/*-failing")
+    assert f"run directory: {run_dir}" in done.stdout
     assert "kills this job after 3 s, and the last checkpoint of a run may take longer" in done.stdout
     job = dashboard(head, "/api/jobs/failing")
     assert (job["status"], job["driver_exit_code"]) == ("FAILED", 1)

@@ -26,6 +26,7 @@ from torch import nn
 
 import orchestrator
 from jobs.digits import Digits
+from orchestrator.driver.process import cluster
 from orchestrator.job import Job
 from orchestrator.launch import main
 from orchestrator.records import run_dir as rundir
@@ -315,7 +316,10 @@ def a_silent_server() -> Iterator[int]:
         (a_silent_server, "no Ray answers there"),
     ],
 )
-def test_a_server_that_is_no_ray(server: Callable[[], Any], said: str, refused: Refused) -> None:
+def test_a_server_that_is_no_ray(
+    server: Callable[[], Any], said: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "BUSY_TIMEOUT_S", 1.0)
     with server() as port:
         assert f"cluster.address=127.0.0.1:{port}: {said}" in refused(f"cluster.address=127.0.0.1:{port}")
 

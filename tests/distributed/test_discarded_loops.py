@@ -10,11 +10,14 @@ from helpers.cases import Case, having
 from helpers.discarded import built_three_times
 from helpers.gang import Gang
 from helpers.quick_jobs import ScheduledDigits
+from helpers.runs import in_campaign
 from helpers.step_toys import Distillation
 from helpers.zoo_cells import STRATEGIES
 
+SHORT = ("ddp", "pipeline", "hogwild", "parameter_server sync")
 
-@pytest.mark.parametrize("name", STRATEGIES)
+
+@pytest.mark.parametrize("name", [*SHORT, *in_campaign(*(name for name in STRATEGIES if name not in SHORT))])
 def test_nothing_is_left_of_a_discarded_loop(gang: Gang, tmp_path: Path, name: str) -> None:
     options, world_size = STRATEGIES[name]
     case = Case(

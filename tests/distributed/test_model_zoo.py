@@ -16,7 +16,7 @@ from helpers.zoo_cells import STRATEGIES, cell
 from orchestrator.config.overrides import choices
 
 SHORT = [
-    *(("t5", strategy) for strategy in STRATEGIES),
+    *(("t5", strategy) for strategy in ("ddp", "dp", "model_parallel", "pipeline", "parameter_server sync")),
     *((name, strategy) for name in ("lora_llama", "unet") for strategy in ("ddp", "model_parallel", "pipeline")),
 ]
 """An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""

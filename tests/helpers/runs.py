@@ -78,8 +78,10 @@ def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
     return int(started["workers"][rank].rpartition(" ")[2])
 
 
-def wait_for(condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 120) -> Any:
-    """Return the first true value of ``condition()``.
+def wait_for(
+    condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 120, poll_s: float = 0.1
+) -> Any:
+    """Return the first true value of ``condition()``, which is called every ``poll_s``.
 
     Raises:
         AssertionError: if there is none within ``timeout_s``.
@@ -87,5 +89,5 @@ def wait_for(condition: Callable[[], Any], what: str = "the condition", *, timeo
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
+        time.sleep(poll_s)
     return found

@@ -74,15 +74,6 @@ def test_a_compiled_pipeline_has_equal_losses_and_continues_without_the_compiler
 
 
 @pytest.mark.campaign
-def test_equal_loss_at_uneven_shares(run: Callable[..., Any]) -> None:
-    common = ("train.steps=20", "train.log_every=1", "train.global_batch_size=65", "job.hidden=64")
-    alone = losses(run("strategy=single", *common).run_dir)
-    spread = losses(run("strategy=ddp", "strategy.num_workers=3", *common).run_dir)
-    assert alone.keys() == spread.keys() == set(range(1, 21))
-    assert list(spread.values()) == pytest.approx(list(alone.values()), rel=1e-5)
-
-
-@pytest.mark.campaign
 def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callable[..., Any]) -> None:
     common = ("job.hidden=32", "train.eval_splits=[val,train]")
     patience = ("checkpoint.best=val/loss", "train.stop_after=1", "train.stop_min_delta=1000")

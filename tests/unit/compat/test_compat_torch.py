@@ -273,6 +273,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_pipeline() -> None:
     """In a process of its own, because the import of pipelining loads the compiler."""
     done = subprocess.run([sys.executable, "-c", PIPELINE_STAGE], capture_output=True, text=True, timeout=200)

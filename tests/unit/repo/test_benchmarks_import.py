@@ -43,6 +43,7 @@ for script in (script for folder in folders for script in sorted(folder.glob("*.
 """
 
 
+@pytest.mark.slow
 def test_every_benchmark_imports() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)],
