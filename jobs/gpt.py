@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,10 +164,8 @@ class GPT(Job):
         return decode(text[0, len(start) :].tolist())
 
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
-        save(weights, self.architecture(), directory)
-        if self.weights is not None:
-            for file in Path(self.weights).expanduser().glob("*token*"):
-                shutil.copy(file, directory)
+        origin = None if self.weights is None else Path(self.weights).expanduser()
+        save(weights, self.architecture(), directory, origin=origin)
         if self.tokenizer is not None:
             save_tokenizer(Path(self.tokenizer).expanduser(), directory, end_token=self.end_token)
 

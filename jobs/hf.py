@@ -79,10 +79,11 @@ class HuggingFace(Job):
 
         auto = getattr(transformers, AUTO_CLASSES[self.task])
         labels = {"num_labels": self.num_labels} if self.task == "classification" else {}
-        if self.model_name_or_path is not None:
+        if self.model_name_or_path is not None and torch.get_default_device().type != "meta":
             model = auto.from_pretrained(_place(self.model_name_or_path), dtype=torch.float32, **labels)
-        else:
-            model = auto.from_config(transformers.AutoConfig.from_pretrained(_place(self.config_name), **labels))
+        else:  # from_pretrained refuses to build a model without memory, as checks do
+            place = _place(self.model_name_or_path or self.config_name)
+            model = auto.from_config(transformers.AutoConfig.from_pretrained(place, **labels))
         if self.peft is not None:
             from peft import get_peft_model
 
@@ -149,6 +150,7 @@ class HuggingFace(Job):
                 attention_mask=torch.ones_like(prompt)[None].to(device),
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
+                eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.eos_token_id,
             )[0]
             written = made[len(prompt) :] if self.task == "causal" else made

@@ -6,6 +6,7 @@ Files are mapped into memory, so a worker that builds some stages of a model rea
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,13 +138,14 @@ def check_weights(a: Architecture, directory: Path) -> None:
         raise ValueError(f"{faults[0]}{more}; the weights are of another model than {CONFIG}")
 
 
-def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path) -> None:
+def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path, *, origin: Path | None = None) -> None:
     """Write weights as a new directory that ``from_pretrained`` of ``transformers`` loads.
 
     Args:
         weights: the tensors of a model of architecture ``a`` by name, as in the ``model.safetensors`` of a checkpoint.
         a: the architecture.
         directory: must not exist.
+        origin: the directory of the model that was trained further, if there is one; its tokenizer goes along.
 
     Raises:
         FileExistsError: ``directory`` exists.
@@ -162,7 +164,13 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path) -> Non
     # Only the rows of q, k and v are joined; in GPT-2's layout they are columns.
     theirs = {name: torch.cat(each, dim=-1) for name, each in parts.items()}
     save_file(theirs, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(_config_of(a), indent=2))
+    config = _config_of(a)
+    if origin is not None:
+        before = json.loads((origin / CONFIG).read_text())
+        config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
+        for file in (*origin.glob("*token*"), *origin.glob("generation_config.json")):
+            shutil.copy(file, directory)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def save_tokenizer(file: Path, directory: Path, *, end_token: int | None) -> None:
@@ -257,6 +265,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 def _config_of(a: Architecture) -> dict[str, Any]:
     common: dict[str, Any] = {"vocab_size": a.vocabulary, "tie_word_embeddings": a.tied}
+    common |= {"bos_token_id": a.end_token, "eos_token_id": a.end_token}
     if a.variant == "gpt2":
         return common | {
             "architectures": ["GPT2LMHeadModel"],

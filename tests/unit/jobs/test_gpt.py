@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from helpers.job_trials import errors, trained
-from jobs import gpt, pretrained
+from jobs import gpt
 from jobs.gpt import GPT
 from jobs.transformer import SIZES, transformer
 
@@ -323,9 +323,10 @@ def test_weights_of_hugging_face_give_its_logits_and_go_back(tmp_path: Path, kin
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
-        pretrained.save(ours.state_dict(), job.architecture(), tmp_path / "back")
+        job.export(ours.state_dict(), tmp_path / "back", "hf")
         back = type(theirs).from_pretrained(tmp_path / "back").eval()
         torch.testing.assert_close(back(tokens).logits, expected, rtol=0, atol=0)
+    assert (back.config.bos_token_id, back.config.eos_token_id) == (0, 0), "as in theirs"
 
 
 @pytest.mark.slow

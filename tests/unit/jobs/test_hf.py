@@ -86,6 +86,8 @@ LORA = {"peft": "lora", "peft_options": {"r": 4, "target_modules": ["q_proj", "v
 def test_every_task_learns(folder: Path, model: str, data: str, others: dict[str, Any]) -> None:
     job = HuggingFace(**fields(folder, model, data, learning_rate=1e-2, max_new_tokens=3, **others))
     job.check()
+    with torch.device("meta"):
+        assert {p.device.type for p in job.model().parameters()} == {"meta"}, "checks build it without memory"
     fitted, losses = trained(job, steps=15, batch=16)
     assert losses[-1] < losses[0]
     if "peft" in others:

@@ -71,6 +71,8 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert export.main([str(run.path), "--to", str(tmp_path / "model")]) == 0
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert loaded("one  two\n").input_ids == made.encode("one  two\n").ids
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert config.eos_token_id == 0, "so that generation ends with a document"
     assert (loaded.eos_token, loaded.decode(loaded("one  two\n").input_ids)) == ("<end>", "one  two\n")
 
 
