@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.cases import Case, config_of, having, plan_of
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, LAYOUTS, SGD
+from helpers.layouts import ADAMW, LAYOUTS, SGD, layout
 from helpers.quick_jobs import digits
 from helpers.runs import in_campaign
 from helpers.stage_toys import ScheduledChain, plain
@@ -21,10 +21,21 @@ from helpers.training import Steps, losses, piece, restored, saved_piece, train
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
+from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.replicated.dp import DPConfig
 
 STOP, STEPS = 3, 6
 OTHERS = {"adamw-scheduled": (1, 11), "sgd-momentum": (3, 8, 14)}
 """Every layout continues so many of the others, and is continued by as many: those so many places after it."""
+
+EVERY = {
+    **LAYOUTS,
+    "dp-2": layout(DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False), 1),
+    "hogwild-2": layout(HogwildConfig(name="hogwild", num_workers=2), 2),
+    "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
+}
+"""The others too, some of whose losses are not those of one worker."""
 
 CASES = {
     "adamw-scheduled": (Case(job=ScheduledChain(build=plain), train=having(steps=STEPS, global_batch_size=32)), ADAMW),
@@ -40,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def begun(gang: Gang, case: Case, name: str, root: Path) -> tuple[list[Steps], TrainState]:
     """What the ranks of a layout saw up to ``STOP``, and what rank 0 would save alone; they save in ``root``."""
-    layout = LAYOUTS[name]
+    layout = EVERY[name]
     results = gang.run(saved_piece, layout.of(case), STOP, root / name, world_size=layout.world_size)
     assert [kept is not None for _, kept in results] == [rank == 0 for rank in range(layout.world_size)]
     return [seen for seen, _ in results], results[0][1]
@@ -71,16 +82,16 @@ def test_any_layout_continues_others(gang: Gang, name: str, continued_by: str, r
         assert continued.meta == end.meta
 
 
-@pytest.mark.parametrize("loaded_by", LAYOUTS)
+@pytest.mark.parametrize("loaded_by", EVERY)
 def test_every_layout_loads_what_any_has_saved_bit_for_bit(gang: Gang, loaded_by: str, root: Path) -> None:
     case, _ = CASES["adamw-scheduled"]
     folder = root / "adamw-scheduled"
-    for name in LAYOUTS:
+    for name in EVERY:
         begun(gang, case, name, folder)
-    saved = {name: path_of(folder / name, STOP) for name in LAYOUTS}
-    layout = LAYOUTS[loaded_by]
+    saved = {name: path_of(folder / name, STOP) for name in EVERY}
+    layout = EVERY[loaded_by]
     by_first, *by_others = gang.run(restored, layout.of(case), saved, world_size=layout.world_size)
-    assert by_first == {name: [] for name in LAYOUTS}
+    assert by_first == {name: [] for name in EVERY}
     assert not any(by_others)
 
 
