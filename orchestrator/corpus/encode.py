@@ -121,7 +121,6 @@ def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
         "inputs": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in recipe.inputs],
         "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
         "field": recipe.field,
-        "skip_damaged": recipe.skip_damaged,
         "end": end,
         "dtype": dtype,
     }
@@ -141,7 +140,9 @@ def _encoded(
     for number in range(len(pieces)):
         file = _part(recipe, number, "json")
         if file.exists():
-            yield number, Encoded(**read_json(file))
+            found = Encoded(**read_json(file))
+            _refuse_skipped(recipe, found.named)
+            yield number, found
         else:
             missing.append(number)
     workers = min(workers, len(missing))
@@ -186,8 +187,7 @@ def _encode(recipe: Recipe, number: int, piece: Piece, *, end: int, dtype: str, 
 
     for found in documents(piece, recipe.field):
         if isinstance(found, Damaged):
-            if not recipe.skip_damaged:
-                raise ValueError(f"{found}; --damaged=skip leaves such lines out")
+            _refuse_skipped(recipe, (str(found),))
             skipped += 1
             if len(named) < 3:
                 named.append(str(found))
@@ -208,6 +208,11 @@ def _encode(recipe: Recipe, number: int, piece: Piece, *, end: int, dtype: str, 
     write_atomically(_part(recipe, number, "tokens"), array.tobytes())
     write_json(_part(recipe, number, "json"), asdict(result))  # last: the part is complete
     return result
+
+
+def _refuse_skipped(recipe: Recipe, names: Sequence[str]) -> None:
+    if names and not recipe.skip_damaged:
+        raise ValueError(f"{names[0]}; --damaged=skip leaves such lines out")
 
 
 def _sum(parts: Sequence[Encoded]) -> Encoded:
