@@ -53,7 +53,7 @@ class Examples(Dataset[dict[str, Tensor]]):
             tokens, labels = self.encode(example)
         except KeyError as e:
             raise ValueError(f"{where}: has no field {e}") from None
-        except (ValueError, TypeError) as e:
+        except Exception as e:  # of any type: the chat template of a tokenizer is code, too
             raise ValueError(f"{where}: {e}") from e
         return {
             "input_ids": torch.tensor(tokens),

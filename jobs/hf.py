@@ -305,7 +305,8 @@ class Logits(nn.Module):
         if self.task in ("causal", "seq2seq"):
             inputs["use_cache"] = False  # a cache could not flow between stages
         logits: Tensor = self.model(**inputs).logits
-        return logits
+        # Methods such as prompt tuning put tokens of their own before a text.
+        return logits[:, -batch["input_ids"].shape[1] :] if self.task == "causal" else logits
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,13 @@ LORA = {"peft": "lora", "peft_options": {"r": 4, "target_modules": ["q_proj", "v
         ("llama", "sums.jsonl", {}),
         ("llama", "sums.jsonl", LORA),
         ("llama", "chat.jsonl", {"peft": "lora", "peft_options": {"use_dora": True, "target_modules": "all-linear"}}),
+        ("llama", "sums.jsonl", {"peft": "prompt_tuning", "peft_options": {"num_virtual_tokens": 4}}),
         ("llama", "lines.txt", {}),
         ("bert", "lines.txt", {"task": "masked"}),
         ("bert", "labelled.jsonl", {"task": "classification"}),
         ("t5", "sums.jsonl", {"task": "seq2seq"}),
     ],
-    ids=["causal", "lora", "dora-chat", "lines", "masked", "classification", "seq2seq"],
+    ids=["causal", "lora", "dora-chat", "prompts", "lines", "masked", "classification", "seq2seq"],
 )
 def test_every_task_learns(folder: Path, model: str, data: str, others: dict[str, Any]) -> None:
     job = HuggingFace(**fields(folder, model, data, learning_rate=1e-2, max_new_tokens=3, **others))
@@ -90,7 +91,7 @@ def test_every_task_learns(folder: Path, model: str, data: str, others: dict[str
         assert {p.device.type for p in job.model().parameters()} == {"meta"}, "checks build it without memory"
     fitted, losses = trained(job, steps=15, batch=16)
     assert losses[-1] < losses[0]
-    if "peft" in others:
+    if job.peft == "lora":
         assert {n.split(".")[-3] for n, p in fitted.named_parameters() if p.requires_grad} <= {
             "lora_A", "lora_B", "lora_magnitude_vector"
         }  # fmt: skip
