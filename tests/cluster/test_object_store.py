@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from helpers.object_store import (  # noqa: F401 - s3 is a fixture
     the_run,
 )
 from helpers.runs import wait_for
+from orchestrator import compare
 from orchestrator.config.compose import compose
 from orchestrator.driver.preflight.paths import environment_errors
 from orchestrator.records.output_dir import fetch
@@ -33,7 +32,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote, StorageError
 from orchestrator.strategies import registry
 
-SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=20",
+SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=100",
         "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
         "storage.upload_every_s=0.5")  # fmt: skip
 
@@ -61,10 +60,15 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     s3: S3Server,  # noqa: F811
     launch: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = (*SLOW, f"storage.staging_dir={tmp_path / 'staging'}")
     first = launch(*words, "train.steps=2000", "checkpoint.every=10")
-    run = wait_for(lambda: (found := the_run()) is not None and last_step(found) > 30 and saved(found) and found)
+    # A condition reads what is on the store, and the server answers in Python.
+    run = wait_for(
+        lambda: (found := the_run()) is not None and last_step(found) > 30 and saved(found) and found, poll_s=1
+    )
     everyone = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
     for process in everyone:
         process.send_signal(signal.SIGKILL)
@@ -75,9 +79,13 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
 
     newest = max(int(name.split("/")[1].removeprefix("step-")) for name in saved(run))
     last = newest + 150
-    second = launch(*words, f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2")
-    wait_for(lambda: last_step(run) > newest + 20)
+    until = tmp_path / "until"
+    second = launch(
+        *words, f"train.steps={last}", "checkpoint.every=40", "resume=auto", "storage.timeout_s=2", f"job.until={until}"
+    )
+    wait_for(lambda: last_step(run) > newest + 20, poll_s=1)
     s3.process.send_signal(signal.SIGSTOP)  # the store is away, from before a checkpoint until after it
+    until.touch()
     (journal,) = (tmp_path / "staging").glob("*/*/*/metrics.jsonl")
     wait_for(lambda: f'"step": {newest + 100},' in journal.read_text())
     s3.process.send_signal(signal.SIGCONT)
@@ -96,15 +104,9 @@ def test_a_killed_run_continues_from_the_store_which_is_away_for_a_while(
     assert starts == [None, newest]
     for rank in range(2):  # the logs of both launches
         assert run.read(f"logs/rank-{rank}.log").decode().count("worker process ") == 2
-    compared = subprocess.run(
-        [sys.executable, "-m", "orchestrator.compare", "--no-picture", run.url],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"},  # a narrow table leaves columns out
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "finished" in compared.stdout, compared.stderr
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow table leaves columns out
+    assert compare.main(["--no-picture", run.url]) == 0
+    assert "finished" in capsys.readouterr().out
 
 
 def test_a_bucket_that_does_not_exist_is_refused(s3: S3Server, tmp_path: Path) -> None:  # noqa: F811
