@@ -54,12 +54,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     words = list(options.overrides)
     if options.split:
         words.append(f"train.eval_splits=[{','.join(options.split)}]")
-    if options.best:
-        words.append("checkpoint.load=best")
     if "name" not in values(words):
         name = f"{run_dir.read_record().get('name', 'run')}-evaluation"
         words.append(f"name={quote_text(name)}")
-    return launch.main([*overrides_to_evaluate(run_dir.config_file, words), f"evaluate={quote_text(run_dir.location)}"])
+    evaluated = f"{run_dir.location}/checkpoints/best" if options.best else run_dir.location
+    return launch.main([*overrides_to_evaluate(run_dir.config_file, words), f"evaluate={quote_text(evaluated)}"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from orchestrator.config.arguments import read_arguments
 from orchestrator.config.compose import recorded_data
 from orchestrator.config.overrides import GROUPS, values
 
-_OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "plan", "profile", "checkpoint", "sweep"})
+_OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "start_from", "plan", "profile", "checkpoint", "sweep"})
 """Keys and sections that say how the run was trained, or have no meaning for another one."""
 _KEYS_OF_ITS_TRAINING = ("train.stop_after", "train.stop_min_delta", "recovery.chaos")
 

@@ -136,10 +136,6 @@ class CheckpointConfig:
     best_direction: Literal["minimize", "maximize"] | None = option(
         "whether small or large values of checkpoint.best are better; null: small ones if it is a loss"
     )
-    load: Literal["newest", "best"] = option(
-        "which checkpoint of the run that evaluate names is loaded; best: that of the best evaluation by the run's own "
-        "checkpoint.best"
-    )
 
     def __post_init__(self) -> None:
         if self.best is not None and self.best_direction is None and not self.best.endswith("loss"):
@@ -374,7 +370,12 @@ class Config:
         "or its URL"
     )
     evaluate: str | None = option(
-        "run whose checkpoint a new run evaluates, without training; named as in resume; null: train"
+        "run whose newest checkpoint a new run evaluates, without training; or one of its checkpoints, such as "
+        "<run>/checkpoints/best; null: train"
+    )
+    start_from: str | None = option(
+        "run whose newest checkpoint a new run continues from; or one of its checkpoints, such as "
+        "<run>/checkpoints/best; null: from the first step"
     )
     output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
@@ -396,6 +397,8 @@ class Config:
             raise ValueError(f"name={self.name}: expected 1 to 100 characters without slashes or control characters")
         if self.evaluate is not None and self.resume != "never":
             raise ValueError(f"evaluate={self.evaluate}: a run that is resumed trains; set resume=never")
+        if self.evaluate is not None and self.start_from is not None:
+            raise ValueError(f"start_from={self.start_from}: nothing is trained with evaluate; set one of them")
         if self.evaluate is not None and not self.train.eval_splits:
             raise ValueError(f"evaluate={self.evaluate}: train.eval_splits=[] leaves nothing to evaluate; add a split")
         if (best := self.checkpoint.best) is not None:

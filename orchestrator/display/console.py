@@ -157,7 +157,7 @@ class PlainConsole:
             failure=view.failure,
             checkpoint=view.checkpoint,
         )
-        if view.started is not None and view.started.evaluated is not None:
+        if view.started is not None and view.started.evaluates:
             rest = [*(f"{name} {number(value)}" for name, value in sorted(view.latest.items())), *rest]
         return [(first, _VERDICT_STYLES.get(event.status, "bold red")), *((r, "") for r in rest)]
 

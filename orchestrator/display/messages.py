@@ -84,8 +84,9 @@ def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
     lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
     lines.append(f"run directory: {event.run_dir}")
-    if event.evaluated is not None:
-        lines.append(f"evaluates the checkpoint of step {event.resumed_from_step} of {event.evaluated}")
+    if event.source is not None:
+        verb = "evaluates" if event.evaluates else "continues from"
+        lines.append(f"{verb} the checkpoint of step {event.resumed_from_step} of {event.source}")
     elif event.resumed_from_step is not None:
         lines.append(f"resumed from step {event.resumed_from_step}")
     lines += [f"note: {note}" for note in event.notes]

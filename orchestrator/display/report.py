@@ -210,7 +210,7 @@ def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     summary = ended.summary
     text = f"finished: {count(int(summary.get('steps') or step), 'step')}"
     if started:
-        if started.evaluated is not None:
+        if started.evaluates:
             text = f"evaluated: step {started.resumed_from_step}"
         elif started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"

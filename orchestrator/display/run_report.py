@@ -83,8 +83,9 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
         return
     steps, samples = (int(plan.get(key, 0)) for key in ("steps", "global_batch_size"))
     request = f"strategy {plan.get('strategy')}, job {plan.get('job')}, {count(steps, 'step')}"
-    if isinstance(evaluated := record.get("evaluated"), Mapping):
-        yield f"evaluates the checkpoint of step {evaluated.get('step')} of {evaluated.get('run')}"
+    for key, verb in (("evaluated", "evaluates"), ("started_from", "continues from")):
+        if isinstance(source := record.get(key), Mapping):
+            yield f"{verb} the checkpoint of step {source.get('step')} of {source.get('run')}"
     yield f"{request} of {count(samples, 'sample')}"
     yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
     if isinstance(pipeline := plan.get("pipeline"), Mapping):

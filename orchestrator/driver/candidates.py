@@ -22,7 +22,7 @@ from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_
 from orchestrator.driver.code.worker_variables import worker_variables
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
-from orchestrator.driver.preflight.resume import Resume, find_evaluated, find_resume
+from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.driver.process import cluster
 from orchestrator.driver.sweep.sweep import Sweep
@@ -39,9 +39,10 @@ AUTO = "auto"
 class Candidate:
     """A run that passed every check.
 
-    ``resume``: the run to continue; None for a new one. ``evaluated``: the run whose checkpoint is evaluated; None to
-    train. ``seen``: the directories of runs among which none was to be continued. ``sizes``: None until the cluster is
-    joined, if its nodes decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it has not.
+    ``resume``: the run to continue; None for a new one. ``source``: another run, with a checkpoint of which it begins;
+    None if there is none. ``seen``: the directories of runs among which none was to be continued. ``sizes``: None until
+    the cluster is joined, if its nodes decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it
+    has not.
     """
 
     overrides: tuple[str, ...]
@@ -54,7 +55,7 @@ class Candidate:
     redactor: Redactor
     given: PickledJob | None
     decision: Decision | None = None
-    evaluated: Resume | None = None
+    source: Resume | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -181,7 +182,7 @@ def _check(
     with collect_errors(errors):
         packages.module_paths(config.cluster.py_modules)
     warnings: list[str] = []
-    resume, evaluated, sizes = None, None, None
+    resume, source, sizes = None, None, None
     seen: set[str] = set()
     with collect_errors(errors):
         resume = find_resume(config, job, warnings=warnings, redactor=redactor, seen=seen)
@@ -192,11 +193,12 @@ def _check(
         return _check(with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     if resume is not None:
         config = replace(config, train=resume.train)
-    with collect_errors(errors):
-        evaluated = find_evaluated(config, job, warnings=warnings)
-    if evaluated is not None:
+    else:
+        with collect_errors(errors):
+            source = find_source(config, job, warnings=warnings, redactor=redactor)
+    if source is not None and config.evaluate is not None:
         tracking = replace(config.tracking, log_model=False, log_dataset=False)
-        config = replace(config, train=evaluated.train, tracking=tracking)
+        config = replace(config, train=source.train, tracking=tracking)
         if config.strategy.name == AUTO:
             errors.append("strategy=auto: it measures training; choose another strategy for evaluate")
     if job is not None and (wrong := unknown_split(config.train.eval_splits, job.split_names)) is not None:
@@ -225,7 +227,7 @@ def _check(
         warnings=tuple(warnings),
         redactor=redactor,
         given=pickled,
-        evaluated=evaluated,
+        source=source,
     )
 
 

@@ -161,7 +161,7 @@ def _chooser(launch: _Launch, candidate: Candidate, plan: Plan) -> Chooser:
             raise ConfigError(errors)
         what = "the job" if show_failure else f"strategy={plan.strategy}"
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
-        brief = replace(candidate, config=config, job=job, given=given, resume=None, warnings=())
+        brief = replace(candidate, config=config, job=job, given=given, resume=None, source=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _execute(launch, brief, Sizes.of(plan), sweep=None, started_at=None, console=console)
 
@@ -300,7 +300,8 @@ def _opened(
     The arguments, and what it raises, are as for :func:`_execute`.
     """
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
-    start = candidate.evaluated or resume
+    source = candidate.source
+    start = source or resume
     code = launch.codes.get(config.cluster)
     origin = this_origin()
     as_job = candidate.given.display if candidate.given is not None else ""
@@ -308,10 +309,11 @@ def _opened(
     run_dir, uid = open_run(
         config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
     )
-    evaluated = None if candidate.evaluated is None else candidate.evaluated.run_dir
-    if candidate.evaluated is not None and evaluated is not None:
-        found = {"run": evaluated.location, "step": candidate.evaluated.step}
-        run_dir.update_record(evaluated=redactor.data(found, by_key=False))
+    start_dir = run_dir if source is None else source.run_dir
+    if source is not None:
+        key = "started_from" if config.evaluate is None else "evaluated"
+        found = {"run": source.run_dir.location, "step": source.step}
+        run_dir.update_record(**{key: redactor.data(found, by_key=False)})
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
     if candidate.decision is not None:
@@ -331,9 +333,9 @@ def _opened(
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
-        checkpoint=None if start is None else (evaluated or run_dir).checkpoints / start.checkpoint.name,
+        checkpoint=None if start is None else start_dir.checkpoints / start.checkpoint.name,
         resumed_from_step=None if start is None else start.step,
-        evaluated=evaluated,
+        source=None if source is None else source.run_dir,
         started_at=started_at,
         tokens_per_sample=candidate.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),

@@ -30,7 +30,8 @@ class RunStarted(Event):
     Args:
         num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
         resumed_from_step: None for a new run.
-        evaluated: the run whose checkpoint of that step is evaluated, without training; None to train.
+        source: another run, with whose checkpoint of that step this one begins; None if it is its own.
+        evaluates: whether that checkpoint is evaluated, without training.
         notes: remarks on the plan for the user.
     """
 
@@ -42,7 +43,8 @@ class RunStarted(Event):
     steps: int
     num_shards: int = 0
     resumed_from_step: int | None = None
-    evaluated: str | None = None
+    source: str | None = None
+    evaluates: bool = False
     notes: tuple[str, ...] = ()
 
 

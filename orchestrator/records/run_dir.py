@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ STATES_WITHOUT_END = (*ACTIVE_STATES, "died")
 """The states in ``run.json`` of a run that has not ended. The run has died if no process drives it."""
 
 _RESERVE_BYTES = 256 << 10
+_CHECKPOINT = re.compile(r"(.+)/checkpoints/(best|step-\d+)/?")
 
 
 @dataclass(frozen=True)
@@ -310,3 +312,9 @@ def all_runs(output_dir: Path) -> Iterator[RunDir]:
         run_dir = RunDir(folder.resolve())
         if run_dir.record_file.is_file():
             yield run_dir
+
+
+def split_checkpoint(text: str) -> tuple[str, str | None]:
+    """Return the run that a user names, and the checkpoint of it; None if ``text`` names only a run."""
+    named = _CHECKPOINT.fullmatch(text)
+    return (text, None) if named is None else (named[1], named[2])

@@ -352,7 +352,8 @@ class Loop:
             else:
                 meta = self.strategy.restore(checkpoint, source=0)
             self._data.restore(meta)
-            self._improvement.restore(meta, rank=self.rank)
+            is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
+            self._improvement.restore(meta if is_own else {}, rank=self.rank)
         else:
             self.strategy.sync_initial_state()
             self._improvement.restore({})

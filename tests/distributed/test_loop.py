@@ -127,6 +127,18 @@ def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_chec
     assert list_checkpoints(folder / "checkpoints") == []
 
 
+def test_a_run_that_starts_from_another_one_looks_for_its_own_best_evaluation(gang, tmp_path):
+    train = having(steps=6, global_batch_size=12, eval_every=2)
+    case = Case(job=Worsening(samples=24), train=train, checkpoint=BEST)
+    gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)
+    newest = list_checkpoints(tmp_path / "checkpoints")[-1]
+    assert best_step(load(newest).meta) < 6
+    case = replace(case, train=replace(train, steps=8))
+    gang.run(run_loop, case, 1, str(tmp_path / "new"), str(newest), 0, world_size=1)
+    (saved,) = list_checkpoints(tmp_path / "new" / "checkpoints")
+    assert best_step(load(saved).meta) == 8
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("at", [3, 6])
 def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, world_size):

@@ -71,7 +71,7 @@ CLUSTER = schema.ClusterConfig(
     stopped_timeout_s=5,
     stop_grace_s=5,
 )
-CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, best=None, best_direction=None, load="newest")
+CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, best=None, best_direction=None)
 RECOVERY = schema.RecoveryConfig(
     max_failures=0,
     spares=0,
@@ -108,6 +108,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         seed=case.seed,
         resume="never",
         evaluate=case.evaluate,
+        start_from=None,
         output_dir="outputs",
         plan=False,
         profile=False,

@@ -87,13 +87,21 @@ def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callabl
     assert (trained.summary["best_step"], trained.summary["best_val_loss"]) == (20, best["value"])
     before = (trained.run_dir / "run.json").read_bytes()
 
-    done = run("strategy=single", *common, f"evaluate={trained.run_dir}", "checkpoint.load=best")
+    done = run("strategy=single", *common, f"evaluate={trained.run_dir}/checkpoints/best")
     assert (done.status, done.summary["steps"]) == ("FINISHED", 20)
     for name in ("val/loss", "val/accuracy", "train_eval/loss"):
         assert series(done.run_dir, name) == {20: pytest.approx(series(trained.run_dir, name)[20], rel=1e-5)}
     assert series(done.run_dir, "train/loss") == {}
     assert not list(done.run_dir.glob("checkpoints/step-*"))
     assert (trained.run_dir / "run.json").read_bytes() == before
+
+    words = ("strategy=single", *common, "train.steps=25", "train.log_every=1")
+    new = run(*words, f"start_from={trained.run_dir}/checkpoints/best", "resume=auto", "name=new")
+    assert (new.status, new.summary["steps"]) == ("FINISHED", 25)
+    assert RunDir(new.run_dir).read_record()["started_from"] == {"run": str(trained.run_dir), "step": 20}
+    assert (trained.run_dir / "run.json").read_bytes() == before
+    whole = losses(run(*words).run_dir)
+    assert losses(new.run_dir) == {step: pytest.approx(whole[step], rel=1e-5) for step in range(21, 26)}
 
 
 def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:

@@ -20,8 +20,8 @@ from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
-from orchestrator.records.run_dir import RunDir
-from orchestrator.state.best import BestSoFar, best_step
+from orchestrator.records.run_dir import RunDir, split_checkpoint
+from orchestrator.state.best import BEST, BestSoFar, best_step
 from orchestrator.state.checkpoint import load, path_of, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
@@ -76,6 +76,11 @@ def find_resume(
         return None
     damaged: list[CheckpointError] = []
     with _named(f"resume={config.resume}"):
+        if split_checkpoint(config.resume)[1] is not None:
+            raise ValueError(
+                "a run continues from its newest checkpoint; for a new run that continues from this one, set "
+                f"start_from={config.resume}, and leave out resume"
+            )
         if config.resume == "auto":
             run_dir = _unfinished_run(config, warnings, set() if seen is None else seen)
             if run_dir is None:
@@ -113,22 +118,32 @@ def find_resume(
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
-def find_evaluated(config: Config, job: Job | None, *, warnings: list[str]) -> Resume | None:
-    """Find the run that ``evaluate`` names; None if it names none. Arguments and errors as of :func:`find_resume`."""
-    if config.evaluate is None:
+def find_source(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
+    """Find the checkpoint that ``evaluate`` or ``start_from`` names, for a new run; None if both are null.
+
+    Arguments and errors as of :func:`find_resume`.
+    """
+    name, text = ("start_from", config.start_from) if config.evaluate is None else ("evaluate", config.evaluate)
+    if text is None:
         return None
-    key = f"evaluate={config.evaluate}"
-    damaged: list[CheckpointError] = []
+    key, damaged = f"{name}={text}", list[CheckpointError]()
     with _named(key):
-        run_dir = _named_run(config, config.evaluate, key="evaluate")
-        checkpoint = _checkpoint_to_evaluate(config, run_dir, damaged)
+        run, of_run = split_checkpoint(text)
+        run_dir = _named_run(config, run, key=name)
+        checkpoint = _checkpoint_of(run_dir, of_run, damaged)
         fetch(run_dir)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     manifest = read_manifest(checkpoint)
-    if errors := _differences(config, job, checkpoint, manifest):
-        raise ConfigError([f"{key}: {error}" for error in errors])
-    step = int(manifest["step"])
-    train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
+    step, train = int(manifest["step"]), config.train
+    errors = [f"{key}: {error}" for error in _differences(config, job, checkpoint, manifest)]
+    if config.evaluate is not None:
+        train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
+    elif step >= train.steps:
+        errors.append(f"train.steps={train.steps}: {key} already has {step} steps; raise it")
+    if errors:
+        raise ConfigError(errors)
+    if config.evaluate is None and job is not None:
+        warnings.extend(_changes(_settings(run_dir), params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
 
 
@@ -155,27 +170,32 @@ def _differences(config: Config, job: Job | None, checkpoint: Path, manifest: Ma
     return []
 
 
-def _checkpoint_to_evaluate(config: Config, run_dir: RunDir, damaged: list[CheckpointError]) -> Path:
-    """Return the newest intact checkpoint, or the best as ``checkpoint.load`` says. ``damaged`` receives newer ones.
+def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointError]) -> Path:
+    """Return a checkpoint of a run, ``best`` being that of its best evaluation.
+
+    None for the newest intact one; ``damaged`` receives newer ones.
 
     Raises:
         ValueError: there is none.
     """
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
-    newest = store.find_newest(damaged.append)
-    if newest is None:
-        raise ValueError("; ".join(map(str, damaged)) or "it has no checkpoint")
-    if config.checkpoint.load == "newest":
-        return newest
-    step = best_step(read_manifest(newest)["meta"])
-    if step is None:
-        raise ValueError("checkpoint.load=best: the run was trained without checkpoint.best; load the newest")
+    if name in (None, BEST):
+        newest = store.find_newest(damaged.append)
+        if newest is None:
+            raise ValueError("; ".join(map(str, damaged)) or "it has no checkpoint")
+        if name is None:
+            return newest
+        step = best_step(read_manifest(newest)["meta"])
+        if step is None:
+            raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
+        name = path_of(run_dir.checkpoints, step).name
     try:
-        best = store.fetch(path_of(run_dir.checkpoints, step).name)
-        verify(best)
+        found = store.fetch(name)
+        verify(found)
     except CheckpointError as e:
-        raise ValueError(f"checkpoint.load=best: {e}; checkpoint.load=newest loads another") from e
-    return best
+        kept = ", ".join(store.list()) or "none"
+        raise ValueError(f"{e}; the run has the checkpoints {kept}") from e
+    return found
 
 
 def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]) -> None:
@@ -304,7 +324,7 @@ def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConf
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return which settings have changed that change the loss curve."""
     changed = [
-        f"{key} was {before[key]} in this run so far; it is {value} from now on"
+        f"{key} was {before[key]} before; it is {value} from now on"
         for key, value in now.items()
         if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
     ]

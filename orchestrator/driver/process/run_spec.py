@@ -18,8 +18,8 @@ from orchestrator.records.run_dir import RunDir
 class RunSpec:
     """What defines a run.
 
-    ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run. ``evaluated``: the run that is
-    evaluated, of which they are then; None to train.
+    ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run. ``source``: another run, of which
+    they are; None if they are of this one.
     ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
     ``pickled_job``: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
     ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
@@ -35,7 +35,7 @@ class RunSpec:
     resumed_from_step: int | None
     started_at: float
     tokens_per_sample: int | None
-    evaluated: RunDir | None = None
+    source: RunDir | None = None
     secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
     queue_entry: QueueEntry | None = None

@@ -101,7 +101,8 @@ class Run:
                 num_shards=plan.mesh.num_servers,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
-                evaluated=None if spec.evaluated is None else spec.evaluated.location,
+                source=None if spec.source is None else spec.source.location,
+                evaluates=spec.config.evaluate is not None,
                 notes=plan.notes,
             )
         )
@@ -366,7 +367,7 @@ class Run:
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
         ended_early = None if rank_0 is None else rank_0.ended_early
-        evaluates = self.spec.evaluated is not None
+        evaluates = self.spec.config.evaluate is not None
         step = end.last_step if ended_early is not None or evaluates else self._workers.plan.steps
         missing = None if evaluates else self._checkpoints.why_missing(step)
         return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from orchestrator.driver.gang.gang import Gang
 from orchestrator.driver.process.run_spec import RunContext
@@ -31,7 +32,7 @@ class SavedCheckpoints:
     def __init__(self, context: RunContext):
         spec, run_dir = context.spec, context.spec.run_dir
         self.newest = spec.checkpoint
-        self.remote = (spec.evaluated or run_dir).remote_checkpoints
+        self.remote = (spec.source or run_dir).remote_checkpoints
         self.step = spec.resumed_from_step or 0
         self._context = context
         self._directory = run_dir.checkpoints
@@ -42,7 +43,7 @@ class SavedCheckpoints:
     def record(self, event: CheckpointSaved | CheckpointFailed) -> None:
         """Take note of a checkpoint that was saved or could not be."""
         if isinstance(event, CheckpointSaved):
-            self.newest, self.step = path_of(self._directory, event.step), event.step
+            self._set_newest(path_of(self._directory, event.step), event.step)
         else:
             self._failed[event.step] = event.reason
 
@@ -58,7 +59,7 @@ class SavedCheckpoints:
         for error in damaged:
             warn(f"checkpoint skipped: {error}")
         if newest is not None:
-            self.newest, self.step = newest, int(read_manifest(newest)["step"])
+            self._set_newest(newest, int(read_manifest(newest)["step"]))
 
     def why_missing(self, step: int) -> str | None:
         """Return why there is no checkpoint of ``step``, as a predicate; None if there is one."""
@@ -100,6 +101,11 @@ class SavedCheckpoints:
                     self._give_up(CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})"))
                 return
             self._context.lease.check()
+
+    def _set_newest(self, path: Path, step: int) -> None:
+        """Let the run's own checkpoint ``path`` be the newest one, in place of one of another run."""
+        self.newest, self.step = path, step
+        self.remote = self._context.spec.run_dir.remote_checkpoints
 
     def _give_up(self, event: CheckpointFailed) -> None:
         self._context.events.emit(event)

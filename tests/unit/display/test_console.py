@@ -307,7 +307,7 @@ def test_verdict_of_a_run_that_ended_early_says_why() -> None:
 
 
 def test_verdict_of_an_evaluation_lists_its_metrics() -> None:
-    started = replace(STARTED, resumed_from_step=400, evaluated="/runs/0")
+    started = replace(STARTED, resumed_from_step=400, source="/runs/0", evaluates=True)
     lines = printed(
         started, FORMED, point(400, 20, val__loss=0.25, val__f1=0.5), replace(FINISHED, summary={"steps": 400})
     )

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import Config, JobSpec
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import command_line, open_run
-from orchestrator.driver.preflight.resume import Resume, find_evaluated, find_resume
+from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.process.reports import LEFT_RUN, left_run
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
@@ -275,8 +274,8 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
     found, warnings = resume(config_of(tmp_path, "resume=auto", "train.global_batch_size=65", "train.log_every=7"))
     assert found is not None
     assert warnings == [
-        "train.global_batch_size was 64 in this run so far; it is 65 from now on",
-        f"job.lr was 0.5 in this run so far; it is {JOB.lr} from now on",
+        "train.global_batch_size was 64 before; it is 65 from now on",
+        f"job.lr was 0.5 before; it is {JOB.lr} from now on",
         "the optimizer keeps its settings from the checkpoint, including the learning rate",
     ]
 
@@ -292,7 +291,7 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
             {"precision": "bf16", "params": {"train.precision": "auto"}},
             "fp16",
             "fp16",
-            ["train.precision was bf16 in this run so far; it is fp16 from now on"],
+            ["train.precision was bf16 before; it is fp16 from now on"],
         ),
     ],
     ids=["bf16", "fp32", "given before", "never chosen", "given now"],
@@ -555,20 +554,23 @@ def test_a_run_that_has_ended_early_is_trained_further_with_more_patience(tmp_pa
 # A run to evaluate ----------------------------------------------------------------------------------
 
 
-def evaluated(tmp_path: Path, *words: str) -> Resume | None:
-    return find_evaluated(config_of(tmp_path, *words), JOB, warnings=[])
+def source(tmp_path: Path, *words: str, warnings: list[str] | None = None) -> Resume | None:
+    warnings = [] if warnings is None else warnings
+    return find_source(config_of(tmp_path, *words), JOB, warnings=warnings, redactor=Redactor())
 
 
-def test_the_newest_or_the_best_checkpoint_of_a_run_is_evaluated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["evaluate", "start_from"])
+def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_path: Path, key: str) -> None:
     run = an_earlier_run(tmp_path, steps=(), driver=this_process(), state="running")
     save_steps(run, [3, 5], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
-    words = [f"evaluate={run.path.parent.name}/{run.path.name}"]
-    for load, step in (("newest", 5), ("best", 3)):
-        found = evaluated(tmp_path, *words, f"checkpoint.load={load}")
+    word = f"{key}={run.path.parent.name}/{run.path.name}"
+    for end, step in (("", 5), ("/checkpoints/best", 3), ("/checkpoints/step-00000003", 3)):
+        found = source(tmp_path, word + end, "train.steps=9")
         assert found is not None
-        assert (found.run_dir.path, found.step, found.train.steps) == (run.path, step, step)
+        assert (found.run_dir.path, found.step) == (run.path, step)
+        assert found.train.steps == (step if key == "evaluate" else 9)
         assert found.checkpoint == run.checkpoints / f"step-{step:08d}"
-    assert evaluated(tmp_path) is None
+    assert source(tmp_path) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -586,22 +588,38 @@ class Enrolling(Digits):
 def test_a_model_is_compared_with_the_checkpoint_in_another_process(tmp_path: Path, key: str) -> None:
     run = an_earlier_run(tmp_path / "runs")
     config, job = config_of(tmp_path / "runs", f"{key}={run.path}"), Enrolling(hidden=4, folder=str(tmp_path))
-    find = find_evaluated if key == "evaluate" else partial(find_resume, redactor=Redactor())
-    assert find(config, job, warnings=[]) is not None
+    find = find_source if key == "evaluate" else find_resume
+    assert find(config, job, warnings=[], redactor=Redactor()) is not None
     (built_in,) = (path.name for path in tmp_path.iterdir() if path.name.isdigit())
     assert built_in != str(os.getpid())
 
 
 def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path, steps=(5,))
-    best = [f"evaluate={run.path}", "checkpoint.load=best"]
-    with pytest.raises(ConfigError, match=r"evaluate=.*trained without checkpoint\.best; load the newest"):
-        evaluated(tmp_path, *best)
+    best = f"evaluate={run.path}/checkpoints/best"
+    with pytest.raises(ConfigError, match=r"evaluate=.*trained without checkpoint\.best; name another checkpoint"):
+        source(tmp_path, best)
     save_steps(run, [6], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
-    with pytest.raises(ConfigError, match=r"step-00000003: no such directory; checkpoint\.load=newest loads another"):
-        evaluated(tmp_path, *best)
+    with pytest.raises(ConfigError, match=r"step-00000003: no such directory; the run has the checkpoints .*-00000006"):
+        source(tmp_path, best)
     with pytest.raises(ConfigError, match=r"evaluate=nothing: no run directory there"):
-        evaluated(tmp_path, "evaluate=nothing")
+        source(tmp_path, "evaluate=nothing")
     empty = an_earlier_run(tmp_path, steps=())
     with pytest.raises(ConfigError, match="it has no checkpoint"):
-        evaluated(tmp_path, f"evaluate={empty.path}")
+        source(tmp_path, f"evaluate={empty.path}")
+
+
+def test_a_run_that_continues_from_another_one_is_told_what_differs_and_what_to_type(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=(5,))
+    run.update_record(params={"job.lr": 0.5})
+    warnings: list[str] = []
+    assert source(tmp_path, f"start_from={run.path}", "train.steps=6", warnings=warnings) is not None
+    assert warnings == [
+        f"job.lr was 0.5 before; it is {JOB.lr} from now on",
+        "the optimizer keeps its settings from the checkpoint, including the learning rate",
+    ]
+    with pytest.raises(ConfigError, match=r"train\.steps=5: start_from=.* already has 5 steps; raise it"):
+        source(tmp_path, f"start_from={run.path}", "train.steps=5")
+    named = f"{run.path}/checkpoints/step-00000005"
+    (error,) = refused(config_of(tmp_path, f"resume={named}"))
+    assert error.endswith(f"set start_from={named}, and leave out resume")
