@@ -79,7 +79,7 @@ class Boundary:
         if found != planned:
             raise ValueError(
                 f"layer {self.after} returns {', '.join(found)}, but returned {', '.join(planned)} for the first "
-                "sample: all micro-batches must have the same shape; pad the samples to one length in job.collate"
+                "sample; pad the samples to one length in Job.collate, or use strategy=ddp"
             )
         return tuple(_sendable(t) for t in tensors)
 

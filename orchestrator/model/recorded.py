@@ -98,7 +98,7 @@ class RecordedLayers(LayerSequence):
                 },
                 takes=carried[index],
                 gives=carried[index + 1] if index + 1 < len(names) else (),
-                first=index == 0,
+                shapes=[t.shape for t in tensors_in(inputs)] if index == 0 else None,
                 last=index == len(names) - 1,
                 model=whole.model,
             )
@@ -140,7 +140,7 @@ class TapePiece(nn.Module):
         *,
         takes: tuple[ValueKey, ...],
         gives: tuple[ValueKey, ...],
-        first: bool,
+        shapes: Sequence[torch.Size] | None,
         last: bool,
         model: nn.Module,
         unused: Sequence[str] = (),
@@ -149,14 +149,14 @@ class TapePiece(nn.Module):
         Args:
             excerpts: its part of the tape for training (True) and for evaluation (False).
             takes: the values that it is called with, unless it is the first piece.
+            shapes: those of the model's input, for the first piece; None for the others.
             gives: the values that it returns, unless it is the last piece.
-            first: whether it is called with the model's input.
             last: whether it returns the model's output.
             model: the model that holds the modules and tensors that the steps use.
             unused: the names of further tensors to hold.
         """
         super().__init__()
-        self._excerpts, self._takes, self._gives, self._first, self._last = dict(excerpts), takes, gives, first, last
+        self._excerpts, self._takes, self._gives, self._shapes, self._last = dict(excerpts), takes, gives, shapes, last
         steps = [step for excerpt in self._excerpts.values() for step in excerpt.steps]
         self.call_names = list(dict.fromkeys(step.target for step in steps if isinstance(step.target, str)))
         self._held_names = list(dict.fromkeys(name for step in steps for name in step.held()))
@@ -181,7 +181,10 @@ class TapePiece(nn.Module):
     def forward(self, value: Any) -> Any:
         excerpt = self._excerpts[self.training]
         tensors = tensors_in(value)
-        keys = [(-1, number) for number in range(len(tensors))] if self._first else self._takes
+        keys = self._takes
+        if self._shapes is not None:
+            self._check_shapes(tensors)
+            keys = tuple((-1, number) for number in range(len(tensors)))
         values = {excerpt.slots[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in excerpt.slots}
         held = {name: getattr(self, f"held_{number}") for number, name in enumerate(self._held_names)}
         play(excerpt.steps, values, dict(zip(self.call_names, self.calls, strict=True)), held)
@@ -193,6 +196,16 @@ class TapePiece(nn.Module):
             tensor = values[excerpt.slots[key]]
             given.append(tensor.clone() if key in keys else tensor)
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse an input of other sizes, which may be constants in the recording."""
+        found, recorded = [t.shape[1:] for t in tensors], [shape[1:] for shape in self._shapes or ()]
+        if found != recorded:
+            raise ValueError(
+                f"the samples of a batch have the shapes {', '.join(str(list(s)) for s in found)}, those of the first "
+                f"sample {', '.join(str(list(s)) for s in recorded)}, and stages of a model that is not an "
+                "nn.Sequential take one shape only; pad the samples to one length in Job.collate, or use strategy=ddp"
+            )
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the modules that it calls, by the model's own names."""
@@ -216,7 +229,7 @@ class TapePiece(nn.Module):
             self._excerpts,
             takes=self._takes,
             gives=self._gives,
-            first=self._first,
+            shapes=self._shapes,
             last=self._last,
             model=model,
             unused=self._unused if unused is None else unused,

@@ -108,6 +108,9 @@ class Strategy(LayoutRules, abc.ABC):
     runs_training_step = False
     """Whether the strategy supports jobs that override ``Job.training_step``."""
 
+    cuts_batches = False
+    """Whether batches are cut into parts by samples, which have to have one shape."""
+
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
@@ -281,6 +284,8 @@ class Strategy(LayoutRules, abc.ABC):
     @abc.abstractmethod
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         """Compute loss and metrics of the first ``valid`` samples of ``batch``; the others are padding.
+
+        A batch without a row for each sample has no padding, unless :attr:`cuts_batches`.
 
         Only one of the ranks that share the batch returns sums other than zero.
         """

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from orchestrator.config.evaluated import how_to_leave_out
 from orchestrator.job import Job, Split
-from orchestrator.model.batch import split_batch
+from orchestrator.model.batch import split_batch, tensors_in
 
 
 class DatasetError(ValueError):
@@ -147,3 +147,22 @@ def example_batch(job: Job, train_set: Any, rows: int) -> tuple[Any, Any]:
     """
     collate = job.collate or default_collate
     return split_batch(collate([first_item(train_set)] * rows))
+
+
+def is_ragged(tree: Any, rows: int) -> bool:
+    """Return whether a tensor of a tree, other than a scalar, has not one row for each of ``rows`` samples.
+
+    Such a tree cannot be cut by samples. Examples are the tokens of all samples one after the other.
+    """
+    return any(tensor.ndim > 0 and len(tensor) != rows for tensor in tensors_in(tree))
+
+
+def ragged_error(batch: Any, rows: int, *, strategy: str) -> str | None:
+    """Return why ``strategy`` cannot cut a batch into parts by samples; None if it can."""
+    if not is_ragged(batch, rows):
+        return None
+    shape = next(list(t.shape) for t in tensors_in(batch) if t.ndim > 0 and len(t) != rows)
+    return (
+        f"strategy={strategy}: the batch has a tensor of shape {shape} for {rows} samples, and only tensors with a row "
+        "for each sample can be cut; pad the samples to one length in Job.collate, or use strategy=ddp"
+    )

@@ -18,6 +18,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.batch_parts import LossOfParts, mean_loss
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.datasets import is_ragged
 from orchestrator.strategies.job_metrics import BatchMetrics, checked_metrics
 from orchestrator.strategies.reduction import Reduction, Weight, weighted
 from orchestrator.strategies.training_step import models_of
@@ -87,7 +88,7 @@ class WholeModel:
         rows = num_rows(batch)
         with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
             output = self.precision.outputs(self.evaluated(inputs))
-            if rows is not None and valid < rows:
+            if rows is not None and valid < rows and not is_ragged(batch, rows):
                 if has_row_per_sample(output, rows):
                     output = first_rows(output, valid)
                 else:  # for example a loss that the model has computed over the padding as well

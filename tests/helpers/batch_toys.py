@@ -178,3 +178,31 @@ EQUAL: dict[str, Job] = {
     "ignored labels that are given": OfBatches(loss_of=ignoring, weigh=lambda target: (target != 0).sum()),
 }
 """Jobs that give no reason for a warning, or have a note of their own."""
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(10, 16), nn.Linear(16, 4)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.head(self.bag(*batch))
+
+
+def bags(items: list[tuple[Tensor, int]]) -> Any:
+    lengths = torch.tensor([0, *(len(tokens) for tokens, _ in items)])
+    targets = torch.tensor([target for _, target in items])
+    return (torch.cat([tokens for tokens, _ in items]), lengths.cumsum(0)[:-1]), targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged(Toy):
+    """Batches of tokens without padding, as ``nn.EmbeddingBag`` takes them."""
+
+    collate = property(lambda self: bags)
+
+    def model(self) -> nn.Module:
+        return Bags()
+
+    def item(self, index: int, inputs: Tensor, target: int) -> Any:
+        return torch.arange(2 + index % 7), target

@@ -73,6 +73,7 @@ class Pipeline(Trainer):
 
     config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
     passes: Chain
+    cuts_batches = True
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
 

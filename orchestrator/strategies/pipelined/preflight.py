@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
-from orchestrator.model.batch import has_row_per_sample, map_tensors, tensors_in
+from orchestrator.model.batch import has_row_per_sample, map_tensors, split_batch, tensors_in
+from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import change_their_input, flow
 from orchestrator.model.modes import note_on_dropout
@@ -25,11 +27,15 @@ from orchestrator.model.tensor_slots import random_like
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.batch_parts import spread
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.datasets import example_batch, is_stream
+from orchestrator.strategies.datasets import example_batch, is_stream, known_length, ragged_error
 from orchestrator.strategies.flop_counter import FlopCounter
 from orchestrator.strategies.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
+
+SAMPLES_OF_SHAPES = 8
+"""Training samples that are read to see whether batches differ in shape."""
 
 
 def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, size_key: str) -> tuple[str, ...]:
@@ -58,7 +64,12 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
     split = () if strategy.split == "auto" else strategy.split
     try:
         precision = Precision.named(config.train.precision, "cpu")
-        inputs, target = example_batch(job, job.dataset("train"), rows)
+        train_set = job.dataset("train")
+        inputs, target = example_batch(job, train_set, rows)
+        ragged = ragged_error((inputs, target), rows, strategy=strategy.name)
+        if ragged is not None and layout.num_microbatches > 1:
+            errors.append(ragged)
+            return ()
         loss_reads_inputs = target is inputs
         inputs = precision.inputs(inputs)
         sequence = sequence_of(
@@ -77,11 +88,16 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
                 "computes, would read what the batch was; let Job.model change a copy"
             )
         values = flow(sequence, inputs, precision=precision)
-        layer_errors += _evaluation_errors(job, precision.outputs(values[-1]), target, plan)
+        layer_errors += _evaluation_errors(config, job, precision.outputs(values[-1]), target, plan)
+        starts: Sequence[int] = range(1, len(sequence.names))
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
             if cut is not None:
                 boundaries_of(sequence, values, cut)
+                starts = cut.starts[1:]
+        other = None if layer_errors else _of_other_shape(job, train_set, inputs, rows, precision)
+        if other is not None:
+            _check_shapes(sequence, values, flow(sequence, other, precision=precision), starts, layout.num_stages)
         errors += layer_errors
         notes = notes_of(sequence.whole, plan, rows)
         if config.plan and (note := _note_on_size(sequence, inputs, plan, precision)) is not None:
@@ -154,37 +170,71 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
     return errors
 
 
-def _evaluation_errors(job: Job, output: Any, target: Any, plan: Plan) -> list[str]:
-    """Return why the padding of the last evaluation batch could not be left out of the loss.
+def _of_other_shape(job: Job, train_set: Any, inputs: Any, rows: int, precision: Precision) -> Any:
+    """Return the inputs of a micro-batch of another shape, from some training samples; None if there is none."""
+    for item in spread(train_set, SAMPLES_OF_SHAPES):
+        other = precision.inputs(split_batch((job.collate or default_collate)([item] * rows))[0])
+        if [t.shape for t in tensors_in(other)] != [t.shape for t in tensors_in(inputs)]:
+            return other
+    return None
 
-    Empty if there is none, and for a validation stream, whose length is unknown.
+
+def _check_shapes(
+    sequence: LayerSequence, values: Sequence[Any], others: Sequence[Any], starts: Sequence[int], num_stages: int
+) -> None:
+    """Check that at enough of the places ``starts``, micro-batches of two shapes lead to tensors of one shape.
+
+    Raises:
+        ValueError: a stage would receive tensors of several shapes.
     """
+    errors = []
+    for start in starts:
+        try:
+            Boundary.of(values[start], after=sequence.names[start - 1]).pack(others[start])
+        except ValueError as e:
+            errors.append(e)
+    if len(starts) - len(errors) < num_stages - 1:
+        raise errors[0]
+
+
+def _evaluation_errors(config: Config, job: Job, output: Any, target: Any, plan: Plan) -> list[str]:
+    """Return why the padding of the last batch of an evaluation could not be left out of the loss; empty if it can."""
     rows = plan.microbatch_rows
     if has_row_per_sample(output, rows):
         return []
-    val_set = job.dataset("val")
-    if val_set is None or is_stream(val_set):
-        return []
-    assert isinstance(val_set, Sized)
-    shares = even_shares(len(val_set), plan.mesh.data_parallel_size)
-    if not any(share % rows for share in shares):
-        return []
+    found = (_padding_error(job, split, output, target, plan) for split in config.train.eval_splits)
+    return [error for error in found if error is not None]
+
+
+def _padding_error(job: Job, split: str, output: Any, target: Any, plan: Plan) -> str | None:
+    rows = plan.microbatch_rows
     multiple = rows * plan.mesh.data_parallel_size
-    remedy = f"or let job.dataset('val') have a multiple of {multiple} samples, or use strategy=ddp"
-    example = map_tensors(random_like, output)
+    remedy = f"or let job.dataset({split!r}) have a multiple of {multiple} samples, or use strategy=ddp"
+    example, error = map_tensors(random_like, output), None
     with contextlib.suppress(Exception):  # a loss may refuse random outputs
         if loss_reads(job, example, target, is_scalar):
-            return [
+            error = (
                 f"strategy={plan.strategy}: the loss has a part that the model has computed over a whole batch, so it "
                 f"would count the padding of the last evaluation batch; compute it in Job.loss, {remedy}"
-            ]
-        if loss_reads(job, example, target, lambda tensor: len(tensor) != rows if tensor.ndim else False):
+            )
+        elif loss_reads(job, example, target, lambda tensor: len(tensor) != rows if tensor.ndim else False):
             shape = next(list(t.shape) for t in tensors_in(output) if t.ndim and len(t) != rows)
-            return [
+            error = (
                 f"strategy={plan.strategy}: the model returns a tensor of shape {shape} for {rows} samples, so the "
                 f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
-            ]
-    return []
+            )
+    return error if error is not None and _is_padded(job.dataset(split), plan) else None
+
+
+def _is_padded(dataset: Any, plan: Plan) -> bool:
+    """Return whether the last micro-batch of an evaluation has padding. Reads a stream that has no length."""
+    rows, replicas = plan.microbatch_rows, plan.mesh.data_parallel_size
+    if dataset is None:
+        return False
+    if is_stream(dataset):
+        return (known_length(dataset) or sum(1 for _ in dataset)) % rows != 0
+    assert isinstance(dataset, Sized)
+    return any(share % rows for share in even_shares(len(dataset), replicas))
 
 
 def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:

@@ -26,6 +26,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums, StepResult
 from orchestrator.strategies.batch_parts import LossOfParts, Part
+from orchestrator.strategies.datasets import example_batch, ragged_error
 from orchestrator.strategies.job_metrics import BatchMetrics
 from orchestrator.strategies.reduction import Weight, weighted
 from orchestrator.strategies.registry import register
@@ -162,6 +163,13 @@ class DP(Trainer):
             devices_per_worker=num_workers,
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        rows = plan.global_batch_size // plan.grad_accumulation
+        ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
+        errors += [ragged] if ragged is not None and plan.devices_per_worker > 1 else []
+        return super().check_job(config, job, plan, errors)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:

@@ -28,8 +28,17 @@ from torch.utils.data import Dataset, default_collate
 from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_stream, mix
-from orchestrator.worker.data.loader import BatchReader, Collator, DataError, Loader, Loading, ReadFailure, Slice
+from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_ragged, is_stream, mix
+from orchestrator.worker.data.loader import (
+    BatchReader,
+    Collate,
+    Collator,
+    DataError,
+    Loader,
+    Loading,
+    ReadFailure,
+    Slice,
+)
 from orchestrator.worker.data.stream import StreamReader
 
 Batches = Callable[[torch.Generator], Tensor]
@@ -233,12 +242,31 @@ def train_batches(
             yield step
 
 
+@dataclass(frozen=True)
+class Padded:
+    """Collates samples to a batch of ``rows``, whose last ones repeat a sample."""
+
+    collate: Collate
+    rows: int
+    pad_ragged: bool
+
+    def __call__(self, items: list[Any]) -> Any:
+        missing = self.rows - len(items)
+        if missing == 0:
+            return self.collate(items)
+        batch = self.collate([*items, *items[-1:] * missing])
+        if self.pad_ragged or not is_ragged(batch, self.rows):
+            return batch
+        return self.collate(items)
+
+
 class EvalBatches:
     """This rank's share of the data of ``split``, in order. Each pass yields ``(batch, number of valid leading rows)``.
 
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
-    sample. Over all ranks, each sample is valid exactly once. Loader processes stay until :meth:`close`, for further
-    passes. The arguments and errors are those of :func:`train_batches`.
+    sample; batches without a row for each sample get none, unless ``pad_ragged``. Over all ranks, each sample is valid
+    exactly once. Loader processes stay until :meth:`close`, for further passes. The other arguments, and the errors,
+    are those of :func:`train_batches`.
     """
 
     def __init__(
@@ -251,6 +279,7 @@ class EvalBatches:
         dp_rank: int,
         read: bool = True,
         split: Split = VAL,
+        pad_ragged: bool = False,
     ):
         check_dataset(dataset, split=split)
         self._split = split
@@ -260,7 +289,7 @@ class EvalBatches:
         self._dp_rank = dp_rank
         self._read = read
         self._streamed = is_stream(dataset)
-        function = loading.collate or default_collate
+        function = Padded(loading.collate or default_collate, batch_size, pad_ragged)
         if not self._streamed:
             num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
             loading = replace(loading, num_workers=min(loading.num_workers, num_batches))
@@ -290,7 +319,7 @@ class EvalBatches:
         end = first + shares[self._dp_rank]
         for start in range(first, first + shares[0], self._batch_size):
             counts.append(max(0, min(end - start, self._batch_size)))
-            yield [min(i, n - 1) for i in range(start, start + self._batch_size)]
+            yield list(range(start, start + counts[-1])) or [n - 1]
 
     def _slices(self, counts: deque[int]) -> Iterator[Slice | ReadFailure]:
         """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
@@ -312,5 +341,5 @@ class EvalBatches:
                 return
             own = items[first : first + self._batch_size]
             counts.append(len(own))
-            yield Slice(own + [items[-1]] * (self._batch_size - len(own)), start + first)
+            yield Slice(own or items[-1:], start + first)
             start += len(items)

@@ -222,6 +222,7 @@ class JobData:
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             read=self._strategy.reads_data,
+            pad_ragged=self._strategy.cuts_batches,
         )
 
     def _loading(self) -> Loading:

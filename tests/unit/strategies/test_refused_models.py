@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
-from helpers.cases import DDP, SINGLE, Case, config_of, plan_of
+from helpers.batch_toys import Ragged
+from helpers.cases import DDP, SINGLE, Case, config_of, having, plan_of
 from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.dp import DPConfig
 
 
 def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2) -> list[str]:
@@ -112,3 +117,93 @@ class Views(Toy):
 def test_outputs_from_which_padding_cannot_be_cut_are_refused_before_training(job: Views, said: str | None) -> None:
     errors = errors_of(job, pipeline("1F1B", 2))
     assert errors == [] if said is None else said in errors[0]
+
+
+class Texts(IterableDataset[Any]):
+    """A stream of pairs, without a length."""
+
+    def __init__(self, samples: int):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(10), i % 4) for i in range(self.samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed(Views):
+    """Its ``test`` split is a stream."""
+
+    split_names: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+
+    def dataset(self, split: str) -> Any:
+        return Texts(self.samples) if split == "test" else super().dataset("train")
+
+
+@pytest.mark.parametrize("samples", [192, 193])
+def test_padding_at_the_end_of_a_stream_that_is_evaluated_is_refused_before_training(samples: int) -> None:
+    case = Case(job=Streamed(scalar=False, samples=samples), options=pipeline("1F1B", 2))
+    case = replace(case, train=having(eval_splits=("test",)))
+    config = config_of(case, 2)
+    errors: list[str] = []
+    registry.load("pipeline").check(config, case.job, plan_of(config), errors)
+    assert len(errors) == samples % 2
+    assert all("let job.dataset('test') have a multiple of 32 samples" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    "options", [pipeline("1F1B", 2), DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)]
+)
+def test_batches_without_a_row_for_each_sample_are_refused_where_they_are_cut(options: StrategyConfig) -> None:
+    [error] = errors_of(Ragged(), options)
+    assert "the batch has a tensor of shape " in error
+    assert error.endswith("pad the samples to one length in Job.collate, or use strategy=ddp")
+    assert errors_of(Ragged(), DDP) == errors_of(Ragged(), MODEL_PARALLEL) == []
+
+
+def longest(items: list[tuple[Tensor, int]]) -> Any:
+    tokens = nn.utils.rnn.pad_sequence([tokens for tokens, _ in items], batch_first=True)
+    return tokens, torch.tensor([target for _, target in items])
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class AllButTheLast(nn.Sequential):
+    """Its own code depends on the length of the sequences, which a recording has as a constant."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, : tokens.shape[1] - 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths(Ragged):
+    """Batches as wide as their longest sample."""
+
+    collate = property(lambda self: longest)
+
+    recorded: bool = False
+
+    def model(self) -> nn.Module:
+        layers = {"embed": nn.Embedding(10, 16), "mix": nn.Linear(16, 16), "pool": Mean(), "head": nn.Linear(16, 4)}
+        return (AllButTheLast if self.recorded else nn.Sequential)(OrderedDict(layers))
+
+
+def test_widths_that_differ_between_batches_are_refused_before_training_where_they_cross_a_cut() -> None:
+    [error] = errors_of(Lengths(), pipeline("1F1B", 2, ("mix",)))
+    assert error.startswith(
+        "strategy=pipeline: layer embed returns float32[32, 6, 16], but returned float32[32, 2, 16]"
+    )
+    assert error.endswith("pad the samples to one length in Job.collate, or use strategy=ddp")
+    for split in (("head",), "auto"):
+        assert errors_of(Lengths(), pipeline("1F1B", 2, split)) == []
+    assert errors_of(Lengths(), DDP) == []
+
+
+def test_widths_that_differ_between_batches_are_refused_for_a_recorded_model_wherever_it_is_cut() -> None:
+    [error] = errors_of(Lengths(recorded=True), pipeline("1F1B", 2, ("head",)))
+    assert error.startswith(
+        "strategy=pipeline: the samples of a batch have the shapes [6], those of the first sample [2]"
+    )
+    assert error.endswith("pad the samples to one length in Job.collate, or use strategy=ddp")

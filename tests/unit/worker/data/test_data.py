@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from helpers.batches import LAYOUTS, eval_batches, evaluate, read_by_all_ranks, train
+from helpers.batch_toys import Ragged, bags
+from helpers.batches import LAYOUTS, eval_batches, evaluate, read_by_all_ranks, train, validated
+from helpers.cases import Case, having
 from helpers.runs import PYTHONPATH
 from helpers.toys import Toy
+from helpers.training import make, model_of
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import to_device
 from orchestrator.strategies.datasets import (
@@ -178,6 +181,35 @@ def test_evaluation_counts_each_sample_once(n: int, batch: int, dp_size: int) ->
             counted.update(rows[:valid].tolist())
     assert counted == Counter(range(n))
     assert len(numbers_of_batches) == 1
+
+
+class Listed(IterableDataset[Any]):
+    """The items of a list, one after the other."""
+
+    def __init__(self, items: list[Any]):
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("kind", [list, Listed])
+def test_batches_without_a_row_for_each_sample_are_not_padded(kind: Callable[[list[Any]], Any]) -> None:
+    dataset = kind([(torch.arange(1 + i % 3), i) for i in range(11)])
+    for pad_ragged, rows in ((False, 3), (True, 8)):
+        batches = list(evaluate(dataset, collate=bags, pad_ragged=pad_ragged))
+        assert [(len(targets), valid) for (_, targets), valid in batches] == [(8, 8), (rows, 3)]
+    (tokens, offsets), targets = list(evaluate(dataset, collate=bags))[1][0]
+    assert (tokens.tolist(), offsets.tolist(), targets.tolist()) == ([0, 1, 2, 0, 0, 1], [0, 3, 4], [8, 9, 10])
+
+
+def test_batches_without_a_row_for_each_sample_are_evaluated_exactly() -> None:
+    job = Ragged(samples=21)
+    strategy = make(Case(job=job, train=having(global_batch_size=8)), 0)
+    point = validated(strategy, 0, job.dataset("val"))
+    inputs, target = bags([*job.dataset("val")])
+    loss = job.loss(model_of(strategy)(inputs), target)
+    assert (point.loss_sum / point.weight, point.weight) == (pytest.approx(float(loss), rel=1e-6), 21)
 
 
 def test_evaluation_goes_in_order_also_with_loader_processes() -> None:
