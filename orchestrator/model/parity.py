@@ -169,24 +169,43 @@ def _difference(
 ) -> str | None:
     """Return what differs first, and in which module; None if nothing does."""
     for number in range(PASSES):
-        losses = []
-        for variant in (whole, pieces):
-            seed_generators(seed + number)
-            losses.append(variant.train(map_tensors(torch.clone, inputs), loss))  # a model may change its batch
-        if not _close(*losses):
-            return f"the loss of the pieces is {float(losses[1]):g}, that of the whole model {float(losses[0]):g}"
+        expected, found = _run_both(_Variant.train, whole, pieces, inputs, loss, seed=seed + number)
+        if isinstance(found, str):
+            return found
+        if not _close(expected, found):
+            return f"the loss of the pieces is {float(found):g}, that of the whole model {float(expected):g}"
         if (name := _first_different(whole.gradients(), pieces.gradients(), backwards=True)) is not None:
             return f"the gradient of {name} differs from that of the whole model"
         if (name := _first_different(whole.buffers(), pieces.buffers())) is not None:
             return f"the forward pass leaves another value in the buffer {name} than that of the whole model"
-    losses = []
-    for variant in (whole, pieces):
-        seed_generators(seed)
-        losses.append(variant.evaluate(map_tensors(torch.clone, inputs), loss))
-    if not _close(*losses):
-        values = f"{float(losses[1]):g}, that of the whole model {float(losses[0]):g}"
-        return f"in evaluation, the loss of the pieces is {values}"
+    expected, found = _run_both(_Variant.evaluate, whole, pieces, inputs, loss, seed=seed)
+    if isinstance(found, str):
+        return found
+    if not _close(expected, found):
+        return f"in evaluation, the loss of the pieces is {float(found):g}, that of the whole model {float(expected):g}"
     return None
+
+
+def _run_both(
+    run: Callable[[_Variant, Any, Callable[[Any], Tensor]], Tensor],
+    whole: _Variant,
+    pieces: _Variant,
+    inputs: Any,
+    loss: Callable[[Any], Tensor],
+    *,
+    seed: int,
+) -> tuple[Tensor, Tensor | str]:
+    """Return the loss of the whole model, and that of the pieces or why they fail. A model may change its batch."""
+    seed_generators(seed)
+    expected = run(whole, map_tensors(torch.clone, inputs), loss)
+    seed_generators(seed)
+    try:
+        return expected, run(pieces, map_tensors(torch.clone, inputs), loss)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        return expected, f"the pieces fail ({reason}), and the whole model does not"
 
 
 def _first_different(

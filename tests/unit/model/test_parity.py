@@ -84,6 +84,28 @@ class EvaluatesOtherwise(Plain):
         return out
 
 
+class Prepared(nn.Linear):
+    """Works only once the model has set it up."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            raise ValueError("not ready")
+        return super().forward(x)
+
+
+class PreparesALayer(Model):
+    """Sets up a layer in its first pass, as BigBird chooses its attention, before it is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Prepared(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.special.ready = True
+        return super().forward(x)
+
+
 def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> ParityResult:
     job = job or Chain(build=build)
     return compared(
@@ -120,6 +142,7 @@ def test_modules_that_run_as_they_are_are_equal(name: str) -> None:
     [
         (CustomFunctionInGlue, "the gradient of special."),
         (CountsInGlue, "the loss of the pieces is "),
+        (PreparesALayer, "the pieces fail (ValueError: not ready), and the whole model does not"),
         (EvaluatesOtherwise, "in evaluation, the loss of the pieces is "),
     ],
 )
