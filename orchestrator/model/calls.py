@@ -47,8 +47,6 @@ def first_modules(
         try:
             with calls_through(note):
                 whole.model(map_tensors(whole.fake_like, inputs))
-        except ValueError:
-            raise
         except Exception as e:
             raise ValueError(
                 f"{type(whole.model).__name__}: its forward() fails with random values in place of a batch "

@@ -209,7 +209,7 @@ class _Recorder(TorchFunctionMode):
         self._open.append(" ".join(filter(None, (type(module).__name__, self._names[module]))))
         try:
             return forward(module, *args, **kwargs)
-        except ValueError:
+        except TapeError:
             raise
         except Exception as e:
             raise TapeError(

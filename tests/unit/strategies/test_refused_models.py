@@ -78,6 +78,26 @@ def test_a_batch_that_is_changed_in_place_although_the_loss_reads_it(options: St
     assert errors_of(Dicts(in_place=False), options) == []
 
 
+class NeedsAnEnd(nn.Sequential):
+    """Looks for something in its batch, as models that classify the last token do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x == 1).any():
+            raise ValueError("no end")
+        return super().forward(x)
+
+
+class Ending(Toy):
+    def model(self) -> nn.Module:
+        return NeedsAnEnd(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def test_a_model_that_raises_with_random_values() -> None:
+    [error] = errors_of(Ending(), MODEL_PARALLEL)
+    assert error.startswith("strategy=model_parallel: NeedsAnEnd: its forward() fails with random values in place of a")
+    assert "(ValueError: no end)" in error
+
+
 class TimeMajor(nn.Sequential):
     """Returns a row per step of time, or a row per sample with a loss beside it."""
 
