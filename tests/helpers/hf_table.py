@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from helpers.zoo import CLASSES, LENGTH, VOCABULARY, Classes, Exhibit, NextToken, Staged, Task, TextClasses, Whole
 from orchestrator.compat.torch import BatchNorm
@@ -52,9 +52,30 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 4},
+    "convnext": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "convnextv2": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
+    "segformer": {"num_attention_heads": [1, 2, 2, 2], "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
+    "swin": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
+    "swinv2": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
+}
+"""Sizes that a type has as lists, or under names of its own."""
+
+
+class EndedTexts(TextClasses):
+    """The last valid token ends the sequence, and some models classify it."""
+
+    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
+        item = super().item(number, random)
+        item["input_ids"][item["attention_mask"].sum() - 1] = SIZES["eos_token_id"]
+        return item
+
+
 Kind = Literal["text", "image", "language"]
 TASKS: dict[Kind, Task] = {
-    "text": TextClasses(),
+    "text": EndedTexts(),
     "image": Classes("pixel_values", (3, IMAGE, IMAGE)),
     "language": NextToken(),
 }
@@ -67,7 +88,8 @@ def build(kind: Kind, model_type: str) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         default = hf.AutoConfig.for_model(model_type)
-        config = hf.AutoConfig.for_model(model_type, **{name: v for name, v in SIZES.items() if hasattr(default, name)})
+        sizes = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+        config = hf.AutoConfig.for_model(model_type, **{**sizes, **OF_TYPE.get(model_type, {})})
         auto = {
             "text": hf.AutoModelForSequenceClassification,
             "image": hf.AutoModelForImageClassification,
