@@ -36,7 +36,7 @@ class StepEnd:
         loss: the mean loss of the step over this rank's samples, a scalar on the device; reading its value waits for
             the device. NaN if this rank computes no loss, as the first stage of a pipeline.
         lr: the learning rate of the next step; with several parameter groups, that of the first.
-        model: the whole model after the step; None if it is cut into stages.
+        model: the whole model after the step; None if no worker has all of it.
     """
 
     step: int
@@ -359,7 +359,7 @@ class Job(abc.ABC):
         exception becomes a warning, and training continues.
 
         Args:
-            model: the whole model. It is on the device of the rank; a model that is cut into stages is put together on
+            model: the whole model. It is on the device of the rank; one of which no worker has all is put together on
                 the CPU for every call.
             generator: a generator on the CPU to draw random numbers from, with the same seed at every call.
 

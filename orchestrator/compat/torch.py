@@ -177,6 +177,11 @@ def adopt_user_state(target: Tensor, source: Tensor) -> None:
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether user code has set a hook on the gradient of ``tensor``."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 @contextlib.contextmanager
 def setting_fake_data() -> Iterator[None]:
     """Let ``Module.to`` and similar methods convert fake parameters in place, by replacing their data.

@@ -105,6 +105,57 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
     return _with_fakes(build(), wanted, recorder.mode)
 
 
+def build_divided(
+    build: Callable[[], nn.Module], part: Callable[[Tensor], Tensor], *, seed: int
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """Build a model with the random generators seeded, but with memory only for a part of each parameter.
+
+    Parameters are computed one at a time. The generators are left as the full construction would leave them.
+
+    Args:
+        build: the constructor.
+        part: returns the part of a whole parameter that is kept, in memory of its own.
+        seed: the seed of the default generators.
+
+    Returns:
+        The model, whose parameters are fake and whose other tensors are complete; and the parts of the parameters, by
+        the parameter's first name.
+    """
+    seed_generators(seed)
+    recorder = Recorder(draw=True)
+    with contextlib.suppress(Exception):
+        model = recorder.run(build)
+
+        def value(tensor: Tensor) -> Tensor:
+            unset = isinstance(tensor, FakeTensor) or recorder.changed(tensor)
+            return recorder.values([tensor])[id(tensor)] if unset else tensor
+
+        return model, _divide(model, value, part, recorder.mode)
+    seed_generators(seed)  # as in build_part()
+    model = build()
+    return model, _divide(model, lambda tensor: tensor, part, recorder.mode)
+
+
+@torch.no_grad()
+def _divide(
+    model: nn.Module, value: Callable[[Tensor], Tensor], part: Callable[[Tensor], Tensor], mode: FakeTensorMode
+) -> dict[str, nn.Parameter]:
+    """Replace the parameters of ``model`` by fake ones and its other tensors by their values; return the parts."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    parts: dict[str, nn.Parameter] = {}
+    replaced: dict[int, Tensor] = {}
+    slots = list(tensor_slots(model))
+    for tensor in {id(slot.tensor): slot.tensor for slot in slots}.values():
+        if tensor not in names:
+            replaced[id(tensor)] = value(tensor)
+            continue
+        parts[names[tensor]] = nn.Parameter(part(value(tensor)), requires_grad=tensor.requires_grad)
+        replaced[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else fake_like(tensor, mode)
+    for slot in slots:
+        slot.fill(replaced)
+    return parts
+
+
 def _with_fakes(model: nn.Module, wanted: Callable[[str], bool], mode: FakeTensorMode) -> nn.Module:
     """Replace the tensors of ``model`` that are not wanted under any of their names by fake ones."""
     slots = list(tensor_slots(model))

@@ -30,6 +30,18 @@ class Box:
         full = tuple(shape)
         return cls(full=full, offset=(0,) * len(full), shape=full)
 
+    @classmethod
+    def shard(cls, shape: Sequence[int], index: int, count: int) -> Box:
+        """Return the part of a tensor that one of ``count`` ranks holds if all divide it along its first dimension.
+
+        All parts are equal but for the last ones, which may be smaller or empty, as those of ``torch.chunk``.
+        """
+        size, *rest = shape
+        most = -(-size // count)
+        start = min(index * most, size)
+        zeros = (0,) * len(rest)
+        return cls(full=(size, *rest), offset=(start, *zeros), shape=(min(most, size - start), *rest))
+
     @property
     def is_whole(self) -> bool:
         """Whether the box is the whole tensor."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from orchestrator.state.boxes import Box
 from orchestrator.state.manifest import Kind
 from orchestrator.state.train_state import NONFINITE, TrainState
 
@@ -15,25 +17,36 @@ META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE)
 
 
 def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
-    """Join the states that the stages of a pipeline captured at the same step.
+    """Join the states that ranks with different parts of a model captured at the same step.
 
     Args:
-        states: one state per stage. No two may hold the same parameter; see :func:`without_shared`.
+        states: one state per rank. No two may hold the same part; see :func:`without_shared`, :func:`without_copies`.
         order: the names of all parameters and buffers, in the order of the whole model.
 
     Raises:
         ValueError: the stages give a parameter group different hyperparameters.
     """
-    model: dict[str, Tensor] = {}
-    optimizer: dict[str, Tensor] = {}
-    for part in states:
-        assert part.step == states[0].step, "stages captured at different steps"
-        assert model.keys().isdisjoint(part.model), "two stages hold the same parameter"
-        model |= part.model
-        optimizer |= part.optimizer
+    assert len({state.step for state in states}) == 1, "ranks captured at different steps"
+    model, optimizer = _joined(states, "model"), _joined(states, "optimizer")
     position = {name: i for i, name in enumerate(order)}
     model = {name: model[name] for name in sorted(model, key=position.__getitem__)}
     return TrainState(model=model, optimizer=optimizer, meta=merge_meta([part.meta for part in states], order=order))
+
+
+def _joined(states: Sequence[TrainState], kind: Kind) -> dict[str, Tensor]:
+    """Return the tensors of all states, each put together from its boxes."""
+    whole: dict[str, Tensor] = {}
+    for state in states:
+        for name, tensor in getattr(state, kind).items():
+            box = state.box(kind, name)
+            if box.is_whole:
+                assert name not in whole, f"two ranks hold {name}"
+                whole[name] = tensor
+                continue
+            if name not in whole:
+                whole[name] = torch.empty(box.full, dtype=tensor.dtype)
+            whole[name][box.slices_in(Box.whole(box.full))] = tensor
+    return whole
 
 
 def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ def broadcast_state(
     device: torch.device,
     onto: torch.device = CPU,
     keep: Callable[[str], bool] = lambda name: True,
+    boxes: Mapping[str, Box] | None = None,
 ) -> TrainState:
     """Broadcast a state through the default group. A collective operation.
 
@@ -42,24 +43,36 @@ def broadcast_state(
         onto: the device on which this rank keeps what it receives.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
             one as they are sent or arrive.
+        boxes: which parts of parameters this rank keeps, by name, and of the optimizer's tensors of the same shape.
     """
+    boxes = boxes or {}
     header: dict[str, Any] = {}
     if rank == source:
         assert state is not None
         header = _header(state)
     header = broadcast_json(header, source=source, rank=rank, device=device)
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    parts: dict[Kind, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    where: dict[Kind, dict[str, Box]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
         own = getattr(state, part) if rank == source else {}
         for path, shape, dtype in header[part]:
             moved = own[path].to(device) if rank == source else _empty(shape, dtype, device)
             dist.broadcast(_as_bytes(moved), src=source)
-            kept = keep(path if part == "model" else path.rpartition("/")[0])
-            if rank == source and not kept:
+            name = path if part == "model" else path.rpartition("/")[0]
+            kept = keep(name)
+            if rank == source and (boxes or not kept):
                 del own[path]
-            elif rank != source and kept:
+            if not kept or (rank == source and not boxes):
+                continue
+            box = boxes.get(name)
+            if box is None or box.full != tuple(shape):
                 tensors[path] = moved.to(onto)
-    return _received(header, parts) if state is None else state
+            else:
+                where[part][path] = box
+                tensors[path] = moved[box.slices_in(Box.whole(shape))].to(onto, copy=True)
+    if state is not None and not boxes:
+        return state
+    return TrainState(meta=header["meta"], model=parts["model"], optimizer=parts["optimizer"], boxes=where)
 
 
 @torch.no_grad()

@@ -114,6 +114,9 @@ class Strategy(LayoutRules, abc.ABC):
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
+    evaluates_padding = False
+    """Whether :meth:`evaluate` is called for batches without valid samples too, because all ranks compute together."""
+
     confirm: Callable[[], None] = staticmethod(no_confirmation)
     """Call this before an update, before received state is loaded, and before numbers of the device are used: see
     :mod:`orchestrator.strategies.confirmation`."""
@@ -285,9 +288,8 @@ class Strategy(LayoutRules, abc.ABC):
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         """Compute loss and metrics of the first ``valid`` samples of ``batch``; the others are padding.
 
-        A batch without a row for each sample has no padding, unless :attr:`cuts_batches`.
-
-        Only one of the ranks that share the batch returns sums other than zero.
+        There is at least one, unless :attr:`evaluates_padding`. A batch without a row for each sample has no padding,
+        unless :attr:`cuts_batches`. Only one of the ranks that share the batch returns sums other than zero.
         """
 
     @abc.abstractmethod

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
 from orchestrator.state import train_state
+from orchestrator.state.boxes import Box
 from orchestrator.state.joint import AnyScheduler, JointScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
@@ -32,6 +33,7 @@ class Trained:
     Attributes:
         module: returns a module with the tensors of this rank, under the model's own names.
         modules: the modules as they are called.
+        boxes: where the parameters are that are parts of larger ones, by name.
         parameters: the parameters that are updated.
         optimizer: updates them; several are joined for their state, and have to be called one by one.
         scheduler: the learning-rate schedule; None if it is constant.
@@ -48,6 +50,7 @@ class Trained:
         train_set: Dataset[Any],
         *,
         module: Callable[[], nn.Module] | None = None,
+        boxes: Mapping[str, Box] | None = None,
     ):
         """Prepare ``optimizers``, by name, for the updates; ``module``: returns the first of ``modules`` by default."""
         train = context.train
@@ -61,6 +64,7 @@ class Trained:
         schedulers = [scheduler for scheduler in made if scheduler is not None]
         self.module = module or (lambda: modules[0])
         self.modules = modules
+        self.boxes = boxes or {}
         self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
         self.optimizer = cast(Optimizer, joined(optimizers))
         self.scheduler: AnyScheduler | None = (
@@ -162,11 +166,20 @@ class Trained:
             samples_consumed=samples_consumed,
             into=into,
             live=live,
+            boxes=self.boxes,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
-        train_state.restore(state, self.module(), self.optimizer, self.scheduler, partial=partial, consume=consume)
+        train_state.restore(
+            state,
+            self.module(),
+            self.optimizer,
+            self.scheduler,
+            partial=partial,
+            consume=consume,
+            boxes=self.boxes,
+        )
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

@@ -87,18 +87,24 @@ class WholeModel:
         inputs, target = batch
         rows = num_rows(batch)
         with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
-            output = self.precision.outputs(self.evaluated(inputs))
-            if rows is not None and valid < rows and not is_ragged(batch, rows):
-                if has_row_per_sample(output, rows):
-                    output = first_rows(output, valid)
-                else:  # for example a loss that the model has computed over the padding as well
-                    output = self.precision.outputs(self.evaluated(first_rows(inputs, valid)))
+            cut = rows is not None and valid < rows and not is_ragged(batch, rows)
+            output = self.precision.outputs(self.valid_output(inputs, rows, valid if cut else None))
+            if cut:
                 target = first_rows(target, valid)
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self.loss(output, target), weight)
             metrics = checked_metrics(self.job.metrics(output, target), "metrics")
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(weight, dtype=torch.float32), metrics=metrics)
+
+    def valid_output(self, inputs: Any, rows: int | None, valid: int | None) -> Any:
+        """Return the output for the first ``valid`` of ``rows`` samples; None: for all."""
+        output = self.evaluated(inputs)
+        if rows is None or valid is None:
+            return output
+        if has_row_per_sample(output, rows):
+            return first_rows(output, valid)
+        return self.evaluated(first_rows(inputs, valid))  # for example a loss that the model computes over the padding
 
     def mean_loss(self, inputs: Any, target: Any, metrics: BatchMetrics) -> Tensor:
         """Return the mean loss of a slice, and add its metrics."""

@@ -29,6 +29,7 @@ _COLORS = {
     "single": "#6b7280",
     "dp": "#7c3aed",
     "ddp": "#2272b4",
+    "fsdp": "#4d7c0f",
     "model_parallel": "#be123c",
     "pipeline": "#d97706",
     "ddp_pipeline": "#92400e",

@@ -26,7 +26,7 @@ from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 
-EVERYWHERE = ("ddp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
+EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
 
 
 @pytest.mark.parametrize(

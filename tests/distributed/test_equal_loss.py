@@ -17,8 +17,8 @@ from helpers.training import train as train_case
 
 
 @pytest.mark.fast
-def test_five_layouts_have_the_losses_of_one_worker(gang):
-    layouts = ("ddp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
+def test_six_layouts_have_the_losses_of_one_worker(gang):
+    layouts = ("ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
     assert_as_alone(gang, Case(job=digits()), *layouts)
 
 

@@ -23,6 +23,7 @@ SHORT = [
 CAUSES = {
     "llama_with_cache": ("changes an object that it is called with (DynamicCache)", "use_cache=False"),
     "clip": ("parameters that take no part in the loss: ", "logit_scale", "freeze them (requires_grad=False)"),
+    "dit": ("the model calls a part of a module that does not run itself", "strategy.wrap"),
 }
 """Words of the reason why a model is refused, with the remedy."""
 REFUSED = {
@@ -31,6 +32,7 @@ REFUSED = {
     ("llama_with_cache", "ddp_pipeline"),
     ("clip", "ddp"),
     ("clip", "ddp_pipeline"),
+    ("dit", "fsdp"),
 }
 ASYNCHRONOUS = {"hogwild", "locked_sgd", "parameter_server async"}
 

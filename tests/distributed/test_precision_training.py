@@ -15,7 +15,7 @@ from helpers.layouts import LAYOUTS, assert_as_alone, whole_model
 from helpers.quick_jobs import AdamDigits, TinyGPT, digits
 from helpers.runs import in_campaign
 from helpers.stage_toys import Marked
-from helpers.training import losses, make, piece, steps, train
+from helpers.training import losses, make, model_of, piece, snapshot, steps, train
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.loss_scale import INITIAL
 from orchestrator.strategies.replicated.dp import DPConfig
@@ -23,7 +23,7 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
-SYNCHRONOUS = ("ddp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
+SYNCHRONOUS = ("ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
 TOLERANCE = {"tf32": 1e-5, "bf16": 0.02, "bf16-true": 0.05, "fp16": 0.005}
 """Relative, of every loss: about the unit roundoff of the dtype, times the number of steps."""
 
@@ -73,7 +73,7 @@ def scales(rank: int, case: Case) -> tuple[list[bool], list[float], dict[str, Te
         assert strategy.trained.loss_scale is not None
         skipped.append(result.skipped)
         factors.append(strategy.trained.loss_scale.factor)
-    return skipped, factors, {n: t.clone() for n, t in strategy.trained.module().state_dict().items()}
+    return skipped, factors, snapshot(model_of(strategy))
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -97,7 +97,7 @@ def test_an_evaluation_has_one_value_in_slices_of_any_size(gang: Gang, precision
     sliced = replace(case, train=having(train_config, grad_accumulation=4))
     ((rows, expected),) = gang.run(evaluated_in_slices, case, world_size=1)
     assert rows == 32
-    for name, slice_rows in {"single": 8, "ddp-2": 4, "1F1B-2": 8, "GPipe-2x2": 4}.items():
+    for name, slice_rows in {"single": 8, "ddp-2": 4, "fsdp-2": 4, "1F1B-2": 8, "GPipe-2x2": 4}.items():
         ranks = gang.run(evaluated_in_slices, LAYOUTS[name].of(sliced), world_size=LAYOUTS[name].world_size)
         assert {rows for rows, _ in ranks} == {slice_rows}
         assert sum(point.weight for _, point in ranks) == expected.weight == 45
@@ -123,7 +123,7 @@ def test_workers_share_parameters_in_bfloat16(gang: Gang) -> None:
     assert {t.dtype for rank in ranks for t in rank.model.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "1F1B-2"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16-true"])
 def test_a_resumed_run_has_the_same_curve(gang: Gang, precision: str, name: str) -> None:
     """The step that lowers the scale is before the checkpoint."""

@@ -21,7 +21,12 @@ STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2), "GPipe-2x2": (1,)}
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "blocks") for name in ("single", "ddp-2", *STARTS)), ("ddp-2", "selective"), ("1F1B-2", "selective")],
+    [
+        *((name, "blocks") for name in ("single", "ddp-2", "fsdp-2", *STARTS)),
+        ("ddp-2", "selective"),
+        ("fsdp-2", "selective"),
+        ("1F1B-2", "selective"),
+    ],
 )
 def test_losses_and_models_are_equal(gang: Gang, name: str, mode: Any, listed: bool) -> None:
     layout = LAYOUTS[name]

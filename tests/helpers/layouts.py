@@ -20,6 +20,7 @@ from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
 from orchestrator.strategies.pipelined.pipeline import PipelineConfig
+from orchestrator.strategies.sharded.fsdp import FSDPConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
@@ -61,6 +62,8 @@ PARAMETER_SERVER = ParameterServerConfig(
     compression="none",
 )
 
+FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -80,6 +83,8 @@ LAYOUTS = {
     "ddp-2": layout(DDP, 2),
     "ddp-4": layout(DDP, 4),
     "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
+    "fsdp-2": layout(FSDP, 2),
+    "fsdp-3": layout(FSDP, 3),
     "model_parallel-2": layout(MODEL_PARALLEL, 2),
     "GPipe-2": layout(pipeline("GPipe", 4), 2),
     "1F1B-2": layout(pipeline("1F1B", 4), 2),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from helpers.batches import HERE, opened
 from helpers.cases import Case, config_of, plan_of
 from helpers.gang import own_device
+from orchestrator.model.stages import module_of
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_results import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -23,6 +25,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
@@ -147,6 +150,11 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
+    if isinstance(strategy, FSDP):
+        model = strategy.passes.model
+        named: Any = model.named_parameters(remove_duplicate=False)
+        whole = {n: p.full_tensor() if p.ndim else p for n, p in named}
+        return module_of({n: whole[n] if n in whole else model.get_buffer(n) for n in strategy.saved_names})
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)

@@ -31,7 +31,7 @@ def evaluate(
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
     for batch, valid in batches:
-        if valid == 0:
+        if valid == 0 and not strategy.evaluates_padding:
             continue
         result = strategy.evaluate(batch, valid)
         loss_sum += result.loss_sum

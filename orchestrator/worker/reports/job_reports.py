@@ -85,14 +85,16 @@ class JobReports:
                 )
 
     def sample(self, *, step: int, samples_consumed: int) -> None:
-        """Let the job sample from the model, on the rank that has all of it. All ranks call this at the same step.
+        """Let the job sample from the model, on the rank that has all of it, or gathers its parts.
+
+        All ranks call this at the same step.
 
         Raises:
             ModelChangedError: the job has changed the model.
         """
         model, state = self._strategy.full_model, None
         self._outbox.enter(step, "sample")
-        if self._assignment.plan.pipeline is not None:
+        if len(self._strategy.writers) > 1:
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=None)
             self._strategy.confirm()
         if model is None and state is None:

@@ -269,19 +269,56 @@ takes("forward_maybe_with_nosync")
 takes("get_bwd_recv_ops", "bwd_chunk_id")
 takes("get_bwd_send_ops", "bwd_chunk_id")
 assert pipelining.sends_one_way("ZBVZeroBubble") and not pipelining.sends_one_way("1F1B")
+"""
+
+
+FULLY_SHARDED_IMPORT = "from orchestrator.compat.fully_sharded import FullySharded"
+FULLY_SHARDED = """
+import gc, weakref
+local_part = FullySharded.local_part
+
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+model[0].scale = torch.nn.Parameter(torch.ones(()))
+group = dist.group.WORLD
+sharded = FullySharded(model, group, torch.device("cpu"), keep_whole=True, undivided=[model[0].scale])
+sharded.gather_together([model[1]])
+sharded.gather_together([model])
+part = local_part(model[0].weight).fill_(1)
+for last in (False, True):
+    with sharded.around_slice(last=last):
+        model(torch.ones(1, 3)).sum().backward()
+assert local_part(model[0].weight).data_ptr() == part.data_ptr(), "the first passes have moved it"
+assert local_part(model[1].bias.grad).tolist() == [2, 2], "slices are not summed"
+before = model(torch.ones(1, 3))
+sharded.free()
+part.zero_()
+assert not model(torch.ones(1, 3)).equal(before), "a copy was kept"
+reference = weakref.ref(group)
+sharded.release()
 dist.destroy_process_group()
+del group, stage
+gc.collect()
+assert reference() is None, gc.get_referrers(reference())
 """
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_pipeline() -> None:
-    """In a process of its own, because the import of pipelining loads the compiler."""
-    done = subprocess.run([sys.executable, "-c", PIPELINE_STAGE], capture_output=True, text=True, timeout=200)
+def test_a_stage_of_a_pipeline_and_a_divided_model() -> None:
+    """In a process of their own, because both load the compiler."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULLY_SHARDED_IMPORT + PIPELINE_STAGE + FULLY_SHARDED],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    ours = [parsed(Path(str(module.__file__))) for module in (compat, process_groups)]
+    ours = [
+        parsed(Path(str(compat.__file__)).with_name(name))
+        for name in ("torch.py", "process_groups.py", "fully_sharded.py")
+    ]
     known = {n.attr for tree in ours for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
     broken = []
     for path in sorted([*ROOT.glob("orchestrator/**/*.py"), *ROOT.glob("jobs/**/*.py")]):

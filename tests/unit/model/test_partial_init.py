@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.utils import parametrizations
 
-from orchestrator.model.partial_init import build_fake, build_part
+from orchestrator.model.partial_init import build_divided, build_fake, build_part
 from orchestrator.model.tensor_slots import tensor_slots
 
 CPU = torch.device("cpu")
@@ -183,6 +183,28 @@ def test_each_part_has_the_values_of_the_whole_and_leaves_the_generator_as_it_wo
                 assert not isinstance(tensor, FakeTensor), name
                 assert torch.equal(tensor, other), name
         assert shared(part) == shared(whole)
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_the_parts_of_each_parameter_make_up_that_of_the_whole(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(5)
+    whole = build()
+    drawn_next = torch.randn(3)
+    parts = []
+    for index in range(3):
+        model, own = build_divided(build, lambda t, i=index: t.tensor_split(3)[i].clone() if t.ndim else t, seed=5)
+        assert torch.equal(torch.randn(3), drawn_next), "the generator is in another state"
+        assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+        assert shared(model) == shared(whole)
+        values = {slot.name: slot.tensor for slot in tensor_slots(model)}
+        for slot in tensor_slots(whole):
+            if not isinstance(slot.tensor, nn.Parameter):
+                assert torch.equal(values[slot.name], slot.tensor), slot.name
+        parts.append(own)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(torch.cat([own[name].detach() for own in parts]), parameter), name
+        assert parts[0][name].requires_grad == parameter.requires_grad
+    assert [*parts[0]] == [name for name, _ in whole.named_parameters()]
 
 
 def of(layer: str) -> Callable[[str], bool]:

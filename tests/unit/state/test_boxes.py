@@ -78,3 +78,15 @@ def test_pieces_of_a_tensor_cover_it_once() -> None:
         assert pair[1] == len(pieces)
         assert pieces[pair[0]].overlap(extra) is not None
     assert first_overlap([Box.whole(()), Box.whole(())]) == (0, 1)
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 5), (10, 4), (7, 5), (2, 5), (1, 3), (0, 2)])
+def test_the_shards_of_a_tensor_are_its_chunks(size: int, count: int) -> None:
+    whole = torch.arange(size * 3).view(size, 3)
+    shards = [Box.shard(whole.shape, index, count) for index in range(count)]
+    values = [whole[shard.slices_in(Box.whole(whole.shape))] for shard in shards]
+    chunks = whole.chunk(count) if size else []
+    assert [v.tolist() for v in values if len(v)] == [c.tolist() for c in chunks]
+    assert first_overlap(shards) is None
+    assert not has_hole(shards)
+    assert all(box_problem(shard) is None for shard in shards)

@@ -1,0 +1,102 @@
+"""``fully_shard`` of torch: its local tensors, sums instead of means, and its release.
+
+Checked with torch 2.11 and 2.13. Import it before process groups are formed: what it loads keeps the default group of
+that time, with torch 2.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class FullySharded:
+    """A model whose parameters are divided over the ranks of a group, along their first dimensions."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        keep_whole: bool,
+        undivided: Sequence[nn.Parameter],
+    ):
+        """Prepare for :meth:`gather_together`, which the ``root`` is given to last.
+
+        Args:
+            root: the module that is called.
+            group: the ranks.
+            device: where the parameters are.
+            keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
+                slices before they are summed over the ranks.
+            undivided: parameters that stay as they are.
+        """
+        self._root: Any = root
+        self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
+        self._keep_whole = keep_whole
+        self._undivided = set(undivided)
+
+    def gather_together(self, modules: Sequence[nn.Module]) -> None:
+        """Divide the parameters of ``modules`` that are not divided yet, and gather them together when they are used.
+
+        The parameters have memory, and any values.
+        """
+        divided: Any = list(modules)
+        # In a list, torch waits for all of the modules. The root keeps what the backward pass needs first.
+        fully_shard(
+            divided if len(divided) > 1 else divided[0],
+            mesh=self._mesh,
+            reshard_after_forward=False if self._keep_whole else None if modules[0] is self._root else True,
+            ignored_params=self._undivided,
+        )
+        for module in divided:
+            # Neither setter reaches the modules below.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    @contextlib.contextmanager
+    def around_slice(self, *, last: bool) -> Iterator[None]:
+        """Run the passes of a slice of a step; ``last``: the last one."""
+        if self._keep_whole:
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+        yield
+
+    def free(self) -> None:
+        """Free what passes without a backward pass have gathered."""
+        for module in self._modules():
+            module.reshard()
+
+    def release(self) -> None:
+        """Drop what refers to the process group, so that its connections close. The model cannot run afterwards."""
+        with contextlib.suppress(AttributeError, RuntimeError):  # before torch 2.12, and before the first pass
+            self._root.reset_iter_state()  # what an error has left
+        for module in self._modules():
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g]
+            for group in groups:
+                for info in (group.mesh_info, group.post_forward_mesh_info):
+                    if info is not None:
+                        info.shard_process_group = None
+        registry: dict[str, Any] = getattr(self._mesh, "_pg_registry", {})
+        registry.clear()
+        del self._root, self._mesh
+
+    @staticmethod
+    @torch.no_grad()
+    def local_part(tensor: Tensor) -> Tensor:
+        """Return this rank's part of a divided parameter or of its gradient, in the same memory."""
+        assert isinstance(tensor, DTensor)
+        return tensor.to_local()
+
+    def _modules(self) -> list[FSDPModule]:
+        return [module for module in self._root.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,1 @@
+"""Strategies that divide each tensor of the model over workers."""

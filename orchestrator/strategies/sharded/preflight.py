@@ -1,0 +1,165 @@
+"""Checks that the job's model can be divided as planned, on the driver and with fake tensors, and what that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from orchestrator.compat.torch import has_gradient_hooks
+from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
+from orchestrator.job import Job
+from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.partial_init import build_fake
+from orchestrator.model.precision import Precision
+from orchestrator.model.stages import module_of
+from orchestrator.planning.plan import Plan
+from orchestrator.state.boxes import Box
+from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.fused_updates import sparse_parameters
+from orchestrator.strategies.job_optimizer import optimizer_of_part
+from orchestrator.strategies.sharded.wrapping import Group, Wrap, groups_of
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    SGD,
+    Adam,
+    AdamW,
+    Adagrad,
+    Adadelta,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    ASGD,
+)
+"""Optimizers that update each element of a tensor by itself, so that the parts of a tensor can be updated alone."""
+
+
+def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[str]) -> tuple[str, ...]:
+    """Divide the job's model as planned.
+
+    Args:
+        config: the configuration.
+        job: the job whose model is divided.
+        plan: the plan of the run.
+        wrap: the classes of the modules that are gathered one by one, or ``auto``.
+        errors: receives a line for each reason why the model cannot be divided.
+
+    Returns:
+        Notes for the user, printed with the plan.
+    """
+    name, cpu = f"strategy={config.strategy.name}", torch.device("cpu")
+    whole = build_fake(constructor_of(job, config.train, Precision.named(config.train.precision, "cpu")), cpu)
+    try:
+        groups = groups_of(whole.model, wrap)
+    except ValueError as e:
+        errors.append(str(e))
+        return ()
+    errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
+    own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in _parameters(whole.model).items()}
+    optimizer = optimizer_of_part(job, whole.model, module_of(own))
+    if type(optimizer) not in ELEMENTWISE:
+        errors.append(
+            f"{name}: {type(optimizer).__name__} is not known to update each element of a tensor by itself, and each "
+            f"worker has only parts of tensors; use {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy=ddp"
+        )
+    if errors:
+        return ()
+    notes = [_memory_note(whole.model, groups, optimizer, own, workers=plan.mesh.shard)]
+    if not groups:
+        notes.append(
+            "the model has no repeated blocks, so each worker gathers all of it at once; name the classes of modules "
+            "to gather one by one in strategy.wrap"
+        )
+    if whole.full_build_reason is not None:
+        notes.append(
+            f"job.model() cannot build a part of the model ({whole.full_build_reason}): each worker builds all of it "
+            "at the start, which needs memory for the whole model, and then keeps its part"
+        )
+    if (note := note_on_dropout(whole.model)) is not None:
+        notes.append(note)
+    return tuple(notes)
+
+
+def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
+    """Return why the parameters of a model cannot be divided."""
+    reasons = []
+    if others := [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]:
+        reasons.append(
+            f"{first_few(others, 2)} in the model's state_dict() is no tensor, and only tensors can be saved"
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if sparse := [names[parameter] for parameter in sparse_parameters([model])]:
+        reasons.append(
+            f"gradients of {first_few(sparse, 2)} are sparse, and sparse sums cannot be divided; make the embedding "
+            "dense (sparse=False), or use strategy=ddp"
+        )
+    if hooked := [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]:
+        reasons.append(
+            f"the gradient hooks of {first_few(hooked, 2)} would not be called, because its gradient is never whole; "
+            "change the gradient in Job.loss, or use strategy=ddp"
+        )
+    for parameters in _divided(model, groups):
+        kinds = {p.dtype: names[p] for p in parameters}
+        if len(kinds) > 1:
+            (one, first), (other, second), *_ = kinds.items()
+            reasons.append(
+                f"{first} is {one} and {second} is {other}, and they are gathered together; give them one dtype, or "
+                "put them into modules of different classes and name these in strategy.wrap"
+            )
+    return reasons
+
+
+def _divided(model: nn.Module, groups: Sequence[Group]) -> list[list[nn.Parameter]]:
+    """Return the parameters that are gathered together: those of each group, and at the end the others."""
+    taken: set[nn.Parameter] = set()
+    found = []
+    for modules in (*groups, (model,)):
+        own = dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim and p not in taken)
+        taken.update(own)
+        found.append(list(own))
+    return found
+
+
+def _memory_note(
+    model: nn.Module, groups: Sequence[Group], optimizer: Optimizer, own: Mapping[str, nn.Parameter], *, workers: int
+) -> str:
+    """Return the memory of the worker that has most, by what it is for.
+
+    ``own``: stand-ins of two elements for all parameters, which ``optimizer`` updates.
+    """
+    for parameter in own.values():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept, gradients, states = 0, 0, 0.0
+    for name, parameter in _parameters(model).items():
+        share = math.prod(Box.shard(parameter.shape, 0, workers).shape) if parameter.ndim else 1
+        kept += share * parameter.element_size()
+        gradients += share * parameter.element_size() * parameter.requires_grad
+        state = optimizer.state.get(own[name], {}).values()
+        states += share * sum(parameter.element_size() for t in state if isinstance(t, Tensor) and t.numel() == 2)
+    *of_groups, rest = (sum(p.nbytes for p in parameters) for parameters in _divided(model, groups))
+    total = sum(of_groups) + rest
+    gathered = (
+        f"{len(of_groups)} groups of up to {_mib(max(of_groups))}, and the other {_mib(rest)}" if groups else "all"
+    )
+    dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters())
+    return (
+        f"each worker keeps {_mib(kept)} of {_mib(total)} of parameters, {_mib(gradients)} of gradients and "
+        f"{_mib(states)} of optimizer state; it gathers {gathered}; parameters are gathered, and gradients summed, in "
+        f"{' and '.join(dtypes)}"
+    )
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:.3g} MiB"

@@ -1,0 +1,156 @@
+"""``strategy=fsdp``: what is particular to parameters that are divided over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.cases import Case, having
+from helpers.exact_evaluation import evaluated_in_slices
+from helpers.gang import Gang
+from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone
+from helpers.quick_jobs import digits
+from helpers.toys import Tokens, Toy
+from helpers.training import make, steps
+from orchestrator.strategies.sharded.fsdp import FSDP
+
+
+class Block(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(10, 10), nn.LayerNorm(10)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((10,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.norm(self.layer(x).tanh()) * self.scale
+
+
+class Odd(nn.Module):
+    """Has tied layers inside and outside of blocks, frozen and unused parameters, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last.weight = self.first.weight
+        self.blocks[2].layer.weight = self.blocks[0].layer.weight
+        self.blocks[1].requires_grad_(False)
+        self.blocks[3].norm.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x)) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddToy(Toy):
+    """Calls parts of the model in ``forward``, and gives the model's norms another learning rate."""
+
+    adamw: bool = False
+
+    def model(self) -> nn.Module:
+        return Odd()
+
+    def forward(self, model: Any, inputs: Tensor) -> Tensor:
+        x = model.first(inputs).tanh()
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.last(x)) * model.scale
+
+    def parameter_groups(self, parameters: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        norms = [p for name, p in parameters if "norm" in name]
+        return [{"params": [p for name, p in parameters if "norm" not in name]}, {"params": norms, "lr": self.lr / 2}]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_any_parameters_have_the_losses_norms_and_values_of_one_worker(gang: Gang, adamw: bool) -> None:
+    case = Case(job=OddToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
+    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", rtol=ADAMW if adamw else SGD, want_grad_norm=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"reshard_after_forward": False}, {"wrap": ("Linear",)}], ids=["default", "kept", "classes"]
+)
+def test_slices_clipping_and_uneven_shares(gang: Gang, changes: dict[str, Any]) -> None:
+    train = having(global_batch_size=34, grad_accumulation=3, clip_norm=0.2)
+    case = Case(job=digits(depth=3, hidden=23), train=train)
+    seen = assert_as_alone(gang, case, "fsdp-3", want_grad_norm=True, **changes)
+    norms = seen["fsdp-3"][0].norms
+    assert any(norm is not None and norm > 0.2 for norm in norms), "nothing was clipped"
+
+
+def test_ranks_with_any_number_of_valid_tokens(gang: Gang) -> None:
+    ranks = assert_as_alone(gang, Case(job=Tokens(empty=6, lr=0.5), train=having(global_batch_size=8)), "fsdp-2")
+    assert any(weight == 0 for rank in ranks["fsdp-2"] for weight in rank.weights)
+
+
+def held(rank: int, case: Case) -> dict[str, int]:
+    """The elements that this rank holds after a step, by what they are for."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, FSDP)
+    list(steps(strategy, last=1))
+    sizes: dict[str, int] = {}
+    for size in strategy.tensor_sizes():
+        sizes[size.kind] = sizes.get(size.kind, 0) + size.size_bytes // 4
+    return sizes
+
+
+def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(gang: Gang) -> None:
+    job = digits(depth=3, hidden=24)
+    case = LAYOUTS["fsdp-3"].of(Case(job=job, train=having(global_batch_size=24)))
+    shapes = [p.shape for p in job.model().parameters()]
+    share = sum(math.ceil(shape[0] / 3) * math.prod(shape[1:]) for shape in shapes)
+    sizes = gang.run(held, case, world_size=3)
+    for kind in ("parameter", "gradient", "optimizer state"):
+        assert max(size[kind] for size in sizes) == share
+        assert sum(size[kind] for size in sizes) == sum(math.prod(shape) for shape in shapes)
+
+
+class Meaned(nn.Module):
+    """Returns a number for the whole batch beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), x.square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanedToy(Toy):
+    def model(self) -> nn.Module:
+        return Meaned()
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return super().loss(output[0], target) + output[1]
+
+
+@pytest.mark.parametrize("job", [digits(depth=3, val_size=33), MeanedToy(samples=33)], ids=["rows", "a scalar"])
+def test_an_evaluation_counts_each_sample_once_although_a_rank_has_none_in_the_last_batch(gang: Gang, job: Any) -> None:
+    case = Case(job=job, train=having(global_batch_size=32))
+    ((_, expected),) = gang.run(evaluated_in_slices, case, world_size=1)
+    ranks = gang.run(evaluated_in_slices, LAYOUTS["fsdp-2"].of(case), world_size=2)
+    assert [point.weight for _, point in ranks] == [17, 16]
+    assert expected.weight == 33
+    assert sum(point.loss_sum for _, point in ranks) == pytest.approx(expected.loss_sum, rel=1e-5)

@@ -1,0 +1,135 @@
+"""What ``fsdp`` refuses before anything starts, and what it says of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helpers.cases import Case, config_of, plan_of
+from helpers.layouts import FSDP
+from helpers.toys import Toy
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.state.boxes import Box
+from orchestrator.strategies import registry
+from orchestrator.strategies.sharded.preflight import ELEMENTWISE
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(10, 10), nn.LayerNorm(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x).tanh())
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), nn.Linear(10, 4))
+
+
+def sparse() -> nn.Module:
+    model = blocks()
+    model[0].table = nn.Embedding(4, 10, sparse=True)
+    return model
+
+
+def hooked() -> nn.Module:
+    model = blocks()
+    model[2].bias.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def mixed() -> nn.Module:
+    model = blocks()
+    model[1].norm.double()
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built(Toy):
+    build: Callable[[], nn.Module] = blocks
+    kind: type[Optimizer] = torch.optim.AdamW
+
+    def model(self) -> nn.Module:
+        return self.build()
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return self.kind(parameters, lr=0.01)
+
+
+def checked(job: Built, options: StrategyConfig = FSDP, *, workers: int = 2) -> tuple[list[str], list[str]]:
+    """The errors and the notes."""
+    config = config_of(Case(job=job, options=options), workers)
+    errors: list[str] = []
+    notes = registry.load("fsdp").check(config, job, plan_of(config), errors)
+    return errors, list(notes)
+
+
+def test_the_memory_of_a_worker() -> None:
+    errors, [note] = checked(Built(), workers=3)
+    assert errors == []
+    # Rows 4 of 10 on the first of three workers, 2 of 4 in the head; AdamW keeps two tensors for each.
+    elements = 2 * (4 * 10 + 4 + 4 + 4) + 2 * 10 + 2
+    assert f"each worker keeps {4 * elements / 2**20:.3g} MiB of" in note
+    assert f"{8 * elements / 2**20:.3g} MiB of optimizer state" in note
+    assert f"2 groups of up to {4 * 130 / 2**20:.3g} MiB" in note
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (sparse, "gradients of 0.table.weight are sparse"),
+        (hooked, "the gradient hooks of 2.bias would not be called"),
+        (mixed, "1.norm.bias is torch.float64"),
+    ],
+)
+def test_parameters_that_cannot_be_divided_are_named(build: Callable[[], nn.Module], said: str) -> None:
+    [error], _ = checked(Built(build=build))
+    assert error.startswith("strategy=fsdp: ")
+    assert said in error
+
+
+def test_an_optimizer_that_reads_whole_tensors_is_refused() -> None:
+    [error], _ = checked(Built(kind=torch.optim.Adafactor))
+    assert "Adafactor is not known to update each element" in error
+
+
+def test_a_class_that_the_model_lacks_is_refused() -> None:
+    [error], _ = checked(Built(), replace(FSDP, wrap=("Blok",)))
+    assert "no module of class Blok; did you mean Block?" in error
+
+
+def test_a_model_without_blocks_is_said_to_be_gathered_at_once() -> None:
+    errors, notes = checked(Built(build=lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))))
+    assert errors == []
+    assert "gathers all of it at once" in notes[1]
+
+
+def test_one_worker_is_refused() -> None:
+    errors: list[str] = []
+    config = replace(config_of(Case(job=Built(), options=FSDP), 2), strategy=replace(FSDP, num_workers=1))
+    registry.load("fsdp").plan_layout(config, 1, errors)
+    assert errors == [
+        "strategy.num_workers=1: strategy=fsdp divides the model over at least 2 workers; use strategy=single for one"
+    ]
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_parts_that_are_updated_alone_are_parts_of_the_updated_tensor(kind: type[Optimizer]) -> None:
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(5, 3))
+    boxes = [Box.shard(whole.shape, index, 3) for index in range(3)]
+    parts = [nn.Parameter(whole.detach()[box.slices_in(Box.whole(whole.shape))].clone()) for box in boxes]
+    optimizers = [kind([tensor], lr=0.1) for tensor in (whole, *parts)]
+    for _ in range(4):
+        whole.grad = torch.randn(5, 3)
+        for part, box in zip(parts, boxes, strict=True):
+            part.grad = whole.grad[box.slices_in(Box.whole(whole.shape))].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach())
