@@ -120,9 +120,10 @@ def clip(parameters: Iterable[nn.Parameter], train: TrainConfig, norm: Tensor | 
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # the sum of several entries for one index counts
                 parameter.grad.values().clamp_(-limit, limit)
-            else:
+            elif parameter.grad is not None:
                 dense.append(parameter)
-        nn.utils.clip_grad_value_(dense, limit)
+        if dense:  # torch refuses none
+            nn.utils.clip_grad_value_(dense, limit)
 
 
 def _entries(gradient: Tensor) -> Tensor:
