@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
+from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps
 
 GENERATIONS_WITHOUT_PROGRESS = 3
 """Give up after this many failures in a row without a completed step in between."""
@@ -93,7 +93,13 @@ def newest_state(survivors: Mapping[int, RecoverableSteps], ranks: Sequence[int]
         The step, and for each rank the survivor to take its state from: the rank itself if it holds its own.
         ``(0, None)`` if there is no such step.
     """
-    steps = {step for states in survivors.values() for of_rank in states.values() for step in of_rank}
+    steps = {
+        step
+        for states in survivors.values()
+        for of_rank in states.values()
+        for step in of_rank
+        if step not in states.get(PENDING, ())
+    }
     for step in sorted(steps, reverse=True):
         of_any = min((s for s, states in survivors.items() if step in states.get(ANY_RANK, ())), default=None)
         sources = [_holder(survivors, rank, step, of_any) for rank in ranks]

@@ -22,8 +22,14 @@ from orchestrator.timeline.spans import Span
 ANY_RANK = -1
 """Key for all ranks, if they have equal state."""
 
+PENDING = -2
+"""Key for a step whose update a worker has not made, but can make if another worker has made its own."""
+
 RecoverableSteps = Mapping[int, tuple[int, ...]]
-"""For each rank whose state a worker holds, or for :data:`ANY_RANK`, the steps after which it holds that state."""
+"""For each rank whose state a worker holds, or for :data:`ANY_RANK`, the steps after which it holds that state.
+
+It also holds the state after a step under :data:`PENDING`, once another worker has completed that step.
+"""
 
 Phase = Literal[
     "start", "join", "connect", "build", "train", "eval", "sample", "checkpoint", "callback", "compile", "end"

@@ -27,6 +27,10 @@ class Reduction:
     averages_over = 1
     """The number of ranks over which gradients are averaged where a sum is needed; the loss is multiplied by it."""
 
+    settles = False
+    """Whether the norm is formed in every step. A rank that has it knows that all ranks have their gradients, so that
+    each can make its update, even if another one is lost then."""
+
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         """Return the weight of the batch whose gradient an update applies: of the global batch, on several ranks.
 

@@ -39,6 +39,8 @@ class Trained:
         scheduler: the learning-rate schedule; None if it is constant.
         loss_scale: the factor of the loss in float16; None in another precision.
         in_step: whether a step has begun whose update has not been made, nor the step undone.
+        settled: whether that update can still be made, if another rank makes its own.
+        norm: of the gradient of the last step that has ended; None if it was not formed.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class Trained:
             JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
         )
         self.loss_scale = LossScale() if train.precision == "fp16" else None
-        self.in_step = False
+        self.in_step = self.settled = False
+        self.norm: Tensor | None = None
         self._train = train
         self._buffers_before: Sequence[Tensor] = ()
 
@@ -104,7 +107,7 @@ class Trained:
         """Begin a step without gradients. With peers, one of which may be lost, the step may have to be undone."""
         if self.may_skip or has_peers:
             self.keep_buffers()
-        self.in_step = True
+        self.in_step, self.settled = True, False
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -139,7 +142,7 @@ class Trained:
     def undo_step(self) -> None:
         """Undo a step that made no update: restore the buffers that its forward passes changed."""
         copy_all(self._buffers_before, to=self.buffers)
-        self.in_step = False
+        self.in_step = self.settled = False
 
     def apply(self) -> None:
         """Update the parameters, and the learning rate for the next step."""

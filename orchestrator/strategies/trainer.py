@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
@@ -104,7 +104,7 @@ class Trainer(Strategy):
         return self._warnings
 
     def attach(self) -> None:
-        if self.trained.in_step:
+        if self.trained.in_step and not self.trained.settled:
             self.trained.undo_step()
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
@@ -117,19 +117,27 @@ class Trainer(Strategy):
         reduction.finish()
         trained.unscale()
         wants_norm = trained.needs_norm or want_grad_norm
-        norm = reduction.norm(trained.parameters, context.device) if wants_norm else None
+        trained.settled = reduction.settles
+        norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
         self.confirm()
-        if admitted := trained.admits(norm):
-            trained.clip(norm)
-            self.apply()
-            trained.in_step = False
+        admitted = self.end_step(norm)
         return StepResult(
             loss_sum=loss_sum,
             weight=torch.as_tensor(weight, dtype=torch.float32),
-            grad_norm=norm,
+            grad_norm=norm if wants_norm else None,
             skipped=not admitted,
             metrics=metrics.sums,
         )
+
+    def end_step(self, norm: Tensor | None) -> bool:
+        """Make the update, given the norm of the gradient, or skip it. Return whether it was made."""
+        trained = self.trained
+        trained.settled = False
+        if admitted := trained.admits(norm):
+            trained.clip(norm)
+            self.apply()
+        trained.in_step, trained.norm = False, norm
+        return admitted
 
     def apply(self) -> None:
         """Change the parameters and the learning rate, from the gradients."""

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from helpers.cases import Case, assignment, having
@@ -18,17 +20,19 @@ from helpers.layouts import LAYOUTS
 from helpers.loops import loop_of
 from helpers.quick_jobs import digits
 from helpers.step_toys import NormedGAN
-from helpers.toys import Normed, Toy
+from helpers.toys import Normed, Poisoned, Toy
 from helpers.training import CPU, Steps, make, steps, train, watched
 from orchestrator.config.redact import Redactor
+from orchestrator.policy.recovery import newest_state
 from orchestrator.protocol.events import CheckpointSaved
-from orchestrator.protocol.messages import ANY_RANK
+from orchestrator.protocol.messages import ANY_RANK, PENDING
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.data.batches import SampleOrder
 
 SHORT = having(steps=6, global_batch_size=16)
 
@@ -76,6 +80,37 @@ def interrupted(rank: int, case: Case, call: int) -> tuple[Mapping[int, tuple[in
     return offered, watched(strategy, [*seen, *steps(strategy, first=3)])
 
 
+def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tuple[int, Steps]:
+    """In the third step a rank is lost between its peers' updates. The step that the others continue from, and the end.
+
+    The ranks that are ``unconfirmed`` have given their part of the norm, and not seen it.
+    """
+    strategy = make(case, rank)
+    results = steps(strategy)
+    seen = [next(results), next(results)]
+    if rank in (lost, *unconfirmed):
+        strategy.confirm = Ended(at=1)
+        with pytest.raises(AbandonedError):
+            next(results)
+    else:
+        seen.append(next(results))
+    step = len(seen)
+    offers: list[Mapping[int, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(offers, strategy.recoverable_steps(step))
+    found, sources = newest_state({r: offered for r, offered in enumerate(offers) if r != lost}, range(len(offers)))
+    assert sources is not None, "a checkpoint would be the source"
+    strategy.close()
+    if rank == lost:
+        step, strategy = 0, type(strategy)(strategy.context, strategy.job)
+        strategy.setup(case.job.dataset("train"))
+    strategy.confirm = no_confirmation
+    strategy.attach()
+    batch = case.train.global_batch_size
+    meta = strategy.recover_state(sources, source_step=found, step=step, samples_consumed=step * batch)
+    assert meta == {"step": found, "samples_consumed": found * batch}
+    return found, watched(strategy, steps(strategy, first=found + 1))
+
+
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
@@ -91,9 +126,36 @@ def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: 
     found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
     for (offered, seen), undisturbed in zip(found, expected, strict=True):
         assert offered
-        assert all(2 in of_rank for of_rank in offered.values())
+        assert all(2 in of_rank for key, of_rank in offered.items() if key != PENDING)
         assert seen.loss_sums == undisturbed.loss_sums
         assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+STAGES = LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT))
+TORN = {
+    "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
+    "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
+    "skipped": replace(
+        STAGES,
+        job=Poisoned(bad=tuple(SampleOrder(n=200, seed=3).indices(2 * 16, 1))),
+        train=replace(SHORT, on_nonfinite="skip"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_a_step_that_some_ranks_have_made_is_made_by_the_others(gang: Gang, name: str) -> None:
+    """Ranks 1 and 3 have one stage; after the loss of one of them, the other one has not made its update."""
+    case = TORN[name]
+    expected = gang.run(train, case, world_size=4)
+    assert [steps.skipped[2] for steps in expected] == [name == "skipped"] * 4
+    for lost, unconfirmed in ((3, (1,)), (0, (2, 3)), (1, (0, 2, 3))):
+        ranks = gang.run(torn, case, lost, unconfirmed, world_size=4)
+        made = len(unconfirmed) < 3
+        for (step, seen), undisturbed in zip(ranks, expected, strict=True):
+            assert step == (3 if made else 2)
+            np.testing.assert_array_equal(seen.loss_sums, undisturbed.loss_sums[step:])  # a NaN equals itself
+            assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
 
 
 @pytest.mark.parametrize(("call", "offered"), [(1, {ANY_RANK: (2,)}), (2, {}), (3, {})])

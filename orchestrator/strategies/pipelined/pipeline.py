@@ -32,7 +32,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
-from orchestrator.protocol.messages import RecoverableSteps
+from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
@@ -113,6 +113,7 @@ class Pipeline(Trainer):
         self._gradients: StageGradients | None = None  # None between two generations
         self._host: dist.ProcessGroup | None = None  # this pipeline with gloo, on GPUs: for states in host memory
         self._copies = PeerCopies() if context.peer_copy_every else None
+        self._ahead = 0  # the steps completed by a recovery that has not ended
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -183,6 +184,7 @@ class Pipeline(Trainer):
             sums=sums,
             sharing=sharing,
             waits=WaitTimer(context.device),
+            settles=replicas is not None,
         )
         self.passes = Chain(
             self.stages,
@@ -197,7 +199,7 @@ class Pipeline(Trainer):
         )
 
     def _has_backward_group(self) -> bool:
-        """Return whether gradients of activations have a process group beside that of activations and of the norm.
+        """Return whether gradients of activations have a process group beside that of activations.
 
         A group of NCCL has one stream for all point-to-point operations, in which one waits for the next.
         """
@@ -274,13 +276,16 @@ class Pipeline(Trainer):
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
         mesh, pp_rank = self.context.mesh, self.context.pp_rank
         of_stage: dict[int, tuple[int, ...]] = {}
+        step += self._ahead
+        pending = (step + 1,) if self._cut is not None and self.trained.settled else ()
         if self._cut is not None:
-            of_stage[pp_rank] = (step,)
+            of_stage[pp_rank] = (step, *pending)
         if self._copies is not None:
             of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)
             of_stage[(pp_rank - 1) % mesh.pipeline] = self._copies.neighbours_steps
         replicas = mesh.groups("replicate")
-        return {rank: steps for stage, steps in of_stage.items() for rank in replicas[stage]}
+        offered = {rank: steps for stage, steps in of_stage.items() for rank in replicas[stage]}
+        return {**offered, PENDING: pending} if pending else offered
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
@@ -290,6 +295,9 @@ class Pipeline(Trainer):
         A replica sends its tensors from where they are. A new worker receives on its device, a survivor in host memory,
         because on its device there may be no room for two states.
         """
+        self._settle(source_step, step + self._ahead)
+        step += self._ahead
+        samples_consumed += self._ahead * self.context.train.global_batch_size
         own, device = self.context.global_rank, self.context.device
         here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
         meta: dict[str, Any] = here
@@ -305,7 +313,25 @@ class Pipeline(Trainer):
         if self._copies is not None:
             self._copies.forget_after(source_step)
         assert meta["step"] == source_step
+        self._ahead = 0
         return meta
+
+    def _settle(self, source_step: int, step: int) -> None:
+        """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.
+
+        Collective. ``step``: the last one that this rank has completed.
+        """
+        trained, own = self.trained, torch.zeros(2, device=self.context.device)
+        if step == source_step and trained.norm is not None:
+            own = torch.stack([torch.ones_like(trained.norm), trained.norm])
+        norms = [torch.empty_like(own) for _ in range(self.context.mesh.world_size)]
+        dist.all_gather(norms, own)
+        self.confirm()
+        if trained.settled and source_step == step + 1:
+            self.end_step(next(norm for known, norm in norms if known))
+            self._ahead += 1
+        elif trained.in_step:
+            trained.undo_step()
 
     def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""

@@ -30,6 +30,7 @@ class StageGradients(Reduction):
         sums: those over the replicas, which begin in the backward passes.
         sharing: the tensors that belong to stages on several ranks.
         waits: for the other replicas.
+        settles: as there are replicas, which provide the state of a lost rank.
     """
 
     context: Context
@@ -38,6 +39,7 @@ class StageGradients(Reduction):
     sums: ReplicaSums
     sharing: Sharing
     waits: WaitTimer
+    settles: bool
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from helpers.cases import RECOVERY
 from orchestrator.planning.faults import Fault, parse, parse_entry, without_next
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, newest_state
-from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
+from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps
 
 CONFIG = replace(RECOVERY, max_failures=10)
 DEATH = FailureRecord(rank=1, step=40, message="died", raised=False, final=False)
@@ -54,6 +55,33 @@ def test_stages_go_on_from_the_last_step_that_every_one_of_them_is_held_after() 
     assert newest_state(uneven, range(4)) == (0, None)
     with_copies = {0: {0: (40, 30), 1: (30, 20)}, 2: {2: (40, 30), 3: (30, 20)}, 3: {3: (39, 30)}}
     assert newest_state(with_copies, range(4)) == (30, (0, 0, 2, 3))
+
+
+@pytest.mark.parametrize("kill", range(50))
+@pytest.mark.parametrize(("replicas", "stages"), [(3, 1), (2, 2), (3, 4)], ids=["ddp", "2 x 2", "3 x 4"])
+def test_a_rank_killed_between_the_updates_of_its_peers_costs_no_step(replicas: int, stages: int, kill: int) -> None:
+    """Step 41 is torn: some survivors have made its update, and all of them have its gradients, as one has the norm."""
+    draw = random.Random(kill)
+    keeps = {stage: draw.randrange(replicas) for stage in range(stages)}  # one survivor of each stage
+    lost = [(r, s) for r in range(replicas) for s in range(stages) if r != keeps[s] and draw.random() < 0.4]
+    left = [r * stages + s for r in range(replicas) for s in range(stages) if (r, s) not in lost]
+    has_norm = {rank for rank in left if draw.random() < 0.5}
+    survivors: dict[int, RecoverableSteps] = {}
+    for rank in left:
+        of_stage = range(rank % stages, replicas * stages, stages)
+        if stages == 1:
+            survivors[rank] = everything(41 if rank in has_norm else 40)
+        elif rank in has_norm:
+            survivors[rank] = dict.fromkeys(of_stage, (41,))
+        else:
+            survivors[rank] = {**dict.fromkeys(of_stage, (40, 41)), PENDING: (41,)}
+    step, sources = newest_state(survivors, range(replicas * stages))
+    assert step == (41 if has_norm else 40)
+    assert sources is not None
+    for rank, source in enumerate(sources):
+        assert source in left
+        assert source % stages == rank % stages
+        assert source == rank or rank not in left or (stages == 1 and rank not in has_norm)
 
 
 def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> None:
