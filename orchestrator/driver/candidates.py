@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -139,7 +140,8 @@ def planned_on(
 
 def this_machine() -> Node:
     """Return this machine as the only node of an embedded Ray."""
-    return cluster.this_machine(torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0))
+    return Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=torch.cuda.device_count())
 
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:

@@ -72,12 +72,6 @@ def target_address(config: ClusterConfig) -> str | None:
     return address
 
 
-def this_machine(gpus: int) -> Node:
-    """Return this machine as the only node of an embedded Ray."""
-    cores = len(os.sched_getaffinity(0))
-    return Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=gpus)
-
-
 @contextlib.contextmanager
 def embedded(
     config: ClusterConfig,
