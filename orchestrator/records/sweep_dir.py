@@ -17,6 +17,7 @@ from orchestrator.storage.remote import Remote
 SWEEPS = "sweeps"
 VARIABLE = "ORCHESTRATOR_SWEEP"
 """Tells a driver which run of which sweep it executes."""
+REPORT = "report.md"
 _RECORD = "sweep.json"
 
 
@@ -35,11 +36,15 @@ class SweepDir:
 
     @property
     def report(self) -> Path:
-        return self.path / "report.md"
+        return self.path / REPORT
 
     @property
     def picture(self) -> Path:
         return self.path / "compare.png"
+
+    def report_files(self) -> list[Path]:
+        """Return the files of the report; empty if the sweep has none yet."""
+        return [path for path in (self.report, self.picture) if path.is_file()]
 
     def location_of(self, path: Path) -> str:
         """Return where the user finds the file ``path`` of the sweep."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample, clean_name
+from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
-from orchestrator.tracking.sweep_report import TEXT
 from orchestrator.tracking.tags import DESCRIPTION, UID_TAG, run_tags
 from orchestrator.tracking.uri import sqlite_path, web_page
 
@@ -133,7 +133,7 @@ class MlflowBackend:
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         client = self._connected()
-        report = next((file.read_text() for file in files if file.name == TEXT), "")
+        report = next((file.read_text() for file in files if file.name == REPORT), "")
         experiment_id = client.get_run(run_id).info.experiment_id
         mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 

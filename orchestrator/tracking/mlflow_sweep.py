@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.config.markdown import plain
-from orchestrator.tracking.sweep_report import TEXT
+from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking.tags import (
     COLOR,
     DESCRIPTION,
@@ -87,7 +87,7 @@ def _description(report: str, run_id: str, files: Sequence[str]) -> str:
     """The report, with a link to its picture before the table."""
     pictures = [picture(run_id, name) for name in files if name.endswith(".png")]
     verdict, rule, table = report.partition("\n|")
-    return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=TEXT)
+    return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=REPORT)
 
 
 def _name_in_experiment(

@@ -19,10 +19,11 @@ from orchestrator.records.journal import Ending, append_event, metrics_of, read_
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.listing import files_below
 from orchestrator.records.lock import locked_if_free
+from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
+from orchestrator.records.sweep_dir import SweepDir
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.owed import settle
-from orchestrator.tracking.sweep_report import find_report
 from orchestrator.tracking.uri import redact_uri
 
 _FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
@@ -176,7 +177,7 @@ class Transfer:
 
     def _upload_sweep_report(self, run_id: str) -> None:
         sweep = self._run_dir.read_record().get("sweep")
-        files = find_report(self._run_dir, sweep) if sweep else []
+        files = SweepDir.of(OutputDir.containing(self._run_dir), sweep["id"]).report_files() if sweep else []
         changed = max((file.stat().st_mtime for file in files), default=None)
         if changed is None or changed == self.cursor.sweep_at:
             return
