@@ -97,7 +97,7 @@ class _Variant:
 
     Attributes:
         module: what is called with the inputs.
-        tensors: its parameters and buffers that have memory, by the model's own names.
+        tensors: its parameters and buffers, by the model's own names.
         precision: what its forward passes are computed in.
     """
 
