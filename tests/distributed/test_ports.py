@@ -1,13 +1,15 @@
-"""The ports of docs/your-model.md: the same losses under every strategy that the page names."""
+"""The ports of docs/your-model.md and docs/ports.md: the same losses under every strategy that the pages name."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ import digits_gan
 import digits_job
 import digits_script
 import streamed_lines
+from helpers import port_jobs
 from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
 from helpers.job_trials import one_thread
@@ -69,6 +72,40 @@ def gan(**fields: Any) -> tuple[Job, Any]:
     return digits_gan.GAN(**fields), None
 
 
+def nanogpt(folder: Path) -> Job:
+    tokens = (np.arange(2000) * 7 % 61).astype(np.uint16)
+    for split in ("train", "val"):
+        tokens.tofile(folder / f"{split}.bin")
+    return port_jobs.NanoGPT(data=str(folder), vocab_size=64, block_size=12, warmup_iters=1, batch_size=4, eval_iters=2)
+
+
+def causal_lm(folder: Path) -> Job:
+    pytest.importorskip("transformers", reason=MISSING)
+    import run_clm_job
+
+    save_tokenizer(folder / "tokenizer")
+    (folder / "text").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(60)))
+    return run_clm_job.InScriptOrder(
+        config_overrides="vocab_size=256,n_positions=32,n_embd=16,n_layer=2,n_head=2,resid_pdrop=0.0,embd_pdrop=0.0,"
+        "attn_pdrop=0.0,bos_token_id=0,eos_token_id=0",
+        tokenizer_name=str(folder / "tokenizer"),
+        train_file=str(folder / "text"),
+        validation_file=str(folder / "text"),
+        block_size=16,
+    )
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose tokens are bytes."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 def trained(gang: Gang, job: Job, options: StrategyConfig = DDP, world_size: int = 1) -> list[Steps]:
     return gang.run(train, Case(job=job, train=SHORT, options=options), world_size=world_size)
 
@@ -96,6 +133,38 @@ def text_files(tmp_path: Path) -> str:
 @pytest.mark.parametrize("port", [digits, vit, vit_cut_automatically, lora, gan])
 def test_a_port_has_the_losses_of_one_worker(gang: Gang, port: Callable[..., tuple[Job, Any]]) -> None:
     assert_equal_losses(gang, *port())
+
+
+@pytest.mark.parametrize("port", [nanogpt, causal_lm])
+def test_the_port_of_a_language_model_has_the_losses_of_one_worker(
+    gang: Gang, tmp_path: Path, port: Callable[[Path], Job]
+) -> None:
+    assert_equal_losses(gang, port(tmp_path), "auto")
+
+
+def test_the_port_of_the_imagenet_example_has_the_losses_of_one_worker(gang: Gang) -> None:
+    job = port_jobs.ImageNet(data="")
+    (alone,) = trained(gang, job)
+    found = trained(gang, job, replace(DDP, sync_batchnorm=True), world_size=2)
+    torch.testing.assert_close(losses(found), losses([alone]), rtol=ROUNDING, atol=0)
+
+
+def test_the_blocks_of_nanogpt_are_those_of_its_script_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    """The script draws a first batch, and two batches of each split for an evaluation before the next one."""
+    job = nanogpt(tmp_path)
+    torch.manual_seed(1337)
+    job.model()
+    count = 2000 - 12
+    drawn = [torch.randint(count, (4,)) for _ in range(7)]
+    expected = torch.cat([drawn[0], *drawn[5:]]).tolist()
+    tokens = np.arange(2000) * 7 % 61
+    stream = job.dataset("train")
+    samples = iter(stream)
+    for start in expected[:6]:
+        assert next(samples)["idx"].tolist() == tokens[start : start + 12].tolist()
+    resumed = job.dataset("train")
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert torch.equal(next(iter(resumed))["targets"], next(samples)["targets"])
 
 
 @pytest.mark.parametrize("port", [lines, hugging_face_lines])
@@ -163,8 +232,6 @@ def test_the_gan_draws_images_and_learns_from_new_noise_in_each_epoch() -> None:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of pretrained models, as ``from_pretrained`` takes it."""
     transformers = pytest.importorskip("transformers", reason=MISSING)
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("hub")
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -186,10 +253,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
         transformers.ViTForImageClassification(
             transformers.ViTConfig(**sizes, num_hidden_layers=3, intermediate_size=32, num_labels=3)
         ).save_pretrained(folder / "vit")
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "gpt2")
+    save_tokenizer(folder / "gpt2")
     return folder
 
 

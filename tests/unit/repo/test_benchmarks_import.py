@@ -27,7 +27,7 @@ def exists(module, name):
 
 root = Path(sys.argv[1])
 folders = [root / "benchmarks", root / "benchmarks" / "peers"]
-sys.path[:0] = map(str, [root, root / "tests", *folders])  # model_zoo.py uses tests/helpers
+sys.path[:0] = map(str, [root, root / "tests", root / "docs/examples", *folders])  # as model_zoo.py and ports.py do
 for script in (script for folder in folders for script in sorted(folder.glob("*.py"))):
     imports = []
     for node in ast.walk(ast.parse(script.read_text())):
