@@ -18,7 +18,7 @@ from helpers.layouts import LAYOUTS, PARAMETER_SERVER, Layout
 from helpers.loops import evaluation, loop_of, run_loop
 from helpers.quick_jobs import digits
 from helpers.streams import Measured
-from helpers.toys import Cliff, Dropped, Normed, Tokens, Toy, TwoHeads
+from helpers.toys import Cliff, Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.training import CPU
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.evaluation import evaluation_metrics
@@ -30,6 +30,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.data.batches import SampleOrder
 from orchestrator.worker.loop import Loop
 
 
@@ -58,6 +59,14 @@ def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
         assert found["accuracy"] == expected["accuracy"]
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert all(r.training for r in ranks)
+
+
+def test_a_step_that_is_skipped_is_told_once(gang, tmp_path):
+    (bad,) = SampleOrder(n=200, seed=3).indices(2 * 14, 1)
+    case = Case(job=Poisoned(bad=(bad,)), train=having(steps=4, global_batch_size=14, on_nonfinite="skip"))
+    ranks = gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2)
+    warned = [[event.message for event in rank.events if isinstance(event, Warned)] for rank in ranks]
+    assert warned == [["step 3 skipped: gradient not finite"], []]
 
 
 @pytest.mark.parametrize("empty", [0, 6])

@@ -60,22 +60,6 @@ def test_unreadable_sample_is_named(run: Callable[..., Any]) -> None:
     assert "unreadable sector" in result.reason
 
 
-@pytest.mark.campaign
-def test_nan_stops_and_names_step(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan")
-    assert result.exit_code == 1
-    assert result.reason.startswith("rank 1 failed at step 4: NonFiniteError: the loss became nan at step 5")
-    assert "train.on_nonfinite=skip" in result.reason
-
-
-@pytest.mark.campaign
-def test_nan_is_skipped_when_asked(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=nan", "train.on_nonfinite=skip")
-    assert result.exit_code == 0
-    (warning,) = events(result.run_dir, "warned")
-    assert "step 5 skipped" in warning["message"]
-
-
 def test_a_worker_that_lives_is_not_reported_as_dead(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.faulty_jobs.Secretive", "job.hidden=16")
     assert result.exit_code == 1
