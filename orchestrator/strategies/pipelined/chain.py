@@ -179,6 +179,7 @@ class Chain:
         self._group = None
         self._schedule = None
         self.timed_stages = []
+        del self._sums
 
     def _run_schedule(self) -> None:
         numbers = torch.arange(self._layout.num_microbatches)
