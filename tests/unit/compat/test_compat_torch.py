@@ -26,6 +26,25 @@ from orchestrator.compat import torch as compat
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
+def test_the_warning_about_the_memory_of_fake_tensors_is_hidden() -> None:
+    """In a process of its own, because torch warns once in each."""
+    script = (
+        "from torch import nn, ones\n"
+        "from orchestrator.compat.torch import FakeTensorMode, without_fake_tensor_logs\n"
+        "with FakeTensorMode():\n    parameter = nn.Parameter(ones(2))\n"
+        "with without_fake_tensor_logs():\n    parameter.data_ptr()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error:Accessing the data pointer", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_name_exists() -> None:
     missing = [name for name in compat.__all__ if not hasattr(compat, name)]
     assert not missing
