@@ -244,17 +244,16 @@ def train_batches(
 
 @dataclass(frozen=True)
 class Padded:
-    """Collates samples to a batch of ``rows``, whose last ones repeat a sample."""
+    """Collates samples to a batch of ``rows``, whose last ones repeat a sample. A whole batch has all rows already."""
 
     collate: Collate
     rows: int
     pad_ragged: bool
 
     def __call__(self, items: list[Any]) -> Any:
-        missing = self.rows - len(items)
-        if missing == 0:
+        if not isinstance(items, list) or len(items) == self.rows:
             return self.collate(items)
-        batch = self.collate([*items, *items[-1:] * missing])
+        batch = self.collate([*items, *items[-1:] * (self.rows - len(items))])
         if self.pad_ragged or not is_ragged(batch, self.rows):
             return batch
         return self.collate(items)
@@ -294,7 +293,7 @@ class EvalBatches:
             num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
             loading = replace(loading, num_workers=min(loading.num_workers, num_batches))
         self._loader = Loader(
-            Collator(function, split) if self._streamed else BatchReader(dataset, function, split),
+            Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
             loading,
             seed=mix(dp_rank),
         )

@@ -30,6 +30,9 @@ class DataError(RuntimeError):
 class BatchReader(Dataset[Any]):
     """A dataset whose item for a list of indices is the collated batch.
 
+    A dataset that returns whole batches is asked for ``rows`` samples, the last of ``indices`` again and again. With
+    single samples, ``collate`` can do the same.
+
     A loader process returns an error as a :class:`ReadFailure`, because only its text can be pickled safely.
 
     Raises:
@@ -39,6 +42,7 @@ class BatchReader(Dataset[Any]):
     dataset: Dataset[Any]
     collate: Collate
     split: Split
+    rows: int = 0
 
     def __getitem__(self, indices: list[int]) -> Any:
         try:
@@ -62,8 +66,12 @@ class BatchReader(Dataset[Any]):
         return items
 
     def _items_at_once(self, indices: list[int], fetch: Callable[[list[int]], list[Any]]) -> list[Any]:
+        missing = self.rows - len(indices)
         try:
-            return fetch(indices)
+            items = fetch(indices)
+            if missing > 0 and not isinstance(items, list):
+                items = fetch([*indices, *indices[-1:] * missing])
+            return items
         except Exception as e:
             for index in indices:  # one at a time, to find the sample that fails
                 try:

@@ -130,7 +130,10 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("cluster.add", ["cluster.address="]),
         ("launch strategy=s", ["strategy=single"]),
         ("comp", ["compare"]),
-        ("s", ["seed=", "show", "stop", "storage.", "strategy.", "strategy=", "submit", "sweep.", "sync"]),
+        (
+            "s",
+            ["seed=", "show", "start_from=", "stop", "storage.", "strategy.", "strategy=", "submit", "sweep.", "sync"],
+        ),
         ("strategy=ddp comp", []),
         ("compare out", []),
     ],

@@ -167,14 +167,29 @@ def test_loader_processes_read_the_same() -> None:
     assert read == expected
 
 
+class WholeBatches(Numbers):
+    """The same, read and joined at once."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 33])
-def test_evaluation_counts_each_sample_once(n: int, batch: int, dp_size: int) -> None:
+@pytest.mark.parametrize(("dataset", "reading"), [(Numbers, {}), (WholeBatches, {"collate": as_it_is})])
+def test_evaluation_counts_each_sample_once(
+    n: int, batch: int, dp_size: int, dataset: type[Numbers], reading: dict[str, Any]
+) -> None:
     counted: Counter[int] = Counter()
     numbers_of_batches = set()
     for rank in range(dp_size):
-        batches = list(evaluate(Numbers(n), batch_size=batch, data_parallel_size=dp_size, dp_rank=rank))
+        share = {"batch_size": batch, "data_parallel_size": dp_size, "dp_rank": rank}
+        batches = list(evaluate(dataset(n), **share, **reading))
         numbers_of_batches.add(len(batches))
         for rows, valid in batches:
             assert len(rows) == batch

@@ -20,6 +20,8 @@ class OnDevice(torch.Tensor):
 
 
 class Evaluating:
+    evaluates_padding = False
+
     def evaluate(self, batch: float, valid: int) -> EvalSums:
         sums = (torch.tensor(value).as_subclass(OnDevice) for value in (batch * valid, float(valid), batch))
         loss_sum, weight, accuracy = sums
