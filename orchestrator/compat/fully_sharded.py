@@ -87,8 +87,10 @@ class FullySharded:
                 for info in (group.mesh_info, group.post_forward_mesh_info):
                     if info is not None:
                         info.shard_process_group = None
-        registry: dict[str, Any] = getattr(self._mesh, "_pg_registry", {})
-        registry.clear()
+        # Equal meshes are different objects.
+        for mesh in (self._mesh, *(p.device_mesh for p in self._root.parameters() if isinstance(p, DTensor))):
+            registry: dict[str, Any] = getattr(mesh, "_pg_registry", {})
+            registry.clear()
         del self._root, self._mesh
 
     @staticmethod

@@ -8,8 +8,10 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from helpers.cases import Case, assignment
@@ -42,6 +44,7 @@ def built_three_times(rank: int, case: Case, world_size: int, run_dir: str) -> l
         for _ in range(3):
             loop = of_generation(rank, case, world_size, run_dir)
             loop.finish(timeout_s=5)
+            found += ["a process group" for thing in reached(loop.strategy) if isinstance(thing, dist.ProcessGroup)]
             references = list(references_to(loop))
             del loop
             memory.free_unreachable(own_device())
@@ -76,9 +79,24 @@ def of_generation(rank: int, case: Case, world_size: int, run_dir: str) -> Loop:
 def references_to(loop: Loop) -> Iterator[tuple[str, weakref.ref[Any]]]:
     yield "the loop", weakref.ref(loop)
     yield "the strategy", weakref.ref(loop.strategy)
-    for name in ("model", "optimizer", "scheduler"):
-        if (value := getattr(loop.strategy, name, None)) is not None:
+    for name in ("module", "optimizer", "scheduler"):
+        if (value := getattr(getattr(loop.strategy, "trained", None), name, None)) is not None:
             yield f"the {name}", weakref.ref(value)
+
+
+def reached(root: object) -> Iterator[object]:
+    """Yield what ``root`` keeps alive, without modules, classes and the globals of functions."""
+    left, seen = [root], set[int]()
+    while left:
+        thing = left.pop()
+        if id(thing) in seen or isinstance(thing, ModuleType | type):
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, FunctionType):
+            left += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+        else:
+            left += gc.get_referents(thing)
 
 
 def parameters_alive() -> list[nn.Parameter]:
