@@ -10,7 +10,7 @@ from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
-from orchestrator.protocol.events import FirstStepDone, MetricsLogged, RunState, StateChanged
+from orchestrator.protocol.events import FirstStepDone, MetricsLogged, RunStarted, RunState, StateChanged
 
 
 class Course:
@@ -29,6 +29,26 @@ class Course:
         self._first_step_at: float | None = None
         self._trains_since = 0.0  # by a clock that never steps
         self._waited_before_s = 0.0
+
+    def begin(self) -> None:
+        """Record that the run has started."""
+        spec, plan = self._context.spec, self._context.spec.sizes.initial
+        self._events.emit(
+            RunStarted(
+                name=plan.run_name,
+                run_dir=spec.run_dir.location,
+                strategy=plan.strategy,
+                job=plan.job,
+                world_size=plan.world_size,
+                num_shards=plan.mesh.num_servers,
+                steps=plan.steps,
+                resumed_from_step=spec.resumed_from_step,
+                source=None if spec.source is None else spec.source.location,
+                evaluates=spec.config.evaluate is not None,
+                notes=plan.notes,
+            )
+        )
+        self.startup_s["driver_s"] = time.time() - spec.started_at
 
     def enter(self, state: RunState, **values: str) -> None:
         """Record that the run has come into ``state``; ``values``: other keys of its record."""

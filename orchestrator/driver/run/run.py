@@ -6,58 +6,31 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
 
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
-from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.process.waiting import Interrupted
-from orchestrator.driver.reporting.job_metadata import add_tracking_page
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.course import Course
+from orchestrator.driver.run.failures import worker_failed, worker_lost
 from orchestrator.driver.run.generation import Generation, Start
-from orchestrator.driver.run.left_reports import record_ranks
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
-from orchestrator.driver.run.telemetry import Telemetry
+from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import without_next
 from orchestrator.policy import run_state, verdict
-from orchestrator.policy.outcomes import Outcomes
-from orchestrator.policy.rank_order import placement_note
 from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd, what_follows
 from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
-from orchestrator.protocol.events import (
-    BestFound,
-    CheckpointFailed,
-    CheckpointSaved,
-    Event,
-    FirstStepDone,
-    RunStarted,
-    TextSampled,
-    WorkerFailed,
-    WorkerFailure,
-    WorkerLost,
-    Yielded,
-)
+from orchestrator.protocol.events import TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
-from orchestrator.records.rank_log import log_tail
 from orchestrator.tracking.uploader import Uploader
-from orchestrator.worker.control.spool import spool_files
-
-E = TypeVar("E", bound=WorkerFailure)
-
-FINAL_HEARTBEAT_S = 2.0
-"""Wait this long for the heartbeat of a worker that has finished its part."""
 
 
 class Run:
@@ -68,15 +41,13 @@ class Run:
         self._context = context
         self._events = context.events
         self._stop = context.stop
-        self._node_id = ray.get_runtime_context().get_node_id()
         self._workers = Workforce(context, code)
-        self._telemetry = Telemetry(context, uploader, records, show_page=add_tracking_page)
-        self._node_uploads = NodeUploads(self.spec.run_dir, self.spec.config.storage, self.spec.secrets)
         self._course = Course(context, self._workers)
         self._checkpoints = SavedCheckpoints(context)
+        self._reports = WorkerReports(
+            context, self._workers, self._course, self._checkpoints, uploader=uploader, records=records
+        )
         self._faults = self.spec.sizes.largest.faults
-        self._placement_note: str | None = None
-        self._best: BestFound | None = None
         self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
 
@@ -90,32 +61,16 @@ class Run:
             SupersededError: another driver has taken over the run.
             KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
         """
-        spec, plan = self.spec, self.spec.sizes.initial
-        self._events.emit(
-            RunStarted(
-                name=plan.run_name,
-                run_dir=spec.run_dir.location,
-                strategy=plan.strategy,
-                job=plan.job,
-                world_size=plan.world_size,
-                num_shards=plan.mesh.num_servers,
-                steps=plan.steps,
-                resumed_from_step=spec.resumed_from_step,
-                source=None if spec.source is None else spec.source.location,
-                evaluates=spec.config.evaluate is not None,
-                notes=plan.notes,
-            )
-        )
-        self._course.startup_s["driver_s"] = time.time() - spec.started_at
+        self._course.begin()
         with contextlib.ExitStack() as at_end:
-            at_end.callback(shutil.rmtree, spec.run_dir.spools, ignore_errors=True)
+            at_end.callback(shutil.rmtree, self.spec.run_dir.spools, ignore_errors=True)
             try:
                 with self._workers:
                     result = self._result(self._run_generations())
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
-            self._finish_node_uploads()
+            self._reports.finish_uploads()
             return result
 
     def _run_generations(self) -> Verdict:
@@ -136,7 +91,7 @@ class Run:
                         case run_state.Done():
                             return self._complete(end)
                         case run_state.Stopped():
-                            self._finish_workers(end.outcomes)
+                            self._reports.finish_workers(end.outcomes)
                             return self._stopped(end)
                         case run_state.Failed(rank, why):
                             return self._fail(end, rank, why)
@@ -154,7 +109,7 @@ class Run:
         except (GangError, ray.exceptions.RayError) as e:
             if self._stop.received is not None:
                 return self._stopped(released_after)
-            refused = isinstance(e, UnfitError) and not self._has_trained
+            refused = isinstance(e, UnfitError) and not self._reports.has_trained
             return verdict.refused(str(e)) if refused else verdict.failed(str(e))
         except Interrupted:
             return self._stopped(released_after)
@@ -167,7 +122,7 @@ class Run:
         workers.acquire()
         self._course.startup_s.setdefault("workers_s", time.perf_counter() - workers.waited_s - began)
         if workers.plan is not plan:
-            self._telemetry.begin_generation(workers.plan, (), self._checkpoints.step)
+            self._reports.telemetry.begin_generation(workers.plan, (), self._checkpoints.step)
         self._course.enter("running", precision=workers.environment.config.train.precision)
 
     def _prepare(self, number: int, plan: RecoveryPlan | None, held: Held, *, only_saves: bool = False) -> Generation:
@@ -181,27 +136,24 @@ class Run:
             faults=() if only_saves else self._faults,
             only_saves=only_saves,
         )
-        hangs = tuple(self._hangs)
-        generation = Generation(number, self._context, workers, start, telemetry=self._telemetry, earlier_hangs=hangs)
+        telemetry, hangs = self._reports.telemetry, tuple(self._hangs)
+        generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
         if not only_saves:
-            self._note_placement()
+            workers.note_placement()
             workers.queue.has_workers()
-            self._node_uploads.cover(member.info.node_id for member in workers.gang.members)
-            record_ranks(
-                self.spec.run_dir, workers.plan, workers.gang.members, tokens_per_sample=self.spec.tokens_per_sample
-            )
+            self._reports.begin_generation()
         return generation
 
     def _watch(self, generation: Generation) -> GenerationEnd:
         """Let the workers train until all have ended, one has failed, or all pause; returns what has happened."""
-        self._handle(generation.watch())
+        self._reports.handle(generation.watch())
         outcomes = generation.outcomes
         if outcomes.all_ended("done"):  # without a first step, if the failure came after the last one
             self._course.end_transition(generation.number, time.time())
         if generation.health.hung_at is not None:
             self._hangs.append(generation.health.hung_at)
         if outcomes.any_failed or generation.end().paused is not None:
-            self._collect_last_reports(outcomes)
+            self._reports.collect_last(outcomes)
         return generation.end()
 
     def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
@@ -241,7 +193,7 @@ class Run:
         to, num_workers, waited_s = workers.queue.yield_to, workers.plan.mesh.num_workers, workers.waited_s
         self._course.enter("yielding")
         workers.queue.begin_yielding()
-        self._finish_workers(end.outcomes)
+        self._reports.finish_workers(end.outcomes)
         if (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         workers.gang.release()
@@ -262,7 +214,7 @@ class Run:
             self._checkpoints.find_newest()
         step = self._checkpoints.step if plan.sources is None else plan.step
         self._course.continue_with(plan, step=step)
-        self._telemetry.begin_generation(self._workers.plan, plan.lost, step)
+        self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, step)
 
     def _save_survivors(
         self, number: int, decision: RecoveryPlan, held: Held, error: NoWorkersError | Interrupted
@@ -271,98 +223,33 @@ class Run:
         plan = self._workers.rescue(decision, held, newer_than=self._checkpoints.step)
         if plan is None:
             raise error
-        self._telemetry.begin_generation(self._workers.plan, plan.lost, plan.step)
+        self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, plan.step)
         generation = self._prepare(number, plan, {}, only_saves=True)
         generation.begin()
-        self._handle(generation.watch())
+        self._reports.handle(generation.watch())
         end = generation.end()
-        self._finish_workers(end.outcomes)
+        self._reports.finish_workers(end.outcomes)
         return verdict.failed(str(error)) if self._stop.received is None else self._stopped(end)
-
-    def _handle(self, events: Iterable[Event]) -> None:
-        """Act on what workers have reported."""
-        for event in events:
-            match event:
-                case CheckpointSaved() | CheckpointFailed():
-                    self._checkpoints.record(event)
-                case BestFound():
-                    self._best = event
-                    self._course.record(best={"metric": event.metric, "step": event.step, "value": event.value})
-                case FirstStepDone():
-                    self._course.begin_training(event)
-                    self._workers.refill()
-
-    def _collect_last_reports(self, outcomes: Outcomes) -> None:
-        """Collect what the workers have reported, also those that have died, on this node or on others."""
-        for member in self._workers.gang.members:
-            if member.global_rank not in outcomes.returned:
-                spool = self.spec.run_dir.spool(member.info.node_id, member.info.pid)
-                self._node_uploads.bring(member.info.node_id, spool_files(spool))
-        gang, run_dir = self._workers.gang, self.spec.run_dir
-        self._handle(self._telemetry.collect_last_reports(gang, run_dir, returned=outcomes.returned))
-
-    def _finish_workers(self, outcomes: Outcomes) -> None:
-        """Let the living workers finish their checkpoints, and collect their last reports."""
-        gang, everyone = self._workers.gang, range(self._workers.plan.world_size)
-        with contextlib.suppress(GangError, ray.exceptions.RayError):
-            self._checkpoints.wait_for_last(gang, outcomes.returned)
-            self._handle(self._telemetry.collect(gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
-
-    def _finish_node_uploads(self) -> None:
-        with contextlib.suppress(GangError):
-            check_ray()  # calls to a dead Ray do not return
-            if (problem := self._node_uploads.finish()) is not None:
-                self._events.warn(problem)
-
-    def _note_placement(self) -> None:
-        """Say which parts of the mesh cross nodes, unless it has been said."""
-        note = placement_note(self._workers.plan.mesh, [member.info for member in self._workers.gang.members])
-        if note is not None and note != self._placement_note:
-            self._events.note(note)
-        self._placement_note = note
 
     def _report_loss(self, generation: Generation, rank: int) -> None:
         """Report a failure from which the run recovers."""
-        end = generation.end()
-        self._events.emit(self._failure_event(WorkerLost, end, rank, step=end.last_step))
+        name = self._workers.name_of(rank)
+        self._events.emit(worker_lost(generation.end(), rank, name, self.spec.run_dir))
         if (note := generation.note_of_lost_with(rank)) is not None:
             self._events.note(note)
 
-    def _failure_event(self, kind: type[E], end: GenerationEnd, rank: int, *, step: int) -> E:
-        """Return an event for the failure of ``rank``; ``step``: the last one before it.
-
-        It names the node, unless the driver and all workers are on one.
-        """
-        failure = end.outcomes.failure(rank)
-        members = self._workers.gang.members
-        nodes = {self._node_id, *(member.info.node_id for member in members)}
-        where = f" on {members[rank].info.place}" if len(nodes) > 1 else ""
-        return kind(
-            rank=rank,
-            display_name=self._workers.plan.display_name(rank) + where,
-            step=step,
-            reason=failure.message,
-            traceback=failure.traceback,
-            log=this_origin().log(self.spec.run_dir, rank),
-            log_tail=failure.log_tail,
-        )
-
     def _fail(self, end: GenerationEnd, rank: int, why: str) -> Verdict:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        self._finish_workers(end.outcomes)
-        raised = end.outcomes.failure(rank).traceback
-        # A worker that died may have left reports of later steps than the driver knew of when it recorded the death.
-        step = end.outcomes.by_rank[rank].step if raised else self._telemetry.last_step.get(rank, 0)
-        failed = self._failure_event(WorkerFailed, end, rank, step=step)
-        if not failed.log_tail:
-            failed = replace(failed, log_tail=log_tail(self.spec.run_dir.log_file(rank)))
+        self._reports.finish_workers(end.outcomes)
+        name, last_step = self._workers.name_of(rank), self._reports.telemetry.last_step.get(rank, 0)
+        failed = worker_failed(end, rank, name, self.spec.run_dir, last_step=last_step)
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         return verdict.failed(what + (f" ({why})" if why else ""))
 
     def _complete(self, end: GenerationEnd) -> Verdict:
         """End the run after its last step."""
-        self._finish_workers(end.outcomes)
+        self._reports.finish_workers(end.outcomes)
         rank_0 = end.outcomes.by_rank.get(0)
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
@@ -375,32 +262,18 @@ class Run:
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
-        at_step, missing = None, None
-        if end is not None and end.outcomes.all_ended("stopped"):
-            at_step = end.outcomes.last_step
-            missing = self._checkpoints.why_missing(at_step) if at_step > 0 else None
+        at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
+        missing = self._checkpoints.why_missing(at_step) if at_step else None
         return verdict.stopped(
             int(self._stop.received),
             self._stop.cause,
             at_step=at_step,
-            trained=self._has_trained,
+            trained=self._reports.has_trained,
             checkpoint_missing=missing,
         )
 
-    @property
-    def _has_trained(self) -> bool:
-        """Whether any step was done since the launch."""
-        return any(self._telemetry.last_step.values())
-
     def _result(self, verdict: Verdict) -> RunResult:
-        aggregator = self._telemetry.aggregator
-        summary: dict[str, Any] = {
-            **aggregator.summary(),
-            **self._telemetry.machine_summary(driver_node=self._node_id),
-            "steps": max(self._telemetry.last_step.values(), default=0),
-        }
-        if self._best is not None:
-            summary |= {f"best_{self._best.metric.replace('/', '_')}": self._best.value, "best_step": self._best.step}
+        aggregator, summary = self._reports.telemetry.aggregator, self._reports.summary()
         step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
         return RunResult(
             status=verdict.status,

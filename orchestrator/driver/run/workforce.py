@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import ray
+
 from orchestrator.display.text import count
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.code.worker_variables import worker_variables
@@ -21,6 +23,7 @@ from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
 from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.policy.devices import with_common_precision
 from orchestrator.policy.elastic import RankAssignment, find_rank_assignment, find_rescue, reassigned
+from orchestrator.policy.rank_order import placement_note
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
 from orchestrator.protocol.queue import run_label
@@ -79,6 +82,7 @@ class Workforce:
         self._events = context.events
         self._sizes = spec.sizes
         self._entered = contextlib.ExitStack()
+        self._placement_note: str | None = None
 
     def __enter__(self) -> Workforce:
         with contextlib.ExitStack() as entered:
@@ -121,6 +125,19 @@ class Workforce:
         refused = registry.load(self._config.strategy.name).refused_precisions
         train = with_common_precision(self._config.train, self.gang.workers, refused=refused)
         self.environment = replace(self.environment, config=replace(self._config, train=train))
+
+    def name_of(self, rank: int) -> str:
+        """Return how a rank is called. The name has the node, unless the driver and all workers are on one."""
+        members = self.gang.members
+        nodes = {ray.get_runtime_context().get_node_id(), *(member.info.node_id for member in members)}
+        return self.plan.display_name(rank) + (f" on {members[rank].info.place}" if len(nodes) > 1 else "")
+
+    def note_placement(self) -> None:
+        """Say which parts of the mesh cross nodes, unless it has been said."""
+        note = placement_note(self.plan.mesh, [member.info for member in self.gang.members])
+        if note is not None and note != self._placement_note:
+            self._events.note(note)
+        self._placement_note = note
 
     def refill(self) -> None:
         """Start missing spares in the background, and workers for sizes that the cluster has no room for yet.

@@ -1,0 +1,114 @@
+"""What the workers of a run report, during a generation and at its end, and the summary of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from orchestrator.driver.nodes.node_uploads import NodeUploads
+from orchestrator.driver.process.calls import GangError, check_ray
+from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.reporting.job_metadata import add_tracking_page
+from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.run.course import Course
+from orchestrator.driver.run.left_reports import record_ranks
+from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
+from orchestrator.driver.run.telemetry import Telemetry
+from orchestrator.driver.run.workforce import Workforce
+from orchestrator.policy.outcomes import Outcomes
+from orchestrator.protocol.events import BestFound, CheckpointFailed, CheckpointSaved, Event, FirstStepDone
+from orchestrator.tracking.uploader import Uploader
+from orchestrator.worker.control.spool import spool_files
+
+FINAL_HEARTBEAT_S = 2.0
+"""Wait this long for the heartbeat of a worker that has finished its part."""
+
+
+class WorkerReports:
+    """Receives what workers report, and tells the parts of the driver that act on it.
+
+    ``telemetry``: the heartbeats that bring the reports.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        workers: Workforce,
+        course: Course,
+        checkpoints: SavedCheckpoints,
+        *,
+        uploader: Uploader,
+        records: RecordUpload,
+    ):
+        self.telemetry = Telemetry(context, uploader, records, show_page=add_tracking_page)
+        self._spec = spec = context.spec
+        self._events = context.events
+        self._workers = workers
+        self._course = course
+        self._checkpoints = checkpoints
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
+        self._best: BestFound | None = None
+
+    def begin_generation(self) -> None:
+        """Prepare for what the workers write on their nodes."""
+        plan, members = self._workers.plan, self._workers.gang.members
+        self._node_uploads.cover(member.info.node_id for member in members)
+        record_ranks(self._spec.run_dir, plan, members, tokens_per_sample=self._spec.tokens_per_sample)
+
+    def handle(self, events: Iterable[Event]) -> None:
+        """Act on what workers have reported."""
+        for event in events:
+            match event:
+                case CheckpointSaved() | CheckpointFailed():
+                    self._checkpoints.record(event)
+                case BestFound():
+                    self._best = event
+                    self._course.record(best={"metric": event.metric, "step": event.step, "value": event.value})
+                case FirstStepDone():
+                    self._course.begin_training(event)
+                    self._workers.refill()
+
+    def collect_last(self, outcomes: Outcomes) -> None:
+        """Collect what the workers of a generation have reported, also those that have died, on any node."""
+        gang, run_dir = self._workers.gang, self._spec.run_dir
+        for member in gang.members:
+            if member.global_rank not in outcomes.returned:
+                spool = run_dir.spool(member.info.node_id, member.info.pid)
+                self._node_uploads.bring(member.info.node_id, spool_files(spool))
+        self.handle(self.telemetry.collect_last_reports(gang, run_dir, returned=outcomes.returned))
+
+    def finish_workers(self, outcomes: Outcomes) -> None:
+        """Let the living workers finish their checkpoints, and collect their last reports."""
+        gang, everyone = self._workers.gang, range(self._workers.plan.world_size)
+        with contextlib.suppress(GangError, ray.exceptions.RayError):
+            self._checkpoints.wait_for_last(gang, outcomes.returned)
+            self.handle(self.telemetry.collect(gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
+
+    def finish_uploads(self) -> None:
+        """Upload the rest of what workers have written on other nodes."""
+        with contextlib.suppress(GangError):
+            check_ray()  # calls to a dead Ray do not return
+            if (problem := self._node_uploads.finish()) is not None:
+                self._events.warn(problem)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any step was done since the launch."""
+        return any(self.telemetry.last_step.values())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the last values of the metrics, and the best one, for ``run.json``."""
+        telemetry, best = self.telemetry, self._best
+        summary: dict[str, Any] = {
+            **telemetry.aggregator.summary(),
+            **telemetry.machine_summary(driver_node=self._node_id),
+            "steps": max(telemetry.last_step.values(), default=0),
+        }
+        if best is not None:
+            summary |= {f"best_{best.metric.replace('/', '_')}": best.value, "best_step": best.step}
+        return summary
