@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from orchestrator.config.text import did_you_mean
 from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
@@ -48,19 +49,22 @@ DEFAULT_VERB = "launch"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``orchestrator`` with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if "COMP_LINE" in os.environ and not set(COMPLETION_OPTIONS).isdisjoint(words):
-        return _complete(words)
-    if words and set(words) <= set(HELP_OPTIONS):
-        print(help_text())
-        return 0
-    verb, arguments = DEFAULT_VERB, words
-    if words and _may_be_verb(words[0]):
-        verb, *arguments = words
-    if verb not in VERBS:
-        hint = f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
-        print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
-        return BAD_INPUT
-    return _run(verb, arguments)
+    try:
+        if "COMP_LINE" in os.environ and not set(COMPLETION_OPTIONS).isdisjoint(words):
+            return _complete(words)
+        if words and set(words) <= set(HELP_OPTIONS):
+            print(help_text())
+            return 0
+        verb, arguments = DEFAULT_VERB, words
+        if words and _may_be_verb(words[0]):
+            verb, *arguments = words
+        if verb not in VERBS:
+            hint = f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+            print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
+            return BAD_INPUT
+        return int(_module(verb).main(arguments))
+    except KeyboardInterrupt:  # while the module was imported, which takes seconds for some
+        return INTERRUPTED
 
 
 def help_text() -> str:
@@ -81,11 +85,8 @@ Verbs
 Each verb also runs as `python -m orchestrator.<verb>`."""
 
 
-def _run(verb: str, arguments: Sequence[str]) -> int:
-    try:
-        return int(importlib.import_module(VERBS[verb].module).main(arguments))
-    except KeyboardInterrupt:  # while the module was imported, which takes seconds for some
-        return INTERRUPTED
+def _module(verb: str) -> ModuleType:
+    return importlib.import_module(VERBS[verb].module)
 
 
 def _may_be_verb(word: str) -> bool:
@@ -100,7 +101,7 @@ def _complete(words: Sequence[str]) -> int:
     if not complete_words:
         answer = io.StringIO()
         with contextlib.redirect_stdout(answer):
-            code = _run(DEFAULT_VERB, words)
+            code = int(_module(DEFAULT_VERB).main(words))
         offers = sorted({*answer.getvalue().split(), *(verb for verb in VERBS if verb.startswith(prefix))})
         print(("\n" if "query=fish" in words else " ").join(offers))
         return code
@@ -108,7 +109,7 @@ def _complete(words: Sequence[str]) -> int:
         if complete_words[0] != DEFAULT_VERB:
             return 0  # the shell then completes file names
         os.environ["COMP_LINE"] = " ".join([program, *line.split(maxsplit=2)[2:]])
-    return _run(DEFAULT_VERB, words)
+    return int(_module(DEFAULT_VERB).main(words))
 
 
 if __name__ == "__main__":

@@ -109,25 +109,30 @@ class Trainer(Strategy):
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, reduction, trained = self.context, self.reduction, self.trained
-        metrics = BatchMetrics(self.job, wanted=want_metrics)
-        slices = [self._on_device(batch) for batch in microbatches]
-        trained.begin_step(has_peers=context.mesh.world_size > 1)
-        factor = trained.loss_factor * reduction.averages_over
-        loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
-        reduction.finish()
-        trained.unscale()
-        wants_norm = trained.needs_norm or want_grad_norm
-        trained.settled = reduction.settles
-        norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
-        self.confirm()
-        admitted = self.end_step(norm)
-        return StepResult(
-            loss_sum=loss_sum,
-            weight=torch.as_tensor(weight, dtype=torch.float32),
-            grad_norm=norm if wants_norm else None,
-            skipped=not admitted,
-            metrics=metrics.sums,
-        )
+        with self.around_step(logged=want_metrics):
+            metrics = BatchMetrics(self.job, wanted=want_metrics)
+            slices = [self._on_device(batch) for batch in microbatches]
+            trained.begin_step(has_peers=context.mesh.world_size > 1)
+            factor = trained.loss_factor * reduction.averages_over
+            loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
+            reduction.finish()
+            trained.unscale()
+            wants_norm = trained.needs_norm or want_grad_norm
+            trained.settled = reduction.settles
+            norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
+            self.confirm()
+            admitted = self.end_step(norm)
+            return StepResult(
+                loss_sum=loss_sum,
+                weight=torch.as_tensor(weight, dtype=torch.float32),
+                grad_norm=norm if wants_norm else None,
+                skipped=not admitted,
+                metrics=metrics.sums,
+            )
+
+    def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the whole of a step; ``logged``: whether the step is logged."""
+        return contextlib.nullcontext()
 
     def end_step(self, norm: Tensor | None) -> bool:
         """Make the update, given the norm of the gradient, or skip it. Return whether it was made."""

@@ -37,7 +37,6 @@ from orchestrator.state.transport import broadcast_state, receive_state, send_st
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.reduction import OwnGradients
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.trainer import Trainer
@@ -112,14 +111,17 @@ class Hogwild(Trainer):
     def sync_initial_state(self) -> None:
         self._has_state = True
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
         with self._exclusive():
-            before = int(self._updates.sum())
-            result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
-            if not result.skipped:
-                self._staleness.append(int(self._updates.sum()) - before - 1)
+            self._updates_before = int(self._updates.sum())
+            yield
             self._steps[self.context.global_rank] += 1
-        return result
+
+    def end_step(self, norm: Tensor | None) -> bool:
+        if admitted := super().end_step(norm):
+            self._staleness.append(int(self._updates.sum()) - self._updates_before - 1)
+        return admitted
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         context = self.context

@@ -32,7 +32,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
-from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.fused_updates import sparse_parameters
 from orchestrator.strategies.gradients import norm_over
@@ -127,17 +127,20 @@ class DDP(Trainer):
         tensors = (*self.passes.model.parameters(), *self.trained.buffers)
         broadcast_tensors(tensors, source=0, device=self.context.device)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+    def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         assert self._buckets is not None
         # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
-        self._timed = want_metrics
-        set_ddp_timing(self._buckets.replica, enabled=want_metrics)
+        self._timed = logged
+        set_ddp_timing(self._buckets.replica, enabled=logged)
         for norm in self._norms:
             norm.waited_s = 0.0
-        result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
-        if result.skipped and self._powersgd is not None:
+        return super().around_step(logged=logged)
+
+    def end_step(self, norm: Tensor | None) -> bool:
+        admitted = super().end_step(norm)
+        if not admitted and self._powersgd is not None:
             self._powersgd.forget()
-        return result
+        return admitted
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.

@@ -24,7 +24,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
-from orchestrator.strategies.base import Context, EvalSums, StepResult
+from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.batch_parts import LossOfParts, Part
 from orchestrator.strategies.datasets import example_batch, ragged_error
 from orchestrator.strategies.job_metrics import BatchMetrics
@@ -182,9 +182,9 @@ class DP(Trainer):
         devices = [torch.device("cuda", i) if device.type == "cuda" else device for i in numbers]
         self._replicas = self.passes.replicas = Replicas(self.passes.model, devices)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+    def end_step(self, norm: Tensor | None) -> bool:
         self._steps += 1
-        return super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
+        return super().end_step(norm)
 
     def close(self) -> None:
         if self._replicas is not None:

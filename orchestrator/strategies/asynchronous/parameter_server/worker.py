@@ -40,7 +40,7 @@ from orchestrator.strategies.asynchronous.parameter_server.parts import join_opt
 from orchestrator.strategies.asynchronous.parameter_server.recovery import share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
-from orchestrator.strategies.base import Context, EvalSums, StepResult
+from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.reduction import OwnGradients, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
@@ -145,21 +145,25 @@ class ParameterWorker(Trainer, OwnGradients):
         self.pull()
         return super().evaluate(batch, valid)
 
-    def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
         began, self._waited_s = time.perf_counter(), 0.0
         self.pull()
         for connection in self._connections:
             connection.begin_step()
-        result = super().train_step(microbatches, want_grad_norm=want_grad_norm, want_metrics=want_metrics)
-        if result.skipped and self._changes_gradient:
-            self._exchange()
+        yield
         assert self._step is not None
         self._step += 1
         self._window_steps += 1
         self._waited_in_window_s += self._waited_s
         self._window_s += time.perf_counter() - (self._last_step_end or began)
         self._last_step_end = time.perf_counter()
-        return result
+
+    def end_step(self, norm: Tensor | None) -> bool:
+        admitted = super().end_step(norm)
+        if not admitted and self._changes_gradient:
+            self._exchange()
+        return admitted
 
     @property
     def full_model(self) -> nn.Module | None:
