@@ -110,11 +110,11 @@ class Mesh:
 
     @property
     def close_groups(self) -> list[list[int]]:
-        """The groups of ranks that should share a node: pipelines, or with ``replicas_close`` the workers of a stage.
+        """The groups of ranks that should share a node: replicas, or with ``replicas_close`` the workers of a stage.
 
         Consecutive ranks, in ascending order.
         """
-        size = self.num_workers // self.pipeline if self.replicas_close else self.pipeline
+        size = self.num_workers // (self.pipeline if self.replicas_close else self.replicate)
         return [list(range(first, first + size)) for first in range(0, self.num_workers, size)]
 
     def size(self, dimension: Dimension) -> int:

@@ -48,7 +48,7 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
         mesh: the grid of ranks.
         workers: the worker of each rank.
     """
-    if mesh.data_parallel_size == 1 or mesh.pipeline == 1:
+    if len(mesh.close_groups) == 1 or len(mesh.close_groups[0]) == 1:
         return None
     crossing: list[str] = []
     for number, group in enumerate(mesh.close_groups):
@@ -57,7 +57,10 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
             crossing.append(f"{number} ({', '.join(nodes.values())})")
     if not crossing:
         return None
-    flow, groups = ("gradients", "stages") if mesh.replicas_close else ("activations", "pipelines")
+    if mesh.replicas_close:
+        flow, groups = "gradients", "stages"
+    else:
+        flow, groups = ("parameters", "replicas") if mesh.shard > 1 else ("activations", "pipelines")
     return (
         f"{flow} go through the network in {len(crossing)} of {len(mesh.close_groups)} {groups}: "
         f"{first_few(crossing, MAX_GROUPS_LISTED)}"

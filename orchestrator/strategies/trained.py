@@ -78,6 +78,11 @@ class Trained:
         self._train = train
         self._buffers_before: Sequence[Tensor] = ()
 
+    def use(self, modules: Sequence[nn.Module]) -> None:
+        """Take other ``modules`` as they are called, of the same structure."""
+        self.modules = modules
+        vars(self).pop("_own_buffers", None)
+
     @property
     def buffers(self) -> Sequence[Tensor]:
         """The buffers on this rank. A layer may replace its own, so only the walk over the modules is cached."""

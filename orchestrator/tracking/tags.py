@@ -30,6 +30,7 @@ _COLORS = {
     "dp": "#7c3aed",
     "ddp": "#2272b4",
     "fsdp": "#4d7c0f",
+    "hsdp": "#65a30d",
     "model_parallel": "#be123c",
     "pipeline": "#d97706",
     "ddp_pipeline": "#92400e",

@@ -82,7 +82,7 @@ class OddToy(Toy):
 @pytest.mark.parametrize("adamw", [False, True])
 def test_any_parameters_have_the_losses_norms_and_values_of_one_worker(gang: Gang, adamw: bool) -> None:
     case = Case(job=OddToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
-    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", rtol=ADAMW if adamw else SGD, want_grad_norm=True)
+    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", "hsdp-2x2", rtol=ADAMW if adamw else SGD, want_grad_norm=True)
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,15 @@ def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tupl
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
-    "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT)),
+    "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
+    "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
     "own updates": Case(job=NormedGAN(), train=SHORT),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: str) -> None:
-    world_size = 4 if name == "replicas of stages" else 2
+    world_size = 4 if name.startswith("replicas") else 2
     expected = gang.run(train, CASES[name], world_size=world_size)
     found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
     for (offered, seen), undisturbed in zip(found, expected, strict=True):
@@ -131,8 +132,11 @@ def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: 
         assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
 
 
-STAGES = LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT))
+STAGES = CASES["replicas of stages"]
 TORN = {
+    "parts, clipped, in slices": replace(
+        CASES["replicas of parts"], train=replace(SHORT, grad_accumulation=2, clip_norm=0.05)
+    ),
     "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
     "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
     "skipped": replace(
@@ -145,7 +149,7 @@ TORN = {
 
 @pytest.mark.parametrize("name", TORN)
 def test_a_step_that_some_ranks_have_made_is_made_by_the_others(gang: Gang, name: str) -> None:
-    """Ranks 1 and 3 have one stage; after the loss of one of them, the other one has not made its update."""
+    """Ranks 1 and 3 have one stage or part; after the loss of one of them, the other one has not made its update."""
     case = TORN[name]
     expected = gang.run(train, case, world_size=4)
     assert [steps.skipped[2] for steps in expected] == [name == "skipped"] * 4

@@ -21,6 +21,7 @@ from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
 from orchestrator.strategies.pipelined.pipeline import PipelineConfig
 from orchestrator.strategies.sharded.fsdp import FSDPConfig
+from orchestrator.strategies.sharded.hsdp import HSDPConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
@@ -63,6 +64,7 @@ PARAMETER_SERVER = ParameterServerConfig(
 )
 
 FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
+HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ LAYOUTS = {
     "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
     "fsdp-2": layout(FSDP, 2),
     "fsdp-3": layout(FSDP, 3),
+    "hsdp-2x2": layout(HSDP, 4),
     "model_parallel-2": layout(MODEL_PARALLEL, 2),
     "GPipe-2": layout(pipeline("GPipe", 4), 2),
     "1F1B-2": layout(pipeline("1F1B", 4), 2),

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,14 +150,21 @@ def model_of(strategy: Strategy) -> nn.Module:
     if isinstance(strategy, Shard):
         return nn.Module()
     if isinstance(strategy, FSDP):
-        model = strategy.passes.model
-        named: Any = model.named_parameters(remove_duplicate=False)
-        whole = {n: p.full_tensor() if p.ndim else p for n, p in named}
-        return module_of({n: whole[n] if n in whole else model.get_buffer(n) for n in strategy.saved_names})
+        return module_of(gathered(strategy))
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
     return strategy.trained.module()
+
+
+def gathered(strategy: FSDP) -> dict[str, Tensor]:
+    """The tensors of this rank's replica. Not by torch, which may remember a mesh of the test before."""
+    own, context = strategy.trained.module().state_dict(), strategy.context
+    ranks: list[dict[str, Tensor]] = [{}] * context.mesh.world_size
+    dist.all_gather_object(ranks, own)
+    replica = [ranks[rank] for rank in context.mesh.group("shard", context.global_rank)]
+    boxes = strategy.passes.boxes
+    return {n: torch.cat([part[n] for part in replica]) if n in boxes else tensor for n, tensor in own.items()}
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

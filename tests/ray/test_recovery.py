@@ -239,8 +239,9 @@ def test_a_survivor_that_starts_from_a_checkpoint_frees_its_model_before_it_buil
 
 
 @pytest.mark.campaign
-def test_a_stage_gets_its_state_from_its_replica(run: Any, reference: Any) -> None:
-    words = ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2", "job.depth=3")
+@pytest.mark.parametrize(("strategy", "size"), [("ddp_pipeline", "pipeline_parallel_size"), ("hsdp", "shard_size")])
+def test_a_part_of_the_model_comes_from_its_replica(run: Any, reference: Any, strategy: str, size: str) -> None:
+    words = (f"strategy={strategy}", "strategy.num_workers=4", f"strategy.{size}=2", "job.depth=3")
     result = run(*WORDS, *words, "recovery.chaos=[raise@13:1,kill@19:2]")
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference(*words)[0])

@@ -32,10 +32,10 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
-from orchestrator.protocol.messages import PENDING, RecoverableSteps
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.merge import merge, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import CPU, broadcast_state, gather_states
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.datasets import example_batch
@@ -43,6 +43,7 @@ from orchestrator.strategies.device_clock import WaitTimer
 from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.groups import divided, new_group, own_group
 from orchestrator.strategies.job_optimizer import optimizer_of_part
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
@@ -56,7 +57,6 @@ from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.trainer import Trainer
 from orchestrator.timeline.spans import Span
 
 
@@ -68,7 +68,7 @@ class PipelineConfig(PipelinedConfig):
 
 
 @register("pipeline")
-class Pipeline(Trainer):
+class Pipeline(PartTrainer):
     """The stages of one rank."""
 
     config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
@@ -113,7 +113,6 @@ class Pipeline(Trainer):
         self._gradients: StageGradients | None = None  # None between two generations
         self._host: dist.ProcessGroup | None = None  # this pipeline with gloo, on GPUs: for states in host memory
         self._copies = PeerCopies() if context.peer_copy_every else None
-        self._ahead = 0  # the steps completed by a recovery that has not ended
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -274,77 +273,31 @@ class Pipeline(Trainer):
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
-        mesh, pp_rank = self.context.mesh, self.context.pp_rank
-        of_stage: dict[int, tuple[int, ...]] = {}
-        step += self._ahead
-        pending = (step + 1,) if self._cut is not None and self.trained.settled else ()
-        if self._cut is not None:
-            of_stage[pp_rank] = (step, *pending)
+        offered = {} if self._cut is None else {**super().recoverable_steps(step)}
         if self._copies is not None:
-            of_stage[pp_rank] = (*of_stage.get(pp_rank, ()), *self._copies.own_steps)
-            of_stage[(pp_rank - 1) % mesh.pipeline] = self._copies.neighbours_steps
-        replicas = mesh.groups("replicate")
-        offered = {rank: steps for stage, steps in of_stage.items() for rank in replicas[stage]}
-        return {**offered, PENDING: pending} if pending else offered
+            mesh, own = self.context.mesh, self.context.global_rank
+            for rank in mesh.group("replicate", own):
+                offered[rank] = (*offered.get(rank, ()), *self._copies.own_steps)
+            preceding = mesh.group("pipeline", own)[self.context.pp_rank - 1]
+            offered |= dict.fromkeys(mesh.group("replicate", preceding), self._copies.neighbours_steps)
+        return offered
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Fetch each rank's state from a replica of its stages, from a neighbour's peer copy, or from its own copy.
-
-        A replica sends its tensors from where they are. A new worker receives on its device, a survivor in host memory,
-        because on its device there may be no room for two states.
-        """
-        self._settle(source_step, step + self._ahead)
-        step += self._ahead
-        samples_consumed += self._ahead * self.context.train.global_batch_size
-        own, device = self.context.global_rank, self.context.device
-        here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
-        meta: dict[str, Any] = here
-        for receiver, sender in enumerate(sources):
-            if own == sender != receiver:
-                send_state(self._state_of(receiver, source_step, **here), to=receiver, device=device)
-            elif own == receiver != sender:
-                onto = device if step == 0 else CPU
-                meta = self._load(receive_state(sender, device=device, onto=onto))
-        if sources[own] == own and step != source_step:
-            assert self._copies is not None
-            meta = self._load(self._copies.own(source_step), consume=False)
+        """Fetch each rank's state from a replica of its stages, from a neighbour's peer copy, or from its own copy."""
+        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
         if self._copies is not None:
             self._copies.forget_after(source_step)
-        assert meta["step"] == source_step
-        self._ahead = 0
         return meta
 
-    def _settle(self, source_step: int, step: int) -> None:
-        """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.
-
-        Collective. ``step``: the last one that this rank has completed.
-        """
-        trained, own = self.trained, torch.zeros(2, device=self.context.device)
-        if step == source_step and trained.norm is not None:
-            own = torch.stack([torch.ones_like(trained.norm), trained.norm])
-        norms = [torch.empty_like(own) for _ in range(self.context.mesh.world_size)]
-        dist.all_gather(norms, own)
-        self.confirm()
-        if trained.settled and source_step == step + 1:
-            self.end_step(next(norm for known, norm in norms if known))
-            self._ahead += 1
-        elif trained.in_step:
-            trained.undo_step()
-
-    def _state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
+    def state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""
-        if self.context.mesh.coords(rank).pipeline == self.context.pp_rank and wanted == step:
-            return self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
+        is_own = self.context.mesh.coords(rank).pipeline == self.context.pp_rank
+        if is_own and wanted == step:
+            return super().state_of(rank, wanted, step=step, samples_consumed=samples_consumed)
         assert self._copies is not None
-        if self.context.mesh.coords(rank).pipeline == self.context.pp_rank:
-            return self._copies.own(wanted)
-        return self._copies.neighbours(wanted)
-
-    def _load(self, state: TrainState, *, consume: bool = True) -> dict[str, Any]:
-        self.load(state, consume=consume)
-        return {name: state.meta[name] for name in ("step", "samples_consumed")}
+        return self._copies.own(wanted) if is_own else self._copies.neighbours(wanted)
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
         """Return a gloo group of this rank's pipeline. Collective: every rank creates the groups of all pipelines."""

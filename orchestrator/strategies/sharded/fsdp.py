@@ -30,20 +30,20 @@ from orchestrator.state.transport import CPU, broadcast_state, broadcast_tensors
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.gradients import norm_over, sum_over
+from orchestrator.strategies.groups import own_group
 from orchestrator.strategies.job_optimizer import optimizer_of_part
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig(StrategyConfig):
-    """The keys of ``fsdp``."""
+class ShardedConfig(StrategyConfig):
+    """The keys of every strategy that divides tensors."""
 
-    name: Literal["fsdp"]
     wrap: Literal["auto"] | tuple[str, ...] = option(
         "modules that are gathered one by one; auto: the repeated blocks of the model; or the names of their classes, "
         "as in [Block]"
@@ -54,9 +54,16 @@ class FSDPConfig(StrategyConfig):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig(ShardedConfig):
+    """The keys of ``fsdp``."""
+
+    name: Literal["fsdp"]
+
+
 @register("fsdp")
-class FSDP(Trainer):
-    """A part of each tensor of the model on every worker."""
+class FSDP(PartTrainer):
+    """A part of each tensor of the model on every worker, and replicas of the parts if the mesh has them."""
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
     evaluates_padding = True
@@ -74,7 +81,7 @@ class FSDP(Trainer):
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options = config.strategy
-        assert isinstance(options, FSDPConfig)
+        assert isinstance(options, ShardedConfig)
         notes = super().check_job(config, job, plan, errors)
         return (*notes, *check_shards(config, job, plan, options.wrap, errors))
 
@@ -83,31 +90,43 @@ class FSDP(Trainer):
         return "its modules gather their parameters between compiled code; set it to false"
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        self._train_set: Dataset[Any] = train_set
+        self._train_set: Dataset[Any] | None = train_set  # until the first attach()
         self.passes = ShardedModel(self.job, self.context, self.precision, wrap=_options(self.context).wrap)
         note = note_on_dropout(self.passes.model)
         self._warnings = () if note is None else (note,)
 
     def attach(self) -> None:
-        """Divide the model, once: a later generation is another object, because it begins from a checkpoint."""
+        """Divide the model over the process groups of this generation."""
         context, passes = self.context, self.passes
-        passes.divide(_world(), keep_whole=not _options(context).reshard_after_forward)
+        shards = own_group(context, context.mesh.groups("shard"))
+        replicas = own_group(context, context.mesh.groups("replicate"))
+        assert shards is not None
+        passes.divide(shards, keep_whole=not _options(context).reshard_after_forward)
+        if self._train_set is None:
+            self.trained.use([passes.model])
+        else:
+            self.trained = self._trained(self._train_set)
+            self._train_set = None
+        self.reduction = InParts(passes, self.trained, context, replicas)
+        super().attach()
+
+    def _trained(self, train_set: Dataset[Any]) -> Trained:
+        context, passes = self.context, self.passes
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU).model
         optimizer = optimizer_of_part(self.job, whole, passes.module())
-        self.trained = Trained(
+        return Trained(
             self.job,
             context,
             [passes.model],
             {"": optimizer},
-            self._train_set,
+            train_set,
             module=passes.module,
             boxes=passes.boxes,
         )
-        self.reduction = InParts(passes, self.trained, context)
 
     def sync_initial_state(self) -> None:
-        """Give all ranks the buffers of rank 0. The parts of the parameters have the values of one seed."""
-        broadcast_tensors(self.trained.buffers, source=0, device=self.context.device)
+        assert isinstance(self.reduction, InParts)
+        self.reduction.sync_initial_state()
 
     @property
     def full_model(self) -> None:
@@ -115,15 +134,18 @@ class FSDP(Trainer):
 
     @property
     def writers(self) -> Sequence[int]:
-        return range(self.context.mesh.world_size)
+        return self.context.mesh.groups("shard")[0]
 
     @property
     def saved_names(self) -> Sequence[str]:
         return self.passes.saved_names
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)
+        if state is None:
+            return None
         states = gather_states(
-            self.capture_part(step=step, samples_consumed=samples_consumed, into=into),
+            state,
             ranks=self.writers,
             rank=self.context.global_rank,
             device=self.context.device,
@@ -131,7 +153,9 @@ class FSDP(Trainer):
         )
         return None if states is None else merge(states, order=self.saved_names)
 
-    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState:
+    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        if self.context.global_rank not in self.writers:
+            return None
         state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
         return state if self.context.global_rank == 0 else without_copies(state)
 
@@ -146,21 +170,35 @@ class FSDP(Trainer):
         )
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Return nothing: only checkpoints have the parts of a rank that is lost."""
-        return {}
+        """Offer this rank's parts to their replicas; without any, only checkpoints have the parts of a lost rank."""
+        return super().recoverable_steps(step) if self.context.mesh.replicate > 1 else {}
 
     def close(self) -> None:
         if hasattr(self, "passes"):  # otherwise setup() has failed
             self.passes.close()
+            self.reduction = Reduction()
 
 
 class InParts(Reduction):
-    """Gradients are summed while they are divided, in the backward passes."""
+    """Gradients are summed while they are divided, in the backward passes, and then over the replicas of each part."""
 
-    def __init__(self, passes: ShardedModel, trained: Trained, context: Context):
+    def __init__(self, passes: ShardedModel, trained: Trained, context: Context, replicas: dist.ProcessGroup | None):
+        """Prepare for the sums. ``replicas``: the ranks that have the same parts; None if no other has them."""
         self._passes = passes
         self._trained = trained
         self._context = context
+        self._replicas = replicas
+        self.settles = replicas is not None
+
+    def sync_initial_state(self) -> None:
+        """Give all replicas the parts of the first, and all ranks the tensors that are not divided.
+
+        The parts of a replica have the values of one seed.
+        """
+        device = self._context.device
+        if self._replicas is not None:
+            broadcast_tensors(self._passes.parts.values(), source=0, device=device, group=self._replicas)
+        broadcast_tensors([*self._passes.scalars, *self._trained.buffers], source=0, device=device)
 
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         context = self._context
@@ -171,12 +209,15 @@ class InParts(Reduction):
 
     def finish(self) -> None:
         self._passes.take_gradients()
+        if self._replicas is not None:
+            parts = self._passes.parts.values()
+            sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
         sum_over(_world(), [scalar.grad for scalar in self._passes.scalars if scalar.grad is not None])
         broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        ranks, scalars = self._context.mesh.world_size, {*self._passes.scalars}
-        return norm_over(_world(), parameters, device, lambda parameter: ranks if parameter in scalars else 1)
+        mesh, scalars = self._context.mesh, {*self._passes.scalars}
+        return norm_over(_world(), parameters, device, lambda p: mesh.world_size if p in scalars else mesh.replicate)
 
 
 def _world() -> dist.ProcessGroup:
@@ -185,6 +226,6 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _options(context: Context) -> FSDPConfig:
-    assert isinstance(context.options, FSDPConfig)
+def _options(context: Context) -> ShardedConfig:
+    assert isinstance(context.options, ShardedConfig)
     return context.options

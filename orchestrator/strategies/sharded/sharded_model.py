@@ -15,7 +15,7 @@ from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.partial_init import build_divided
+from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.model.tensor_slots import move, tensor_slots
@@ -41,6 +41,7 @@ class ShardedModel(WholeModel):
         self.job = job
         self.precision = precision
         self._device = context.device
+        self._build = constructor_of(job, context.train, precision)
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
         def part(whole: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class ShardedModel(WholeModel):
                 whole = whole[Box.shard(whole.shape, index, count).slices_in(Box.whole(whole.shape))]
             return whole.to(context.device, copy=True)
 
-        self.model, self.parts = build_divided(constructor_of(job, context.train, precision), part, seed=context.seed)
+        self.model, self.parts = build_divided(self._build, part, seed=context.seed)
         move([slot for slot in tensor_slots(self.model) if not isinstance(slot.tensor, FakeTensor)], context.device)
         named = dict(self.model.named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -56,16 +57,20 @@ class ShardedModel(WholeModel):
         self.saved_names = tuple(self.model.state_dict())
         self.scalars = [part for part in self.parts.values() if part.ndim == 0]
         self._first = {name: first[parameter] for name, parameter in named.items()}
-        self._groups = groups_of(self.model, wrap)
+        self._wrap = wrap
         self._wrapped: FullySharded | None = None
+        self._divided = False
 
     def divide(self, group: dist.ProcessGroup, *, keep_whole: bool) -> None:
-        """Divide the model over the ranks of ``group``, once.
+        """Divide the model over the ranks of ``group``. After :meth:`close`, it may be divided again, over others.
 
         Args:
             group: the ranks.
             keep_whole: whether what a step has gathered is kept up to its end.
         """
+        if self._divided:
+            self._rebuild()
+        self._divided = True
         self.forward_model = self.unwrapped
         fakes = {id(parameter): name for name, parameter in self.model.named_parameters()}
         slots = [slot for slot in tensor_slots(self.model) if id(slot.tensor) in fakes]
@@ -88,12 +93,23 @@ class ShardedModel(WholeModel):
         self._wrapped = wrapped = FullySharded(
             self.forward_model, group, self._device, keep_whole=keep_whole, undivided=self.scalars
         )
-        for modules in (*self._groups, (self.forward_model,)):
+        for modules in (*groups_of(self.model, self._wrap), (self.forward_model,)):
             fill({inner for module in modules for inner in module.modules()})
             wrapped.gather_together(modules)
         for name, parameter in self.model.named_parameters():
             if parameter.ndim > 0:
                 self.parts[name].data = wrapped.local_part(parameter).copy_(self.parts[name].data)
+
+    def _rebuild(self) -> None:
+        """Build the model again, with its buffers, and with parameters that have no memory."""
+        tensors = {slot.name: slot.tensor for slot in tensor_slots(self.model)}
+        model = build_fake(self._build, torch.device("cpu")).model
+        parameters = {*model.parameters()}
+        slots = [slot for slot in tensor_slots(model) if slot.tensor not in parameters]
+        kept = {id(slot.tensor): tensors[slot.name] for slot in slots}
+        for slot in slots:
+            slot.fill(kept)
+        self.model = model
 
     def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of the passes of a slice; ``last``: the last one of the step."""
@@ -157,7 +173,7 @@ class ShardedModel(WholeModel):
         )
 
     def close(self) -> None:
-        """Release everything that refers to the process group. The model cannot run afterwards; the parts remain."""
+        """Release everything that refers to the process group. It cannot run then; parts and buffers remain."""
         if self._wrapped is not None:
             self._wrapped.release()
             self._wrapped = None

@@ -521,8 +521,14 @@ def test_what_crosses_nodes_is_named_after_the_start() -> None:
     assert placement_note(stages, on_nodes("abab")) == (
         "gradients go through the network in 2 of 2 stages: 0 (gpu-a, gpu-b), 1 (gpu-a, gpu-b)"
     )
+    parts = Mesh(replicate=2, shard=2)
+    assert placement_note(parts, on_nodes("aabb")) is None
+    assert placement_note(parts, on_nodes("aabc")) == (
+        "parameters go through the network in 1 of 2 replicas: 1 (gpu-b, gpu-c)"
+    )
     assert placement_note(Mesh(replicate=4), on_nodes("abab")) is None
-    assert placement_note(Mesh(pipeline=4), on_nodes("abab")) is None, "one pipeline is where it can be"
+    for one in (Mesh(pipeline=4), Mesh(shard=4)):
+        assert placement_note(one, on_nodes("abab")) is None, "it is where it can be"
     many = placement_note(Mesh(replicate=99, pipeline=2), on_nodes("ab" * 99))
     assert many is not None
     assert many.endswith("3 (gpu-a, gpu-b), and 95 more")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helpers.cases import Case, config_of, plan_of
-from helpers.layouts import FSDP
+from helpers.layouts import FSDP, HSDP
 from helpers.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.state.boxes import Box
@@ -117,6 +117,24 @@ def test_one_worker_is_refused() -> None:
     assert errors == [
         "strategy.num_workers=1: strategy=fsdp divides the model over at least 2 workers; use strategy=single for one"
     ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "said"),
+    [
+        (6, 4, "not divisible by strategy.shard_size=4; set it to 8, or use strategy=fsdp"),
+        (7, 2, "not divisible by strategy.shard_size=2; set it to 6 or 8, or use strategy=fsdp"),
+        (4, 4, "makes no replicas of the parts; set it to 8, or use strategy=fsdp"),
+        (1, 2, "not divisible by strategy.shard_size=2; set it to 4, or use strategy=fsdp"),
+    ],
+)
+def test_workers_that_make_no_whole_replicas_are_refused(workers: int, size: int, said: str) -> None:
+    errors: list[str] = []
+    config = config_of(Case(job=Built(), options=HSDP), 4)
+    config = replace(config, strategy=replace(HSDP, num_workers=workers, shard_size=size))
+    registry.load("hsdp").plan_layout(config, workers, errors)
+    assert len(errors) == 1
+    assert errors[0].startswith(f"strategy.num_workers={workers}: {said}")
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)

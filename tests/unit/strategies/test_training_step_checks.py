@@ -26,7 +26,17 @@ from orchestrator.strategies.datasets import DatasetError
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.worker.data.job_data import datasets_of
 
-OTHERS = ["dp", "fsdp", "model_parallel", "pipeline", "ddp_pipeline", "hogwild", "locked_sgd", "parameter_server"]
+OTHERS = [
+    "dp",
+    "fsdp",
+    "hsdp",
+    "model_parallel",
+    "pipeline",
+    "ddp_pipeline",
+    "hogwild",
+    "locked_sgd",
+    "parameter_server",
+]
 
 
 @pytest.fixture
