@@ -72,7 +72,8 @@ def broadcast_state(
                 tensors[path] = moved[box.slices_in(Box.whole(shape))].to(onto, copy=True)
     if state is not None and not boxes:
         return state
-    return TrainState(meta=header["meta"], model=parts["model"], optimizer=parts["optimizer"], boxes=where)
+    divided = {kind: found for kind, found in where.items() if found}
+    return TrainState(meta=header["meta"], model=parts["model"], optimizer=parts["optimizer"], boxes=divided)
 
 
 @torch.no_grad()

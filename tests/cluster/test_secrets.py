@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -70,11 +69,6 @@ def planted(folder: Path) -> Mapping[str, str]:
     }
 
 
-def encoded(secret: str) -> str:
-    """``secret`` in Base64, without the last characters, which depend on what follows."""
-    return base64.b64encode(secret.encode()).decode()[: len(secret) // 3 * 4]
-
-
 def leaks(folder: Path, console: str) -> Iterator[str]:
     """Each secret in the output or below ``folder``, with its place."""
     places = {"the console": console.encode()}
@@ -82,7 +76,7 @@ def leaks(folder: Path, console: str) -> Iterator[str]:
     del places["key.pem"]
     for place, content in places.items():
         for kind, secret in SECRETS.items():
-            forms = {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret), encoded(secret)}
+            forms = {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret)}
             if any(form.encode() in content for form in forms):
                 yield f"{kind} in {place}"
 

@@ -67,7 +67,7 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
             Lengths(build=of.tied_ends),
             "model_parallel-2",
             ("second",),
-            "pad the samples to one length in job.collate",
+            "pad the samples to one length in Job.collate",
             id="lengths",
         ),
         pytest.param(

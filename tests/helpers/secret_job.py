@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -61,7 +60,7 @@ class Secretive(Digits):
         for text in self.everything():
             print(text)
             print("also on stderr:", text, file=sys.stderr)
-            print(repr(text), json.dumps({"text": text}), quote(text), base64.b64encode(text.encode()).decode())
+            print(repr(text), json.dumps({"text": text}), quote(text))
             sys.stdout.flush()
             if dist.is_initialized():
                 os.write(1, f"from C: {text}\n".encode())
