@@ -11,7 +11,7 @@ from helpers.layouts import LAYOUTS, STAGED
 from helpers.quick_jobs import digits
 
 
-@pytest.mark.parametrize("name", ["ddp-2", *STAGED])
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", *STAGED])
 def test_every_layout_evaluates_exactly(gang: Gang, name: str) -> None:
     """If it fails, stages wait for each other in an evaluation, or its incomplete last batch counts wrongly."""
     case = Case(job=digits(depth=3, val_size=37), train=having(steps=2, global_batch_size=16))

@@ -92,9 +92,10 @@ STRATEGIES = {
     "ddp": ("strategy=ddp", "strategy.num_workers=2"),
     "pipeline": ("strategy=pipeline", "strategy.num_workers=2"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.num_workers=4"),
+    "hsdp": ("strategy=hsdp", "strategy.shard_size=2", "strategy.num_workers=4"),
 }
-"""By name; the last has three communicators on each rank: of all ranks, of its pipeline, and of its stage."""
-LOSES_NO_STEP = ("ddp", "ddp_pipeline")
+"""By name; on each rank, the last two have a communicator of all ranks and one for each dimension of the mesh."""
+LOSES_NO_STEP = ("ddp", "ddp_pipeline", "hsdp")
 
 
 @pytest.fixture(scope="module")

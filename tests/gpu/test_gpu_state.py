@@ -60,7 +60,9 @@ def test_a_state_arrives_as_it_was_sent(gang: Gang, reuse: bool) -> None:
     assert_arrives_as_sent(gang, reuse=reuse)
 
 
-@pytest.mark.parametrize(("name", "sources"), [("ddp-4", (0, 1, 2, 0)), ("GPipe-2x2", (0, 1, 0, 1))])
+@pytest.mark.parametrize(
+    ("name", "sources"), [("ddp-4", (0, 1, 2, 0)), ("GPipe-2x2", (0, 1, 0, 1)), ("hsdp-2x2", (0, 1, 0, 1))]
+)
 @pytest.mark.parametrize("own_step", [0, 1], ids=["new workers", "survivors that are behind"])
 def test_a_recovery_sends_live_tensors_to_the_ranks_that_need_them(
     gang: Gang, name: str, sources: tuple[int, ...], own_step: int
