@@ -15,7 +15,6 @@ from orchestrator.strategies import registry
 WITH_COMMANDS = [page for page in PAGES if launches(page)]
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=[str(page.relative_to(ROOT)) for page in WITH_COMMANDS])
 def test_the_keys_and_values_of_its_commands_exist(page: Path) -> None:
     refused = []
