@@ -12,19 +12,17 @@ import pytest
 from helpers.cases import Case, having
 from helpers.discarded import built_three_times
 from helpers.gang import Gang
-from helpers.layouts import HSDP
 from helpers.quick_jobs import ScheduledDigits
 from helpers.runs import in_campaign
 from helpers.step_toys import Distillation
 from helpers.zoo_cells import STRATEGIES
 
-EVERY = {**STRATEGIES, "hsdp": (HSDP, 4)}
 SHORT = ("ddp", "hsdp", "ddp_pipeline", "hogwild", "parameter_server sync")
 
 
-@pytest.mark.parametrize("name", [*SHORT, *in_campaign(*(name for name in EVERY if name not in SHORT))])
+@pytest.mark.parametrize("name", [*SHORT, *in_campaign(*(name for name in STRATEGIES if name not in SHORT))])
 def test_nothing_is_left_of_a_discarded_loop(gang: Gang, tmp_path: Path, name: str) -> None:
-    options, world_size = EVERY[name]
+    options, world_size = STRATEGIES[name]
     case = Case(
         job=ScheduledDigits(hidden=24, depth=4),
         train=having(steps=4, global_batch_size=24, ema_decay=0.9 if name in ("ddp", "ddp_pipeline") else None),

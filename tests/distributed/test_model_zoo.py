@@ -16,7 +16,7 @@ from helpers.zoo_cells import STRATEGIES, cell
 from orchestrator.config.overrides import choices
 
 SHORT = [
-    *(("t5", strategy) for strategy in ("ddp", "dp", "model_parallel", "pipeline", "parameter_server sync")),
+    *(("t5", strategy) for strategy in ("ddp", "fsdp", "dp", "model_parallel", "pipeline", "parameter_server sync")),
     *((name, strategy) for name in ("lora_llama", "unet") for strategy in ("ddp", "model_parallel", "pipeline")),
 ]
 """An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""
@@ -33,6 +33,7 @@ REFUSED = {
     ("clip", "ddp"),
     ("clip", "ddp_pipeline"),
     ("dit", "fsdp"),
+    ("dit", "hsdp"),
 }
 ASYNCHRONOUS = {"hogwild", "locked_sgd", "parameter_server async"}
 

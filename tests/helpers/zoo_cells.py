@@ -13,7 +13,7 @@ import torch
 from helpers.batches import validated
 from helpers.cases import DDP, SINGLE, Case, config_of, having, plan_of
 from helpers.gang import Answer, Gang
-from helpers.layouts import FSDP, MODEL_PARALLEL, PARAMETER_SERVER, SGD, ddp_pipeline, pipeline, whole_model
+from helpers.layouts import FSDP, HSDP, MODEL_PARALLEL, PARAMETER_SERVER, SGD, ddp_pipeline, pipeline, whole_model
 from helpers.training import Steps, losses, make, steps, watched
 from helpers.zoo import ZOO, Staged, Whole
 from orchestrator.config.schema import StrategyConfig
@@ -29,6 +29,7 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "single": (SINGLE, 1),
     "ddp": (DDP, 2),
     "fsdp": (FSDP, 2),
+    "hsdp": (HSDP, 4),
     "dp": (DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False), 1),
     "model_parallel": (MODEL_PARALLEL, 2),
     "pipeline": (pipeline("1F1B", 2), 2),
