@@ -22,6 +22,8 @@ from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
 
+pytestmark = pytest.mark.slow  # a store that is away is waited for
+
 
 def make_state(step: int, value: float = 1.0, best: int | None = None) -> TrainState:
     """A state, with the step of the best evaluation so far if there is one."""

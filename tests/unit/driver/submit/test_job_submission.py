@@ -25,6 +25,8 @@ from orchestrator.driver.process.origin import HERE, who_asks
 from orchestrator.driver.submit.job_submission import JobServer, Submission, make_submission
 from orchestrator.records.git import GitFacts, carried, git_facts
 
+pytestmark = pytest.mark.slow  # processes that follow a job
+
 FACTS = GitFacts(commit="abc", branch="main", dirty=False)
 
 

@@ -20,6 +20,8 @@ from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.search import NONE_FINISHED, Search, open_search
 from orchestrator.records.run_dir import RunDir
 
+pytestmark = pytest.mark.slow  # whole searches
+
 SPACE = ("job.lr=tag(log,interval(1e-4,1.0))", "job.depth=range(1,4)", "strategy=single,ddp")
 
 
