@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
+
+pytestmark = pytest.mark.slow  # servers that answer late
 
 TOKEN = "a" * 40
 PROBE = """
 import os, sys
-import pytest
-
 from orchestrator.compat.ray.connection import probe_gcs
 from orchestrator.driver.process.cluster import address_error
-
-pytestmark = pytest.mark.slow  # servers that answer late
 for address in sys.argv[1:]:
     os.environ.pop("RAY_AUTH_MODE", None)
     asks = probe_gcs(address, timeout_s=30, with_token=False)

@@ -16,13 +16,13 @@ from orchestrator.driver.submit import restarts
 from orchestrator.driver.submit.restarts import Child, launch_with_restarts
 from orchestrator.records.run_dir import RunDir
 
+pytestmark = pytest.mark.slow  # processes that are started again
+
 DRIVER = """
 import os, sys
 from pathlib import Path
 from orchestrator.driver.process.reports import left_run, report_end, report_run
 from orchestrator.records.run_dir import RunDir
-
-pytestmark = pytest.mark.slow  # processes that are started again
 
 run_dir, *ends = RunDir(Path(sys.argv[1])), *sys.argv[2:]
 starts = run_dir.path / "starts"
