@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,11 +271,9 @@ class HuggingFace(Job):
         return Examples(Path(getattr(self, name)).expanduser(), Encoder(self, self._tokenizer()))
 
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         place = self.tokenizer_name or self.model_name_or_path or self.config_name
         try:
-            return AutoTokenizer.from_pretrained(_place(place))
+            return _load_tokenizer(_place(place))
         except (OSError, ValueError, ImportError) as e:
             key = "job.tokenizer_name=" + (self.tokenizer_name or "null")
             raise ValueError(
@@ -333,7 +332,8 @@ class Encoder:
         return self._masked(tokens)
 
     def _prompt_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        encode, end = self.tokenizer, [self.tokenizer.eos_token_id]
+        encode = self.tokenizer
+        end = [] if encode.eos_token_id is None else [encode.eos_token_id]
         if "messages" in example:
             if not self.tokenizer.chat_template:
                 raise ValueError("messages need a chat template, and the tokenizer has none; use prompt and completion")
@@ -360,6 +360,14 @@ class Encoder:
         ids = torch.tensor(tokens)
         hidden = torch.where(kind < 0.8, self.tokenizer.mask_token_id, torch.where(kind < 0.9, others, ids))
         return torch.where(chosen, hidden, ids).tolist(), torch.where(chosen, ids, IGNORED).tolist()
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(place: str) -> Any:
+    """Return a tokenizer, which nobody changes; reading it takes a part of a second."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place)
 
 
 def _place(text: str | None) -> str:

@@ -117,6 +117,18 @@ def test_the_loss_counts_answers_and_no_padding(folder: Path) -> None:
     assert job._tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
 
 
+def test_a_tokenizer_may_have_no_end(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with_end, without = (
+        HuggingFace(**fields(folder, tokenizer_name=str(place))).dataset("train")
+        for place in (folder / "llama", tmp_path)
+    )
+    assert [*without[0]["labels"], 0] == [*with_end[0]["labels"]]
+
+
 def test_an_export_has_the_adapters_or_the_merged_model(folder: Path, tmp_path: Path) -> None:
     import peft
     import transformers
