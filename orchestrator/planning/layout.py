@@ -61,15 +61,22 @@ class LayoutRules:
         return True
 
     @classmethod
+    def replica_size(cls, options: StrategyConfig) -> int:
+        """Return the number of workers that have the model together."""
+        return 1
+
+    @classmethod
     def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
-        """Return the number of workers for ``strategy.num_workers=auto``.
+        """Return the number of workers for ``strategy.num_workers=auto``: of all complete replicas that fit.
 
         Args:
             options: the keys of the strategy.
             gpus: the number of GPUs of each node that has any; empty for a run on CPUs.
             spares: the number of idle workers that need GPUs as well.
         """
-        return max(1, sum(gpus) - spares) if gpus else 2
+        size = cls.replica_size(options)
+        replicas = (sum(gpus) - spares) // size if gpus else 2
+        return max(1, replicas) * size
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:

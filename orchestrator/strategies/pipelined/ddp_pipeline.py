@@ -7,7 +7,6 @@ gradients of each stage are summed over its replicas.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -39,11 +38,9 @@ class DDPPipeline(Pipeline):
     size_key = "strategy.pipeline_parallel_size"
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
-        """Return the number of workers of all complete replicas that fit on the GPUs, or of two on CPUs."""
+    def replica_size(cls, options: StrategyConfig) -> int:
         assert isinstance(options, DDPPipelineConfig)
-        replicas = (sum(gpus) - spares) // options.pipeline_parallel_size if gpus else 2
-        return max(1, replicas) * options.pipeline_parallel_size
+        return options.pipeline_parallel_size
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:

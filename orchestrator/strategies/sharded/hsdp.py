@@ -6,7 +6,6 @@ each part are summed over its replicas. A lost worker is replaced from a replica
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,11 +34,9 @@ class HSDP(FSDP):
     config_class: ClassVar[type[StrategyConfig]] = HSDPConfig
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
-        """Return the number of workers of all complete replicas that fit on the GPUs, or of two on CPUs."""
+    def replica_size(cls, options: StrategyConfig) -> int:
         assert isinstance(options, HSDPConfig)
-        replicas = (sum(gpus) - spares) // options.shard_size if gpus else 2
-        return max(1, replicas) * options.shard_size
+        return options.shard_size
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
