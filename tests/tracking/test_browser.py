@@ -30,7 +30,6 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.tracking.transfer import read_cursor
 
 pytestmark = [
-    pytest.mark.campaign,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome in PATH"),
     pytest.mark.timeout(300),
 ]
