@@ -55,7 +55,7 @@ from rounds import (
 from orchestrator import run
 from orchestrator.config.schema import TrainConfig
 from orchestrator.records.journal import read_lines
-from orchestrator.strategies.confirmation import Confirmation, DeviceEvent, no_confirmation
+from orchestrator.strategies.update.confirmation import Confirmation, DeviceEvent, no_confirmation
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 ROOT = Path(__file__).resolve().parents[1]

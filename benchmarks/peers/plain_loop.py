@@ -9,7 +9,7 @@ import torch
 from settings import StepTimer, parse, write_timing
 from torch.utils.data import DataLoader
 
-from orchestrator.strategies.fused_updates import fuse_updates
+from orchestrator.strategies.update.fused_updates import fuse_updates
 
 
 class GpuStepTimer:

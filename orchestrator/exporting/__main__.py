@@ -42,7 +42,7 @@ from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.stored_tensors import StoredTensors
-from orchestrator.strategies.datasets import is_stream
+from orchestrator.strategies.data.datasets import is_stream
 
 MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orchestrator.compat.torch import pytree
 from orchestrator.config.schema import JobSpec
-from orchestrator.strategies.datasets import is_stream, known_length
+from orchestrator.strategies.data.datasets import is_stream, known_length
 
 _DIGEST_LENGTH = 16
 

@@ -23,10 +23,10 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.constructor import blocks_note, lazy_names
-from orchestrator.strategies.memory import TensorSize
+from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.training_step import training_step_errors
+from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.timeline.spans import Span
 
 
@@ -119,7 +119,7 @@ class Strategy(LayoutRules, abc.ABC):
 
     confirm: Callable[[], None] = staticmethod(no_confirmation)
     """Call this before an update, before received state is loaded, and before numbers of the device are used: see
-    :mod:`orchestrator.strategies.confirmation`."""
+    :mod:`orchestrator.strategies.update.confirmation`."""
 
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""

@@ -16,7 +16,7 @@ from orchestrator.model.blocks import Block, ForwardPass, blocks_of, with_blocks
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.precision import Precision
-from orchestrator.strategies.flop_counter import FlopCounter
+from orchestrator.strategies.measure.flop_counter import FlopCounter
 
 
 def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:

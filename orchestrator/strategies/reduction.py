@@ -16,7 +16,7 @@ from torch import Tensor
 
 from orchestrator.job import Job
 from orchestrator.model.precision import summable
-from orchestrator.strategies.gradients import norm_over
+from orchestrator.strategies.update.gradients import norm_over
 
 Weight = float | Tensor
 

@@ -18,13 +18,13 @@ from orchestrator.state.boxes import Box
 from orchestrator.state.joint import AnyScheduler, JointScheduler
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.datasets import steps_per_epoch
-from orchestrator.strategies.fused_updates import fuse_updates, sparse_parameters
-from orchestrator.strategies.gradients import clip
-from orchestrator.strategies.job_optimizer import scheduler_of
-from orchestrator.strategies.loss_scale import LossScale
+from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
-from orchestrator.strategies.weight_average import keep_average
+from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
+from orchestrator.strategies.update.gradients import clip
+from orchestrator.strategies.update.job_optimizer import scheduler_of
+from orchestrator.strategies.update.loss_scale import LossScale
+from orchestrator.strategies.update.weight_average import keep_average
 
 
 class Trained:

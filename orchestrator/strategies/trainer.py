@@ -32,16 +32,16 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
-from orchestrator.strategies.batch_parts import Division, by_keys, warning_about_parts
+from orchestrator.strategies.data.batch_parts import Division, by_keys, warning_about_parts
 from orchestrator.strategies.device_precision import prepare_device
-from orchestrator.strategies.diverging import diverging_errors
-from orchestrator.strategies.job_metrics import BatchMetrics
-from orchestrator.strategies.job_optimizer import optimizer_of
-from orchestrator.strategies.memory import TensorSize, sizes_of
+from orchestrator.strategies.measure.job_metrics import BatchMetrics
+from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.weight_average import averaged
+from orchestrator.strategies.update.diverging import diverging_errors
+from orchestrator.strategies.update.job_optimizer import optimizer_of
+from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
 
 if TYPE_CHECKING:

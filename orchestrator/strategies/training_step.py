@@ -12,7 +12,7 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_loss
 from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
-from orchestrator.strategies.job_metrics import checked_metrics
+from orchestrator.strategies.measure.job_metrics import checked_metrics
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:

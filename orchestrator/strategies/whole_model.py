@@ -16,10 +16,10 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.batch_parts import LossOfParts, mean_loss
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
-from orchestrator.strategies.datasets import is_ragged
-from orchestrator.strategies.job_metrics import BatchMetrics, checked_metrics
+from orchestrator.strategies.data.batch_parts import LossOfParts, mean_loss
+from orchestrator.strategies.data.datasets import is_ragged
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, checked_metrics
 from orchestrator.strategies.reduction import Reduction, Weight, weighted
 from orchestrator.strategies.training_step import models_of
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
-from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
-from orchestrator.strategies.memory import TensorSize
+from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError

@@ -24,9 +24,9 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.part_writers import Store
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
-from orchestrator.strategies.confirmation import confirmation
-from orchestrator.strategies.datasets import is_stream
-from orchestrator.strategies.weight_average import forget_average
+from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.strategies.update.confirmation import confirmation
+from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.fault_injection import inject_fault

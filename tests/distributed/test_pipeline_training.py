@@ -20,7 +20,7 @@ from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
 from helpers.toys import Toy
 from helpers.training import losses, piece, train
 from jobs.sparse import MatrixCompletion
-from orchestrator.strategies.gradients import norm_over
+from orchestrator.strategies.update.gradients import norm_over
 from orchestrator.worker.data.batches import SampleOrder
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"

@@ -17,9 +17,9 @@ from helpers.runs import in_campaign
 from helpers.stage_toys import Marked
 from helpers.training import losses, make, model_of, piece, snapshot, steps, train
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.loss_scale import INITIAL
 from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.loss_scale import INITIAL
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)

@@ -15,7 +15,7 @@ from helpers.launches import recorded
 from helpers.layouts import SGD
 from helpers.training import losses, make, steps, train
 from jobs.sparse import SparseLogistic
-from orchestrator.strategies.sparse_sum import sparse_sum
+from orchestrator.strategies.update.sparse_sum import sparse_sum
 
 ROWS, WIDTH = 7, 3
 UNEVEN: tuple[tuple[int, ...], ...] = ((), (0, 6, 6, 2), (6, 1))

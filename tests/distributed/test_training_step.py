@@ -36,7 +36,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.messages import ANY_RANK, TrainPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.job_step import JobStep
-from orchestrator.strategies.weight_average import KEY
+from orchestrator.strategies.update.weight_average import KEY
 
 TRAIN = having(steps=8, global_batch_size=24)
 UNEVEN = having(TRAIN, global_batch_size=25)

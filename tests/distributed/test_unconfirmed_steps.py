@@ -27,9 +27,9 @@ from orchestrator.policy.recovery import newest_state
 from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK, PENDING
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.confirmation import no_confirmation
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
 from orchestrator.worker.data.batches import SampleOrder

@@ -22,7 +22,7 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.weight_average import KEY
+from orchestrator.strategies.update.weight_average import KEY
 from orchestrator.worker.data.batches import SampleOrder
 
 DECAY = 0.8

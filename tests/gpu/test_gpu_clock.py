@@ -13,7 +13,7 @@ from helpers.gang import Gang, own_device
 from helpers.layouts import LAYOUTS
 from helpers.toys import Toy
 from helpers.training import make, steps
-from orchestrator.strategies.device_clock import WaitTimer
+from orchestrator.strategies.measure.device_clock import WaitTimer
 
 WAIT_S = 0.05
 

@@ -7,7 +7,7 @@ import torch
 
 from helpers.batches import train
 from helpers.gang import Gang, own_device
-from orchestrator.strategies.prefetch import SideStream, prefetched
+from orchestrator.strategies.data.prefetch import SideStream, prefetched
 
 ROWS, COLUMNS, STEPS = 64, 65_536, 12
 

@@ -14,7 +14,7 @@ from helpers.quick_jobs import AdamDigits
 from helpers.stage_toys import ScheduledChain, plain
 from helpers.training import losses, piece
 from orchestrator.state.train_state import capture
-from orchestrator.strategies.weight_average import KEY
+from orchestrator.strategies.update.weight_average import KEY
 
 STOP, STEPS = 3, 6
 CASE = Case(job=ScheduledChain(build=plain), train=having(steps=STEPS, global_batch_size=32))

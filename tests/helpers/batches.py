@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from helpers.gang import own_device
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.datasets import is_stream
+from orchestrator.strategies.data.datasets import is_stream
 from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train_batches
 from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import StreamReader

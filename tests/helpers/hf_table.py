@@ -18,8 +18,8 @@ from orchestrator.compat.torch import BatchNorm
 from orchestrator.model.parity import compare
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
-from orchestrator.strategies.batch_parts import Division, mean_loss, warning_about_parts
-from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.data.batch_parts import Division, mean_loss, warning_about_parts
+from orchestrator.strategies.data.datasets import example_batch
 
 CPU = torch.device("cpu")
 IMAGE = 32

@@ -29,8 +29,8 @@ from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.mismatch import mismatches
 from orchestrator.state.train_state import outline
 from orchestrator.storage.remote import StorageError, is_url
-from orchestrator.strategies.job_optimizer import optimizer_of
 from orchestrator.strategies.training_step import joined, optimizers_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 PRECISION = "train.precision"
 _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|clip_value|precision|on_nonfinite)")

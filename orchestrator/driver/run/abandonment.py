@@ -23,8 +23,8 @@ def abandon(
     """End ``generation``, which has failed, on its ranks.
 
     With NCCL, a rank that aborts may send garbage to one that still waits. So no rank aborts before every rank that
-    trains knows that the generation has ended, and will make no update (``strategies/confirmation.py``). A rank that
-    does not answer is killed: it could make one.
+    trains knows that the generation has ended, and will make no update (``strategies/update/confirmation.py``). A rank
+    that does not answer is killed: it could make one.
 
     Args:
         gang: the workers.

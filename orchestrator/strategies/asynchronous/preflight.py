@@ -6,7 +6,7 @@ from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.sharding import extents_of, optimizer_error
-from orchestrator.strategies.job_optimizer import optimizer_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 
 def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:

@@ -21,7 +21,13 @@ from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.job_metrics import BatchMetrics, add_metrics, checked_metrics, is_scalar, loss_reads
+from orchestrator.strategies.measure.job_metrics import (
+    BatchMetrics,
+    add_metrics,
+    checked_metrics,
+    is_scalar,
+    loss_reads,
+)
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage

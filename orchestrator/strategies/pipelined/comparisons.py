@@ -8,7 +8,7 @@ from torch import nn
 
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.batch_parts import Division, by_keys, mean_loss, not_compared, warning_about_parts
+from orchestrator.strategies.data.batch_parts import Division, by_keys, mean_loss, not_compared, warning_about_parts
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 
 

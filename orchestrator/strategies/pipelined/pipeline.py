@@ -38,11 +38,9 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
-from orchestrator.strategies.datasets import example_batch
-from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.diverging import diverging_errors
+from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.groups import divided, new_group, own_group
-from orchestrator.strategies.job_optimizer import optimizer_of_part
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
@@ -57,6 +55,8 @@ from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.diverging import diverging_errors
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline.spans import Span
 
 

@@ -27,11 +27,11 @@ from orchestrator.model.tensor_slots import random_like
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.batch_parts import spread
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.datasets import example_batch, is_stream, known_length, ragged_error
-from orchestrator.strategies.flop_counter import FlopCounter
-from orchestrator.strategies.job_metrics import is_scalar, loss_reads
+from orchestrator.strategies.data.batch_parts import spread
+from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, ragged_error
+from orchestrator.strategies.measure.flop_counter import FlopCounter
+from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
 
 SAMPLES_OF_SHAPES = 8

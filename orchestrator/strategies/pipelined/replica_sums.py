@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.gradients import begin_sum
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.update.gradients import begin_sum
 
 
 class ReplicaSums:

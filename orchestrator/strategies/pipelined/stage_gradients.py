@@ -11,12 +11,12 @@ from torch import Tensor
 
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.gradients import norm_over
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.gradients import norm_over
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,6 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.strategies.diverging import diverging_errors
-from orchestrator.strategies.fused_updates import sparse_parameters
-from orchestrator.strategies.gradients import norm_over
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
@@ -44,6 +41,9 @@ from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.diverging import diverging_errors
+from orchestrator.strategies.update.fused_updates import sparse_parameters
+from orchestrator.strategies.update.gradients import norm_over
 from orchestrator.strategies.whole_model import WholeModel
 
 SMALLEST_COMPILED_BUCKET_MB = 1.0

@@ -25,9 +25,9 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.batch_parts import LossOfParts, Part
-from orchestrator.strategies.datasets import example_batch, ragged_error
-from orchestrator.strategies.job_metrics import BatchMetrics
+from orchestrator.strategies.data.batch_parts import LossOfParts, Part
+from orchestrator.strategies.data.datasets import example_batch, ragged_error
+from orchestrator.strategies.measure.job_metrics import BatchMetrics
 from orchestrator.strategies.reduction import Weight, weighted
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas

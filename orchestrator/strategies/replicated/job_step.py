@@ -29,13 +29,13 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
-from orchestrator.strategies.device_clock import WaitTimer
-from orchestrator.strategies.gradients import clip, norm_over, weighted_sum_over
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.training_step import checked_result, models_of, optimizers_of
+from orchestrator.strategies.update.gradients import clip, norm_over, weighted_sum_over
 from orchestrator.strategies.whole_model import WholeModel
 
 

@@ -29,15 +29,15 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, broadcast_tensors, gather_states
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.gradients import norm_over, sum_over
 from orchestrator.strategies.groups import own_group
-from orchestrator.strategies.job_optimizer import optimizer_of_part
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.gradients import norm_over, sum_over
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from orchestrator.model.stages import module_of
 from orchestrator.planning.plan import Plan
 from orchestrator.state.boxes import Box
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.fused_updates import sparse_parameters
-from orchestrator.strategies.job_optimizer import optimizer_of_part
 from orchestrator.strategies.sharded.wrapping import Group, Wrap, groups_of
+from orchestrator.strategies.update.fused_updates import sparse_parameters
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     SGD,

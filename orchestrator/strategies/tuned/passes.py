@@ -22,7 +22,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.datasets import example_batch, is_stream
+from orchestrator.strategies.data.datasets import example_batch, is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms

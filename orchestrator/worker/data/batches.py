@@ -28,7 +28,14 @@ from torch.utils.data import Dataset, default_collate
 from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.datasets import DatasetError, check_dataset, epoch_generator, is_ragged, is_stream, mix
+from orchestrator.strategies.data.datasets import (
+    DatasetError,
+    check_dataset,
+    epoch_generator,
+    is_ragged,
+    is_stream,
+    mix,
+)
 from orchestrator.worker.data.loader import (
     BatchReader,
     Collate,

@@ -16,7 +16,7 @@ from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.datasets import (
+from orchestrator.strategies.data.datasets import (
     DatasetError,
     check_dataset,
     drawn_batches,
@@ -24,7 +24,7 @@ from orchestrator.strategies.datasets import (
     is_stream,
     samples_per_epoch,
 )
-from orchestrator.strategies.prefetch import SideStream, prefetched
+from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches

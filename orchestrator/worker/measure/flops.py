@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestrator.compat.torch import has_run_compiled_code
-from orchestrator.strategies.flop_counter import ComputePrecision, FlopCounter
+from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 
 

@@ -21,7 +21,7 @@ from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.machine_use import MachineUse
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
-from orchestrator.strategies.device_clock import WaitTimer, clock_of
+from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.gpu_meter import GpuMeter

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.strategies.flop_counter import ComputePrecision
+from orchestrator.strategies.measure.flop_counter import ComputePrecision
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orchestrator.config.schema import TrainConfig
-from orchestrator.strategies.memory import TensorKind, TensorSize
+from orchestrator.strategies.measure.memory import TensorKind, TensorSize
 
 LARGEST = 5
 """The number of tensors that the message names."""

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.streams import Stateful
 from orchestrator.compat.hugging_face import loses_samples
-from orchestrator.strategies.datasets import is_stream, known_length
+from orchestrator.strategies.data.datasets import is_stream, known_length
 from orchestrator.worker.data.stream import Mark, StreamReader
 
 datasets = pytest.importorskip("datasets", reason="the optional package is missing: pip install datasets")

@@ -14,7 +14,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
 from orchestrator.planning.microbatch_size import MOST_GROWTH, growth, note_on_size, remedy
 from orchestrator.strategies import registry
-from orchestrator.strategies.datasets import example_batch
+from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.pipelined.preflight import forward_flops
 
 PIPELINE = ("strategy=pipeline", "strategy.num_microbatches=8")

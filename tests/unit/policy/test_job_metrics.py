@@ -10,7 +10,7 @@ import torch
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.strategies.job_metrics import checked_metrics
+from orchestrator.strategies.measure.job_metrics import checked_metrics
 
 
 @pytest.mark.parametrize("name", ["accuracy", "top 5", "per_class/3.recall", "a:b-c"])

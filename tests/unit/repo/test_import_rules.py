@@ -32,20 +32,25 @@ RULES = {
     "state":        ("compat storage",                                                         "torch"),
     "model":        ("config compat",                                                          "torch"),
     "tuning":       ("planning timeline model",                                                ""),
-    "strategies":   ("job config planning timeline protocol compat state model tuning",        "torch"),
+    "strategies.measure": ("job compat state model",                                           "torch"),
+    "strategies.data":    ("job config compat model",                                          "torch"),
+    "strategies.update":  ("job config planning compat state model strategies.data",           "torch"),
+    "strategies":   ("job config planning timeline protocol compat state model tuning "
+                     "strategies.measure strategies.data strategies.update",                   "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "exporting":    ("job compat config records state model strategies",                       "torch mlflow"),
+    "exporting":    ("job compat config records state model strategies.data",                  "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
-    "worker.measure": ("timeline protocol compat strategies worker.control",                   "torch"),
+    "worker.measure": ("timeline protocol compat strategies.measure worker.control",           "torch"),
     "worker.data":    ("job config planning protocol records compat state strategies "
-                       "worker.control",                                                       "torch"),
-    "worker.reports": ("job config protocol records compat state strategies worker.control "
-                       "worker.measure",                                                       "torch"),
-    "worker":         ("job config protocol records compat state strategies worker.process "
+                       "strategies.data worker.control",                                       "torch"),
+    "worker.reports": ("job config protocol records compat state strategies "
+                       "strategies.measure worker.control worker.measure",                     "torch"),
+    "worker":         ("job config protocol records compat state strategies "
+                       "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports",             "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
@@ -56,8 +61,9 @@ RULES = {
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
-    "driver.preflight": ("job storage config planning records compat state model strategies policy tracking "
-                       "driver.process driver.code driver.nodes",                              "torch ray"),
+    "driver.preflight": ("job storage config planning records compat state model strategies "
+                       "strategies.update policy tracking driver.process "
+                       "driver.code driver.nodes",                                             "torch ray"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "

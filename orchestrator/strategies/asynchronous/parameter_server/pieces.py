@@ -18,8 +18,8 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
-from orchestrator.strategies.gradients import clip
-from orchestrator.strategies.job_optimizer import optimizer_of, scheduler_of
+from orchestrator.strategies.update.gradients import clip
+from orchestrator.strategies.update.job_optimizer import optimizer_of, scheduler_of
 
 
 class ShardPieces:

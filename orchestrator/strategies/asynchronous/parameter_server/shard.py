@@ -47,9 +47,9 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
 )
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
-from orchestrator.strategies.datasets import steps_per_epoch
-from orchestrator.strategies.gradients import norm_over
+from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.peer_copies import PeerCopies
+from orchestrator.strategies.update.gradients import norm_over
 
 STEPS_APART = 2
 """How many steps asynchronous shards may be apart, because a worker continues only when all shards have answered. On

@@ -13,9 +13,9 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.strategies.diverging import diverging_errors
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
+from orchestrator.strategies.update.diverging import diverging_errors
 
 
 @dataclass(frozen=True, kw_only=True)

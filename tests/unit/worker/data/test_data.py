@@ -31,7 +31,7 @@ from helpers.toys import Toy
 from helpers.training import make, model_of
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import to_device
-from orchestrator.strategies.datasets import (
+from orchestrator.strategies.data.datasets import (
     DatasetError,
     check_dataset,
     epoch_generator,

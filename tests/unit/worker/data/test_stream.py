@@ -16,7 +16,7 @@ from helpers import batches
 from helpers.batches import LAYOUTS
 from helpers.streams import KINDS, Counting, Epochs, Plain, Stateful
 from helpers.toys import Rows
-from orchestrator.strategies.datasets import check_dataset, first_item, is_stream, known_length
+from orchestrator.strategies.data.datasets import check_dataset, first_item, is_stream, known_length
 from orchestrator.worker.data.loader import DataError
 from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader
 

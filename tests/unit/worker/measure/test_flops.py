@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchestrator.compat import torch as compat
 from orchestrator.model.blocks import Block, with_blocks
 from orchestrator.model.recompute import Selection
-from orchestrator.strategies.flop_counter import ComputePrecision, FlopCounter
+from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
 from orchestrator.worker.measure.flops import FlopMeter, step_flops
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s
 

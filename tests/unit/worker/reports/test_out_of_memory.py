@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.cases import TRAIN
 from helpers.faulty_jobs import OUT_OF_MEMORY
-from orchestrator.strategies.memory import TensorSize, sizes_of
+from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
 
 TENSORS = [

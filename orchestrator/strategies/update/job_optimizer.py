@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.job import Job
-from orchestrator.strategies.datasets import DatasetError
+from orchestrator.strategies.data.datasets import DatasetError
 
 
 def optimizer_of(job: Job, model: nn.Module) -> Optimizer:

@@ -13,7 +13,7 @@ from helpers.cases import Case, assignment
 from helpers.quick_jobs import digits
 from helpers.training import make
 from orchestrator.config.redact import Redactor
-from orchestrator.strategies.prefetch import SideStream, prefetched
+from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.data.job_data import JobData

@@ -25,7 +25,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.settled import Passed, passed
-from orchestrator.strategies.datasets import check_dataset, is_stream
+from orchestrator.strategies.data.datasets import check_dataset, is_stream
 
 FEWEST, MOST = 4, 32
 """Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.process_groups import all_reduce_together
 from orchestrator.config.schema import TrainConfig
-from orchestrator.strategies.sparse_sum import sparse_sum
+from orchestrator.strategies.update.sparse_sum import sparse_sum
 
 BUCKET_BYTES = 25 * 2**20
 

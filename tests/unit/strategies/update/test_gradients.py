@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers.cases import TRAIN, having
-from orchestrator.strategies.gradients import clip
+from orchestrator.strategies.update.gradients import clip
 
 
 def test_each_entry_of_a_gradient_is_clipped_by_its_value() -> None:

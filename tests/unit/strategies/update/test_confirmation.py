@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.fake_stream import FakeEvent, FakeStream
-from orchestrator.strategies.confirmation import POLL_S, Confirmation, confirmation, no_confirmation
+from orchestrator.strategies.update.confirmation import POLL_S, Confirmation, confirmation, no_confirmation
 from orchestrator.worker.control.control import AbandonedError, StepGate
 
 GARBAGE = -1

@@ -16,9 +16,9 @@ from helpers.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.step_toys import GAN
 from helpers.toys import Toy
 from orchestrator.model.stages import module_of
-from orchestrator.strategies.datasets import DatasetError, steps_per_epoch
-from orchestrator.strategies.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
+from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

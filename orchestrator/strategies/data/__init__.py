@@ -1,0 +1,1 @@
+"""The datasets of a job, and whether a batch can be divided."""

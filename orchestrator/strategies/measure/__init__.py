@@ -1,0 +1,1 @@
+"""What a step costs: time on a device, FLOPs, memory; and the metrics of a job."""
