@@ -85,6 +85,8 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     strategy.attach()
+    if world_size > 1:
+        dist.barrier()  # A rank that closes its groups at once would break one that another rank still connects.
     strategy.sync_initial_state()
     return strategy
 
