@@ -79,6 +79,19 @@ class LayoutRules:
         return max(1, replicas) * size
 
     @classmethod
+    def on_nodes(
+        cls, options: StrategyConfig, num_workers: int, *, room: Sequence[int]
+    ) -> tuple[StrategyConfig, tuple[str, ...]]:
+        """Return ``options`` without the ``auto`` that the nodes decide, and remarks for the user.
+
+        Args:
+            options: the keys of the strategy.
+            num_workers: the number of its workers.
+            room: how many workers fit on each node. More nodes are added if they do not fit on those that are known.
+        """
+        return options, ()
+
+    @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
         """Return the layout of a run with ``num_workers`` workers.
 

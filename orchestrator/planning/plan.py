@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
@@ -11,7 +12,7 @@ from orchestrator.config.text import first_few
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
-from orchestrator.planning.room import Resources, total_room
+from orchestrator.planning.room import Resources, node_room, total_room
 from orchestrator.planning.schedules import PipelineLayout
 
 
@@ -178,7 +179,10 @@ def find_layout(
     errors = _unsupported(config, rules)
     device = _device(config, rules, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
-    layout = rules.plan_layout(config, num_workers, errors)
+    room = _room(config, nodes, device, num_workers, oversubscribe_cpus)
+    options, notes = rules.on_nodes(config.strategy, num_workers, room=room)
+    layout = rules.plan_layout(replace(config, strategy=options), num_workers, errors)
+    layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1:
         errors += _batch_errors(config, num_workers)
@@ -214,6 +218,19 @@ def _num_workers(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ..
         return num_workers
     gpus = [n.gpus for n in nodes if n.gpus] if device == "cuda" else []
     return rules.default_num_workers(config.strategy, gpus=gpus, spares=config.recovery.spares)
+
+
+def _room(
+    config: Config, nodes: tuple[Node, ...], device: str, num_workers: int, oversubscribe_cpus: bool
+) -> list[int]:
+    """Return how many workers of one device fit on each node, and on further nodes like the largest if need be."""
+    if oversubscribe_cpus:
+        return [num_workers]
+    each = {"CPU": config.cluster.cpus_per_worker, "GPU": float(device == "cuda")}
+    room = [node_room(each, node.resources) for node in nodes]
+    largest = max(room, default=0) or num_workers
+    missing = max(0, num_workers - sum(room))
+    return room + [largest] * math.ceil(missing / largest)
 
 
 def _gpus_per_worker(layout: Layout, device: str) -> int:

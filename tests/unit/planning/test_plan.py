@@ -34,6 +34,7 @@ def shares(plan: Plan) -> list[int]:
         (GPU_BOX, ["strategy=single", "strategy.num_workers=auto"], 1, "cuda"),
         (LAPTOP, ["strategy=single", "strategy.num_workers=auto"], 1, "cpu"),
         (UNEVEN, ["strategy=hsdp", "strategy.shard_size=2"], 4, "cuda"),
+        (UNEVEN, ["strategy=hsdp"], 4, "cuda"),
         (GPU_BOX, ["strategy.num_workers=3"], 3, "cuda"),
         (UNEVEN, ["cluster.device=cpu", "strategy.num_workers=42"], 42, "cpu"),
     ],
