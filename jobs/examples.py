@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from jobs.hf import HuggingFace
 
 IGNORED = -100
 """The label of what the loss leaves out."""
@@ -81,3 +85,57 @@ class Padded:
         length = self.length or max(map(len, tensors))
         for tensor in tensors:
             yield torch.nn.functional.pad(tensor, (0, length - len(tensor)), value=value)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """From an example to its tokens and labels, cut to ``block_size``."""
+
+    job: HuggingFace
+    tokenizer: Any
+
+    def __call__(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
+        size = self.job.block_size
+        if self.job.task == "causal":
+            prompt, answer = self._prompt_and_answer(example)
+            return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
+        if self.job.task == "seq2seq":
+            tokens, labels = self.tokenizer([example["prompt"], example["completion"]])["input_ids"]
+            return tokens[:size], labels[:size]
+        tokens = self.tokenizer(example["text"])["input_ids"][:size]
+        if self.job.task == "classification":
+            label = int(example["label"])
+            if not 0 <= label < self.job.num_labels:
+                raise ValueError(f"label {label} is not in 0 to {self.job.num_labels - 1}; set job.num_labels")
+            return tokens, label
+        return self._masked(tokens)
+
+    def _prompt_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        encode = self.tokenizer
+        end = [] if encode.eos_token_id is None else [encode.eos_token_id]
+        if "messages" in example:
+            if not self.tokenizer.chat_template:
+                raise ValueError("messages need a chat template, and the tokenizer has none; use prompt and completion")
+            chat = [
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
+                for messages, is_prompt in ((example["messages"][:-1], True), (example["messages"], False))
+            ]
+            prompt, whole = (encode(text, add_special_tokens=False)["input_ids"] for text in chat)
+            return prompt, whole[len(prompt) :]
+        if "prompt" in example:
+            answer = encode(example["completion"], add_special_tokens=False)["input_ids"]
+            return encode(example["prompt"])["input_ids"], [*answer, *end]
+        return [], [*encode(example["text"])["input_ids"], *end]
+
+    def _masked(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Hide some tokens, the same ones each time the example is read (Devlin et al., 2019)."""
+        if self.tokenizer.mask_token_id is None:
+            raise ValueError("job.task=masked: the tokenizer has no mask token; use job.task=causal")
+        special = torch.tensor(self.tokenizer.get_special_tokens_mask(tokens, already_has_special_tokens=True)).bool()
+        generator = torch.Generator().manual_seed(hash(tuple(tokens)))
+        draw, kind = torch.rand(2, len(tokens), generator=generator)
+        others = torch.randint(len(self.tokenizer), (len(tokens),), generator=generator)
+        chosen = (draw < self.job.mlm_probability) & ~special
+        ids = torch.tensor(tokens)
+        hidden = torch.where(kind < 0.8, self.tokenizer.mask_token_id, torch.where(kind < 0.9, others, ids))
+        return torch.where(chosen, hidden, ids).tolist(), torch.where(chosen, ids, IGNORED).tolist()

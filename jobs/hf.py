@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from jobs.examples import IGNORED, Examples, Padded
+from jobs.examples import IGNORED, Encoder, Examples, Padded
 from orchestrator.job import Job, Split
 
 Task = Literal["causal", "masked", "seq2seq", "classification"]
@@ -81,14 +83,13 @@ class HuggingFace(Job):
         auto = getattr(transformers, AUTO_CLASSES[self.task])
         labels = {"num_labels": self.num_labels} if self.task == "classification" else {}
         if self.model_name_or_path is not None and torch.get_default_device().type != "meta":
-            model = auto.from_pretrained(_place(self.model_name_or_path), dtype=torch.float32, **labels)
+            with _no_progress_bars():
+                model = auto.from_pretrained(_place(self.model_name_or_path), dtype=torch.float32, **labels)
         else:  # from_pretrained refuses to build a model without memory, as checks do
             place = _place(self.model_name_or_path or self.config_name)
             model = auto.from_config(transformers.AutoConfig.from_pretrained(place, **labels))
         if self.peft is not None:
-            from peft import get_peft_model
-
-            model = get_peft_model(model, self._peft_config())
+            model = _with_adapters(model, self._peft_config())
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
 
     def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
@@ -169,7 +170,8 @@ class HuggingFace(Job):
         model: Any = wrapper.model
         if format == "hf" and self.peft is not None:
             model = model.merge_and_unload()
-        model.save_pretrained(directory)
+        with _no_progress_bars():
+            model.save_pretrained(directory)
         self._tokenizer().save_pretrained(directory)
 
     def check(self) -> None:
@@ -222,13 +224,13 @@ class HuggingFace(Job):
 
     def _check_peft(self, model: nn.Module) -> None:
         try:
-            from peft import get_peft_model
+            import peft  # noqa: F401
         except ImportError as e:
             raise ValueError(f"job.peft={self.peft}: peft is not installed: pip install peft") from e
         settings = self._peft_config()
         try:
             with torch.device("meta"):
-                get_peft_model(model, settings)
+                _with_adapters(model, settings)
         except ValueError as e:
             targets = self.peft_options.get("target_modules") or []
             known = sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if name})
@@ -308,58 +310,28 @@ class Logits(nn.Module):
         return logits[:, -batch["input_ids"].shape[1] :] if self.task == "causal" else logits
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """From an example to its tokens and labels, cut to ``block_size``."""
+def _with_adapters(model: nn.Module, settings: Any) -> nn.Module:
+    from peft import get_peft_model
 
-    job: HuggingFace
-    tokenizer: Any
+    with warnings.catch_warnings():
+        # peft asks for a property that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        made: nn.Module = get_peft_model(model, settings)
+    return made
 
-    def __call__(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
-        size = self.job.block_size
-        if self.job.task == "causal":
-            prompt, answer = self._prompt_and_answer(example)
-            return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
-        if self.job.task == "seq2seq":
-            tokens, labels = self.tokenizer([example["prompt"], example["completion"]])["input_ids"]
-            return tokens[:size], labels[:size]
-        tokens = self.tokenizer(example["text"])["input_ids"][:size]
-        if self.job.task == "classification":
-            label = int(example["label"])
-            if not 0 <= label < self.job.num_labels:
-                raise ValueError(f"label {label} is not in 0 to {self.job.num_labels - 1}; set job.num_labels")
-            return tokens, label
-        return self._masked(tokens)
 
-    def _prompt_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        encode = self.tokenizer
-        end = [] if encode.eos_token_id is None else [encode.eos_token_id]
-        if "messages" in example:
-            if not self.tokenizer.chat_template:
-                raise ValueError("messages need a chat template, and the tokenizer has none; use prompt and completion")
-            chat = [
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
-                for messages, is_prompt in ((example["messages"][:-1], True), (example["messages"], False))
-            ]
-            prompt, whole = (encode(text, add_special_tokens=False)["input_ids"] for text in chat)
-            return prompt, whole[len(prompt) :]
-        if "prompt" in example:
-            answer = encode(example["completion"], add_special_tokens=False)["input_ids"]
-            return encode(example["prompt"])["input_ids"], [*answer, *end]
-        return [], [*encode(example["text"])["input_ids"], *end]
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Hide the bars of ``transformers``, which every worker would write."""
+    from transformers.utils import logging
 
-    def _masked(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Hide some tokens, the same ones each time the example is read (Devlin et al., 2019)."""
-        if self.tokenizer.mask_token_id is None:
-            raise ValueError("job.task=masked: the tokenizer has no mask token; use job.task=causal")
-        special = torch.tensor(self.tokenizer.get_special_tokens_mask(tokens, already_has_special_tokens=True)).bool()
-        generator = torch.Generator().manual_seed(hash(tuple(tokens)))
-        draw, kind = torch.rand(2, len(tokens), generator=generator)
-        others = torch.randint(len(self.tokenizer), (len(tokens),), generator=generator)
-        chosen = (draw < self.job.mlm_probability) & ~special
-        ids = torch.tensor(tokens)
-        hidden = torch.where(kind < 0.8, self.tokenizer.mask_token_id, torch.where(kind < 0.9, others, ids))
-        return torch.where(chosen, hidden, ids).tolist(), torch.where(chosen, ids, IGNORED).tolist()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=4)

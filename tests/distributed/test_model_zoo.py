@@ -17,7 +17,8 @@ from orchestrator.config.overrides import choices
 
 SHORT = [
     *(("t5", strategy) for strategy in ("ddp", "fsdp", "dp", "model_parallel", "pipeline", "parameter_server sync")),
-    *((name, strategy) for name in ("lora_llama", "unet") for strategy in ("ddp", "model_parallel", "pipeline")),
+    *(("lora_llama", strategy) for strategy in ("ddp", "fsdp", "model_parallel", "pipeline")),
+    *(("unet", strategy) for strategy in ("ddp", "model_parallel", "pipeline")),
 ]
 """An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""
 CAUSES = {

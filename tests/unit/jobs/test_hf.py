@@ -129,7 +129,9 @@ def test_a_tokenizer_may_have_no_end(folder: Path, tmp_path: Path) -> None:
     assert [*without[0]["labels"], 0] == [*with_end[0]["labels"]]
 
 
-def test_an_export_has_the_adapters_or_the_merged_model(folder: Path, tmp_path: Path) -> None:
+def test_an_export_has_the_adapters_or_the_merged_model(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     import peft
     import transformers
 
@@ -140,6 +142,7 @@ def test_an_export_has_the_adapters_or_the_merged_model(folder: Path, tmp_path: 
         expected = fitted.eval()(batch)
     for format in ("hf", "adapter"):
         job.export(fitted.state_dict(), tmp_path / format, format)
+    assert capfd.readouterr().err == "", "the bars of transformers would be on the console"
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
