@@ -61,7 +61,7 @@ def _compare(options: argparse.Namespace, search: RunSearch) -> int:
 
 
 def _folder(search: RunSearch) -> Path:
-    """The directory for the picture: that of the runs, if it is here."""
+    """The directory for the picture: where the runs are, if that is here."""
     first = search.outputs[0]
     return first.path if first.remote is None and first.path.is_dir() else Path()
 

@@ -22,7 +22,7 @@ from orchestrator.storage.remote import is_url
 
 _DESCRIPTION = """\
 Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a
-shared output_dir, the tracking server, shared memory and file limits. The overrides are those of the run.
+shared output_dir, the tracking server, shared memory and file limits. The overrides are the same as for the run.
 """
 _ADDRESS_HELP = (
     "the cluster: http://HEAD:8265, Ray's dashboard, whose own installation is then checked, or on one of its nodes "

@@ -35,7 +35,7 @@ class StepEnd:
         samples_seen: samples that the whole run has trained on.
         loss: the mean loss of the step over this rank's samples, a scalar on the device; reading its value waits for
             the device. NaN if this rank computes no loss, as the first stage of a pipeline.
-        lr: the learning rate of the next step; with several parameter groups, that of the first.
+        lr: the learning rate of the next step; with several parameter groups, the rate of the first.
         model: the whole model after the step; None if no worker has all of it.
     """
 
@@ -185,9 +185,9 @@ class Job(abc.ABC):
 
         Args:
             named_parameters: the parameters that are not frozen, with their names in the whole model. In a pipeline
-                too, these are those of the whole model, and most have no values there; each worker makes all groups,
-                with the parameters of its own stages in them. A job that overrides :meth:`training_step` gets those of
-                one model, by their names there.
+                too, these are the parameters of the whole model, and most have no values there; each worker makes all
+                groups, with the parameters of its own stages in them. A job that overrides :meth:`training_step` gets
+                the parameters of one model, by their names there.
         """
         return [parameter for _, parameter in named_parameters]
 
@@ -197,7 +197,7 @@ class Job(abc.ABC):
 
         Args:
             parameters: the result of :meth:`parameter_groups`, by default the parameters to train. In a pipeline, they
-                are those of the worker's own stages.
+                are the parameters of the worker's own stages.
         """
 
     def optimizers(self, models: Mapping[str, nn.Module]) -> Mapping[str, Optimizer]:
@@ -318,7 +318,7 @@ class Job(abc.ABC):
         """Return metrics of a training batch in a step that is logged, as SUMS over the units of :meth:`weight`.
 
         ``{"accuracy": number_correct}`` is logged as ``train/accuracy``, the sum over the whole batch of that step,
-        divided by its total weight. The steps are those of ``train.log_every``; in others this method is not called.
+        divided by its total weight. It is called in the steps of ``train.log_every`` only.
         To log the same metrics as in an evaluation, ``return self.metrics(output, target)``.
 
         A batch may come in parts: one for each worker, slice (``train.grad_accumulation``), micro-batch of a pipeline

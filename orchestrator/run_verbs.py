@@ -1,4 +1,4 @@
-"""What the verbs on runs have in common: they act on the runs here, or on those of a cluster."""
+"""What the verbs on runs have in common: they act on the runs here, or on the runs of a cluster."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def run_verb(
     act: Callable[[argparse.Namespace, RunSearch], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Run a verb on the runs here or, as ``--address`` says, on those of a cluster; returns the exit code.
+    """Run a verb on the runs here or, as ``--address`` says, on the runs of a cluster; returns the exit code.
 
     Args:
         verb: its name.
-        parser: of its arguments, with those of :func:`orchestrator.config.options.add_run_search`.
+        parser: of its arguments, with the options of :func:`orchestrator.config.options.add_run_search`.
         act: does the work and returns the exit code; a :class:`ValueError` or an :class:`OSError` is reported.
-        argv: the arguments; None for those of this process.
+        argv: the arguments; None for the command line of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)

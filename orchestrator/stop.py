@@ -1,7 +1,7 @@
 """Stop a run from any host: ``orchestrator stop <run>``.
 
 The request is a file in the directory of the run. With ``--address``, a run whose directory this process cannot reach
-or write, such as that of another user or host, is asked through the queue of the cluster.
+or write, such as a run of another user or host, is asked through the queue of the cluster.
 
 Exit codes: 0 the run has stopped; 1 it is still running, and the request stays; 2 no such run, or it is not running;
 4 the connection to the cluster was lost.
@@ -27,7 +27,7 @@ _POLL_S = 0.5
 _DEFAULT_WAIT_S = 60.0
 _DESCRIPTION = """\
 Stop a run as SIGTERM to its driver would: it saves a checkpoint and can be resumed. The driver may be on another host,
-and with --address the run may be that of another user.
+and with --address the run may belong to another user.
 """
 
 

@@ -1,6 +1,6 @@
 """Submit a launch to a Ray cluster: ``orchestrator submit strategy=ddp``, then follow its output.
 
-Exit codes: 0 submitted, with ``--no-wait``; otherwise that of the run, as ``orchestrator launch`` returns it; 2 the
+Exit codes: 0 submitted, with ``--no-wait``; otherwise the code of the run, as ``orchestrator launch`` returns it; 2 the
 configuration is wrong or the cluster refuses the job, and nothing was started; 4 the connection was lost, and the job
 may be running; 130 Ctrl-C, and the job goes on.
 """

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory that has one")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the new file, .npy or .bin")
     parser.add_argument("--field", default="text", help="the field or column with the text (default: text)")
-    parser.add_argument("--end", metavar="TOKEN", help="the token after each document (default: that of the tokenizer)")
+    parser.add_argument("--end", metavar="TOKEN", help="the token after each document (default: the tokenizer's own)")
     parser.add_argument(
         "--damaged",
         choices=("refuse", "skip"),

@@ -139,7 +139,7 @@ class InScriptOrder(NanoGPT):
 
 
 class ScriptBlocks(RandomBlocks):
-    """The script draws its first batch, then those of an evaluation, and then its other batches."""
+    """The script draws its first batch, then the batches of an evaluation, and then its others."""
 
     def __init__(self, blocks, state, batch_size, eval_iters):
         super().__init__(blocks, state)

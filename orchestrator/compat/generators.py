@@ -1,4 +1,4 @@
-"""The random generators of a process: those of Python, of NumPy and of torch.
+"""The random generators of a process, in Python, NumPy and torch.
 
 NumPy's is seeded only in a process that has imported NumPy; torch's bridge to arrays has done so in most.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them with a number below 2**63; those of CUDA devices only if CUDA is initialized."""
+    """Seed all of them with a number below 2**63; CUDA's generators only if CUDA is initialized."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -25,7 +25,7 @@ def seed_generators(seed: int) -> None:
 
 @contextlib.contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the states of all generators at the end of the context; of CUDA devices, only that of ``device``."""
+    """Restore the states of all generators at the end of the context; among CUDA's, only the one of ``device``."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None

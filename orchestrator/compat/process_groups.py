@@ -18,7 +18,7 @@ def abort_process_groups() -> list[dist.ProcessGroup]:
 
     Returns:
         The groups. Keep them until nothing else refers to them: the last owner's destructor waits for the threads of
-        gloo, and for those of torch that watch NCCL.
+        gloo, and for the threads of torch that watch NCCL.
 
     Raises:
         RuntimeError: NCCL could not abort a communicator within the timeout of its operations. The groups remain.

@@ -117,7 +117,7 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
 
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
-    """Return the keys without those of other strategies; append an error for each of these that names its strategy."""
+    """Return the keys but for the ones of other strategies; append an error for each of these, naming its strategy."""
     keys_by_strategy = {name: group_keys("strategy", name) for name in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():

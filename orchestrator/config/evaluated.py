@@ -18,7 +18,7 @@ def check_splits(splits: Sequence[str]) -> None:
     """Check the value of ``train.eval_splits``.
 
     Raises:
-        ValueError: a name cannot be that of a split, or is there twice.
+        ValueError: a name is not possible for a split, or is there twice.
     """
     for split in splits:
         key = f"train.eval_splits=[{','.join(splits)}]: {split!r}"
@@ -56,7 +56,7 @@ def check_metric(metric: str, splits: Sequence[str]) -> None:
 
 
 def metric_prefix(split: str) -> str:
-    """Return what the names of the metrics of a split begin with: ``val/``; ``train/`` is that of training itself."""
+    """Return what the names of the metrics of a split begin with: ``val/``; ``train/`` belongs to training itself."""
     return f"{'train_eval' if split == 'train' else split}/"
 
 

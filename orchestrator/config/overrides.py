@@ -72,7 +72,7 @@ def values(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_strategy(words: Iterable[str], strategy: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides ``words`` with those of ``strategy`` in place of their own strategy and its keys."""
+    """Return the overrides ``words`` with the overrides of ``strategy`` in place of their own strategy and its keys."""
     return (*strategy, *(w for w in words if not re.match(r"\+*strategy[.=]", w)))
 
 
@@ -107,7 +107,7 @@ def expand_sweep(words: Sequence[str], preset: Mapping[str, str] = MappingProxyT
 
 
 def parse_sweep(words: Sequence[str], preset: Mapping[str, str], errors: list[str]) -> list[Override]:
-    """Return the overrides ``words``, and those of ``preset`` for keys that ``words`` do not have."""
+    """Return the overrides ``words``, and the ones of ``preset`` for keys that ``words`` do not have."""
     given = parse(words, errors)
     keys = {override.key_or_group for override in given}
     return [*given, *parse([f"{key}={value}" for key, value in preset.items() if key not in keys], errors)]

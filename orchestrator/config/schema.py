@@ -211,7 +211,7 @@ class ClusterConfig:
     )
     user_share: float | None = option(
         "share of a cluster's CPUs or GPUs, from 0 to 1; further runs of a user whose runs have so much go behind "
-        "those of others in the queue; null: no limit",
+        "the runs of others in the queue; null: no limit",
         above=0,
         maximum=1,
     )

@@ -78,7 +78,7 @@ def _values(override: Override, errors: list[str]) -> Interval | Choices | None:
 
 
 def is_search(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Return whether a launch with these overrides is a search. The arguments are those of :func:`search_space`."""
+    """Return whether a launch with these overrides is a search. It takes the arguments of :func:`search_space`."""
     return {**preset, **values(words)}.get("sweep.trials") is not None
 
 

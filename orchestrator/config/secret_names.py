@@ -50,7 +50,7 @@ _BEFORE_KEYS_OF_DATA = _words_in(
 _VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
 _OWNERS_OF_PASSES = _words_in("user db database smtp ftp mysql postgres redis root admin login http proxy mail")
 _PUBLIC_NAMES = frozenset([("view", "state", "share", "key")])
-"""Names that only look like those of secrets: a parameter of the links to MLflow's pages."""
+"""Names that only look like names of secrets: a parameter of the links to MLflow's pages."""
 _PARTS_OF_SECRET_NAMES = _words_in("token key secret pass pwd cred auth bearer jwt webhook cookie pat sig")
 """Every secret name contains one of these, as do the parameters with which a URL is signed."""
 

@@ -170,7 +170,7 @@ def labels(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _distinctive_key(runs: Sequence[ComparedRun]) -> str | None:
-    """The one setting in which all these runs differ, apart from those of a sweep; None if there is none or several."""
+    """The one setting in which all these runs differ, apart from the sweep's own; None if there is none or several."""
     own = [key for key in runs[0].params if not key.startswith("sweep.")]
     keys = [key for key in own if len({str(run.params.get(key)) for run in runs}) == len(runs)]
     return keys[0] if len(keys) == 1 else None

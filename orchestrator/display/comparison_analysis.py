@@ -76,13 +76,13 @@ class Comparison:
         return self.names[run.location]
 
     def relative_speed(self, run: ComparedRun) -> float | None:
-        """Return the throughput of ``run`` relative to that of its baseline; None if either is unknown."""
+        """Return the throughput of ``run`` relative to its baseline; None if either is unknown."""
         base = self.baselines.get(run.work)
         speed, base_speed = run.value(RATE), base and base.value(RATE)
         return speed / base_speed if speed and base_speed else None
 
     def scaling_efficiency(self, run: ComparedRun) -> float | None:
-        """Return the throughput per worker relative to that of the smallest run of the same work.
+        """Return the throughput per worker relative to the smallest run of the same work.
 
         That is the run with the fewest workers of the same strategy, or of ``single``. None if it has as many workers
         as ``run``.

@@ -50,7 +50,7 @@ def make_console(
     """Return the console of one run on ``stream`` (default: standard output).
 
     Close it after every other sink, so that their warnings come before the verdict. ``clock`` returns seconds, which
-    must never step: the times in events are those of clocks that do, and of several hosts.
+    must never step: the times in events come from clocks that do, on several hosts.
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
     view = RunView(steps=steps, world_size=world_size)

@@ -131,7 +131,7 @@ class RunView:
         return remaining * (last_time - first_time) / (last_step - first_step)
 
     def slowest(self) -> int | None:
-        """Return the rank whose steps take clearly longer than those of the others, None if none do."""
+        """Return the rank whose steps take clearly longer than the steps of the others, None if none do."""
         times = {r.rank: r.step_ms for r in self.ranks.values() if r.step_ms is not None}
         if len(times) < 2:
             return None

@@ -46,8 +46,8 @@ def order_notes(entries: Sequence[QueueEntry]) -> list[str]:
             )
         if entry.over_share:
             lines.append(
-                f"{entry.name} ({entry.state}): it goes behind the runs of others, because those of {entry.user} have "
-                f"their share already (cluster.user_share={entry.user_share:g})"
+                f"{entry.name} ({entry.state}): it goes behind the runs of others, because the runs of {entry.user} "
+                f"have their share already (cluster.user_share={entry.user_share:g})"
             )
     return lines
 

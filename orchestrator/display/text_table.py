@@ -50,7 +50,7 @@ def text_lines(columns: Sequence[TableColumn], *, unicode: bool) -> list[str]:
 
 
 def without_least(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
-    """Return the columns that fit into ``width`` characters; those of the lowest priority are left out first."""
+    """Return the columns that fit into ``width`` characters; the ones of the lowest priority are left out first."""
     kept = list(columns)
     for column in sorted((c for c in columns if c.priority is not None), key=lambda c: c.priority or 0):
         if total_width(kept) <= width:

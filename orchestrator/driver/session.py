@@ -131,7 +131,7 @@ def run_all(
 
 
 def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sweep: Sweep | None) -> list[RunResult]:
-    """Print the plan of each run; with ``strategy=auto``, that of the best prediction.
+    """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction.
 
     Returns:
         The run that should have measured a job, if it did not finish.
@@ -151,7 +151,7 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sw
 
 
 def _chooser(launch: _Launch, candidate: Candidate, plan: Plan) -> Chooser:
-    """Return what chooses the strategy of ``candidate``; ``plan`` is that of the run which measures the job."""
+    """Return what chooses the strategy of ``candidate``; ``plan`` is for the run which measures the job."""
     from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
     def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:

@@ -56,8 +56,8 @@ class Facts:
     """What is known about the final model and the data of a run.
 
     ``dataset`` is the result of :func:`~orchestrator.exporting.dataset.dataset_facts`, None if the job cannot be built.
-    ``step`` is that of the weights, None if there are none. ``problem`` says why there is no graph or there are no
-    weights, None if there are both. What was not asked for is None.
+    ``step`` is when the weights were saved, None if there are none. ``problem`` says why there is no graph or there
+    are no weights, None if there are both. What was not asked for is None.
     """
 
     dataset: Mapping[str, Any] | None = None

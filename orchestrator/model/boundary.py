@@ -72,7 +72,7 @@ class Boundary:
         """Return the tensors of ``value``, ready to be sent.
 
         Raises:
-            ValueError: their shapes or dtypes are not those of :attr:`specs`.
+            ValueError: their shapes or dtypes differ from :attr:`specs`.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         found, planned = [_format(t) for t in tensors], [_format(spec) for spec in self.specs]

@@ -47,7 +47,7 @@ def glue_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _of_function(function: Any, visited: set[types.FunctionType]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function, and those of its file that it calls, find in their closures and globals."""
+    """Yield what a function, and the functions of its file that it calls, find in their closures and globals."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType) or function in visited or _is_of_library(function.__module__):
         return

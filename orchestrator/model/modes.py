@@ -13,7 +13,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 def in_train_mode(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a constructor whose model is in train mode if that of ``build`` is wholly in eval mode.
+    """Return a constructor whose model is in train mode if the model of ``build`` is wholly in eval mode.
 
     That is how ``from_pretrained`` returns a model. If only some modules are in eval mode, each keeps its mode.
     """

@@ -175,9 +175,9 @@ def _difference(
         if not _close(expected, found):
             return f"the loss of the pieces is {float(found):g}, that of the whole model {float(expected):g}"
         if (name := _first_different(whole.gradients(), pieces.gradients(), backwards=True)) is not None:
-            return f"the gradient of {name} differs from that of the whole model"
+            return f"the gradient of {name} differs from the gradient in the whole model"
         if (name := _first_different(whole.buffers(), pieces.buffers())) is not None:
-            return f"the forward pass leaves another value in the buffer {name} than that of the whole model"
+            return f"the forward pass leaves another value in the buffer {name} than the pass of the whole model"
     expected, found = _run_both(_Variant.evaluate, whole, pieces, inputs, loss, seed=seed)
     if isinstance(found, str):
         return found
@@ -195,7 +195,7 @@ def _run_both(
     *,
     seed: int,
 ) -> tuple[Tensor, Tensor | str]:
-    """Return the loss of the whole model, and that of the pieces or why they fail. A model may change its batch."""
+    """Return the losses of the whole model and of the pieces, or why these fail. A model may change its batch."""
     seed_generators(seed)
     expected = run(whole, map_tensors(torch.clone, inputs), loss)
     seed_generators(seed)

@@ -77,8 +77,8 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
 def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *, seed: int) -> nn.Module:
     """Build a model with the random generators seeded, but with memory only for the wanted tensors.
 
-    The generators are left as the full construction would leave them. Peak memory is that of the wanted tensors and of
-    the largest tensor that the constructor draws.
+    The generators are left as the full construction would leave them. Peak memory is the size of the wanted tensors and
+    of the largest tensor that the constructor draws.
 
     Args:
         build: the constructor.

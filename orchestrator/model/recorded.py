@@ -149,7 +149,7 @@ class TapePiece(nn.Module):
         Args:
             excerpts: its part of the tape for training (True) and for evaluation (False).
             takes: the values that it is called with, unless it is the first piece.
-            shapes: those of the model's input, for the first piece; None for the others.
+            shapes: the shapes of the model's input, for the first piece; None for the others.
             gives: the values that it returns, unless it is the last piece.
             last: whether it returns the model's output.
             model: the model that holds the modules and tensors that the steps use.
@@ -168,7 +168,7 @@ class TapePiece(nn.Module):
         ]
         self._unused = unused
         self._held_names += unused
-        # Under plain names, because the model's own may be those of methods; in lists, because a dot is not allowed.
+        # Under plain names, because the model's own may be names of methods; in lists, because a dot is not allowed.
         self.calls = nn.ModuleList([model.get_submodule(name) for name in self.call_names])
         held = {slot.name: slot.tensor for slot in tensor_slots(model) if slot.name in self._held_names}
         for number, name in enumerate(self._held_names):

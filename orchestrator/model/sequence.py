@@ -58,8 +58,8 @@ class LayerSequence(abc.ABC):
     def tensors_of(self, index: int, module: nn.Module) -> Mapping[str, Tensor]:
         """Return the parameters and persistent buffers of a layer by the model's own names.
 
-        A layer that holds a shared tensor also has the names of it that no layer has, such as that of a table that is
-        only ever used under other names.
+        A layer that holds a shared tensor also has the names of it that no layer has, such as the name of a table that
+        is only ever used under other names.
 
         Args:
             index: the index of the layer.

@@ -118,7 +118,7 @@ def record(model: nn.Module, inputs: Any, *, opened: Collection[str]) -> Tape:
 def play(
     steps: Sequence[Step], values: dict[Slot, Tensor], modules: Mapping[str, nn.Module], held: Mapping[str, Tensor]
 ) -> None:
-    """Execute ``steps``: read the tensors of their arguments from ``values``, and add those of their results to it."""
+    """Execute ``steps``: read the tensors of their arguments from ``values``, and add their results to it."""
     for step in steps:
         args, kwargs = restore(step.arguments, values, held)
         target = modules[step.target] if isinstance(step.target, str) else step.target
@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def call(self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a module of the model, and record the call if it is that of a leaf."""
+        """Call a module of the model, and record the call if the module is a leaf."""
         name = self._names.get(module)
         if self._inside_leaf or name is None:
             return forward(module, *args, **kwargs)

@@ -78,7 +78,7 @@ class Mesh:
         return global_rank - self.num_workers if global_rank in self.servers else None
 
     def coords(self, global_rank: int) -> Coords:
-        """Return the position of ``global_rank`` in the grid; that of rank 0 for a server, which is outside of it."""
+        """Return the position of ``global_rank`` in the grid; rank 0's for a server, which is outside of it."""
         if global_rank in self.servers:
             return Coords()
         found: dict[str, int] = {}

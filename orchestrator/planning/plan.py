@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def microbatch_rows(self) -> int:
-        """The number of samples in a micro-batch of a pipeline; those of all its replicas have the same size."""
+        """The number of samples in a micro-batch of a pipeline, the same in all its replicas."""
         assert self.pipeline is not None
         return self.workers[0].samples_per_step // self.grad_accumulation // self.pipeline.num_microbatches
 

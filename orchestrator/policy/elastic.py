@@ -132,7 +132,7 @@ def find_rank_assignment(
 def find_rescue(plan: Plan, sizes: Sizes, alive: Collection[int]) -> RankAssignment | None:
     """Find a size, however small, in which the survivors can save what they hold; None if there is none.
 
-    The arguments are those of :func:`find_rank_assignment`.
+    It takes the arguments of :func:`find_rank_assignment`.
     """
     meshes = [mesh for mesh in (*sizes.rescues(), *sizes.meshes) if mesh.world_size <= len(alive)]
     mesh = _largest_in_place(plan.mesh, meshes[::-1], alive, ready=0)

@@ -33,7 +33,7 @@ class ClockOffset:
 class AllReduce:
     """What an all-reduce costs: the time for 4 KiB, and the bandwidth of each process for 16 MiB.
 
-    ``address`` is that of the first process.
+    ``address`` is where the first process runs.
     """
 
     backend: str

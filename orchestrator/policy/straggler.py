@@ -30,7 +30,7 @@ MIN_THROUGHPUT_LOSS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A slow rank: its mean times per step, in milliseconds, and the medians of those of the others.
+    """A slow rank: its mean times per step, in milliseconds, and the medians of the times of the others.
 
     ``throughput_loss`` is the share of the run's throughput, 0 to 1, that would be gained if its steps took the median
     time of the others.

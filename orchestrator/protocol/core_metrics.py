@@ -1,6 +1,6 @@
 """Metrics that every run may have and that the display, the report or the plots refer to.
 
-Their order is that of the progress line. Other metrics are declared where they are measured.
+Their order is the order of the progress line. Other metrics are declared where they are measured.
 """
 
 from __future__ import annotations

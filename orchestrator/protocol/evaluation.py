@@ -23,7 +23,7 @@ def evaluation_metrics(parts: Sequence[EvalPoint]) -> dict[str, float]:
 
 
 def evaluation_specs(part: EvalPoint) -> list[MetricSpec]:
-    """Return the specs of the metrics of an evaluation that no module declares: those of splits other than ``val``."""
+    """Return the specs of the metrics of an evaluation that no module declares: of splits other than ``val``."""
     splits = [split for point in (part, *part.others) if (split := point.split) != VAL]
     names = [f"{metric_prefix(split)}{metric}" for split in splits for metric in _OF_EVERY_SPLIT]
     return [_spec(name, name.replace("/", "_")) for name in names]

@@ -229,8 +229,8 @@ class WorkerLost(WorkerFailure):
 class StragglerFound(Event):
     """A rank is persistently slower than the others; ``node`` is its host, with the address.
 
-    Times are means per step; those of the others are medians over the other ranks. ``throughput_loss`` is the share of
-    the run's throughput, 0 to 1, that this rank costs.
+    Times are means per step; the times of the others are medians over the other ranks. ``throughput_loss`` is the share
+    of the run's throughput, 0 to 1, that this rank costs.
     """
 
     rank: int

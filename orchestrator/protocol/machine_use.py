@@ -19,8 +19,8 @@ class MachineUse:
     """CPU seconds on a node in an interval, and the use of a worker's GPU in it.
 
     Args:
-        own_s: those of a process and of the processes that it has started.
-        busy_s: those of all processes.
+        own_s: the seconds of a process and of the processes that it has started.
+        busy_s: the seconds of all processes.
         idle_s: those that no process used.
         others_gpu_pct: the share of the time in which other processes used the GPU; None if that is unknown.
     """

@@ -92,7 +92,7 @@ class QueueAnswer:
         priority: the run's priority, which ``orchestrator queue priority`` may have changed.
         cancelled_by: who has cancelled the run; None if nobody has.
         unfit: the cluster is too small for the run, which has no place in the line.
-        namesakes: the uids of other runs of its name, except those of its sweep.
+        namesakes: the uids of other runs of its name that are not in its sweep.
     """
 
     may_reserve: bool

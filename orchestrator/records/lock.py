@@ -23,7 +23,7 @@ _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 def locked(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the lock of the file ``path``, which is created if missing, during the block.
 
-    The lock is that of ``flock``, which ends with the process that holds it and which NFS passes on to the server. On
+    The lock is a ``flock``, which ends with the process that holds it and which NFS passes on to the server. On
     a file system that has no such locks, the existence of a second file beside ``path`` is the lock.
 
     Raises:

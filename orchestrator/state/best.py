@@ -34,7 +34,7 @@ class BestSoFar:
     last_step: int = 0
 
     def after(self, step: int, value: float, *, min_delta: float) -> BestSoFar:
-        """Return the best evaluation after that of ``step``, which has this ``value``. NaN is never better.
+        """Return the best evaluation after the one of ``step``, which has this ``value``. NaN is never better.
 
         An evaluation that is repeated after a failure counts once.
         """

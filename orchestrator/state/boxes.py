@@ -34,7 +34,7 @@ class Box:
     def shard(cls, shape: Sequence[int], index: int, count: int) -> Box:
         """Return the part of a tensor that one of ``count`` ranks holds if all divide it along its first dimension.
 
-        All parts are equal but for the last ones, which may be smaller or empty, as those of ``torch.chunk``.
+        All parts are equal but for the last ones, which may be smaller or empty, as ``torch.chunk`` makes them.
         """
         size, *rest = shape
         most = -(-size // count)

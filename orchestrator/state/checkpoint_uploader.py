@@ -26,8 +26,8 @@ MAX_PAUSE_S = 15.0
 class CheckpointUploader:
     """Uploads what has been written to ``root``, one checkpoint after another, and keeps the newest ``keep`` of them.
 
-    A checkpoint whose upload fails is tried again until a newer one has been written, that of the best evaluation until
-    there is a better one, or until the process ends. Local ones that are older than the last one uploaded are removed.
+    A checkpoint whose upload fails is tried again until a newer one has been written, the best one until there is a
+    better one, or until the process ends. Local ones that are older than the last one uploaded are removed.
 
     Args:
         root: the local directory of the checkpoints.

@@ -23,7 +23,7 @@ class JointOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the first optimizer, then those of the next."""
+        """The parameter groups of the first optimizer, then of the next."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property

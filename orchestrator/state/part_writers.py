@@ -151,7 +151,7 @@ class JointSave:
         explain: Callable[[OSError], str],
         on_progress: Callable[[], None],
     ) -> StagedPart:
-        """Write this rank's part to a hidden directory in ``root``. The arguments are those of :meth:`save`.
+        """Write this rank's part to a hidden directory in ``root``. It takes the arguments of :meth:`save`.
 
         Raises:
             OSError: it cannot be written; the first writer knows it.

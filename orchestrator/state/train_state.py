@@ -83,7 +83,7 @@ class TrainState:
 
 
 def outline(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors that have the shapes and dtypes of ``tensors``; those of a file are not read."""
+    """Return tensors that have the shapes and dtypes of ``tensors``; values in a file are not read."""
     return tensors.outline() if isinstance(tensors, StoredTensors) else tensors
 
 
@@ -236,7 +236,7 @@ def _on_host(
 def _all_finite(parameters: Mapping[str, Tensor]) -> Tensor:
     """Return, on the device, whether the sums of all parameters are finite.
 
-    The sums tell almost always whether the parameters are; those of finite numbers may overflow.
+    The sums tell almost always whether the parameters are; sums of finite numbers may overflow.
     """
     sums = [parameter.sum().abs().float() for parameter in _numbers(parameters).values()]
     return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)

@@ -80,7 +80,7 @@ def broadcast_state(
 def broadcast_tensors(
     tensors: Iterable[Tensor], *, source: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace the values of ``tensors`` by those of one rank. A collective operation.
+    """Replace the values of ``tensors`` by the values of one rank. A collective operation.
 
     Args:
         tensors: tensors of the same shapes and dtypes on all ranks of ``group``, in the same order.

@@ -297,7 +297,7 @@ def _open(url: str, timeout_s: float) -> tuple[Any, str]:
         return files, path
     raise StorageError(
         f"output_dir={url}: {parts.scheme}:// is not supported; use s3:// if the store has that protocol "
-        "(endpoint_override names another server than that of AWS), or mount it on every node and give the path"
+        "(endpoint_override names another server than AWS), or mount it on every node and give the path"
     )
 
 
@@ -319,7 +319,7 @@ def _s3(netloc: str, query: str, endpoint: str | None, timeout_s: float) -> Any:
             retry_strategy=AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
         )
     except TypeError as e:
-        raise ValueError(f"{e}; parameters are those of pyarrow.fs.S3FileSystem, such as endpoint_override") from e
+        raise ValueError(f"{e}; parameters are arguments of pyarrow.fs.S3FileSystem, such as endpoint_override") from e
 
 
 def _copy(source: IO[bytes] | Any, target: IO[bytes] | Any, progressed: Callable[[], None]) -> None:

@@ -236,7 +236,7 @@ class Strategy(LayoutRules, abc.ABC):
     @property
     @abc.abstractmethod
     def lr(self) -> float:
-        """The learning rate of the next step; with several parameter groups, that of the first."""
+        """The learning rate of the next step; with several parameter groups, the rate of the first."""
 
     @property
     def group_lrs(self) -> Sequence[float]:
@@ -279,7 +279,7 @@ class Strategy(LayoutRules, abc.ABC):
 
     @property
     def eval_batch_size(self) -> int:
-        """The number of samples in the batches given to :meth:`evaluate`: those of a slice of a training step."""
+        """The number of samples in the batches given to :meth:`evaluate`: as many as in a slice of a training step."""
         train = self.context.train
         share = even_shares(train.global_batch_size, self.context.mesh.data_parallel_size)[0]
         return even_shares(share, train.grad_accumulation)[0]
@@ -318,7 +318,7 @@ class Strategy(LayoutRules, abc.ABC):
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         """Copy this rank's part of the state to be saved to host memory; None unless it is one of the ``writers``.
 
-        The arguments are those of :meth:`capture`. Unlike that, it needs no other rank.
+        It takes the arguments of :meth:`capture`, and needs no other rank.
         """
         return self.capture(step=step, samples_consumed=samples_consumed, into=into)
 

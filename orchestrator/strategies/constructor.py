@@ -86,7 +86,7 @@ def blocks_note(job: Job, train: TrainConfig) -> str | None:
 
 
 def lazy_names(job: Job) -> list[str]:
-    """Return the names of the parameters that get their shapes in the first forward pass, as those of ``LazyLinear``.
+    """Return the names of the parameters that get their shapes in the first forward pass, as in ``LazyLinear``.
 
     Empty if the model cannot be built without memory.
     """

@@ -1,6 +1,6 @@
 """Process groups beside the default one. Every rank calls these functions, in the same order.
 
-torch would give them a timeout of its own, of 10 or 30 minutes, instead of that of the run.
+torch would give them a timeout of its own, of 10 or 30 minutes, instead of the timeout of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def new_group(
     Args:
         context: of this rank.
         ranks: the global ranks; None for all.
-        backend: None for that of the default group.
+        backend: None for the backend of the default group.
     """
     group: dist.ProcessGroup = dist.new_group(
         None if ranks is None else list(ranks), timeout=_timeout(context), backend=backend
@@ -44,7 +44,7 @@ def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessG
 
 
 def divided(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Divide all ranks into ``parts`` of one size, and return a new group of those of this rank."""
+    """Divide all ranks into ``parts`` of one size, and return a new group of the ranks in this rank's part."""
     if context.device.type == "cuda":  # in one call for all parts
         split: dist.ProcessGroup | None = dist.split_group(
             split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context)

@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[S], S]:
 
 
 def load(name: str) -> type[Strategy]:
-    """Return the strategy ``name``, importing its module but not those of other strategies.
+    """Return the strategy ``name``, importing its module but not the modules of other strategies.
 
     Raises:
         LookupError: there is no such module, or it does not register the strategy.

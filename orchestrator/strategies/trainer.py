@@ -51,7 +51,7 @@ LOSS_SCALE = MetricSpec(name="train/loss_scale")
 
 
 class Trainer(Strategy):
-    """A strategy put together from parts. Its step is that of the synchronous ones; others have a step of their own.
+    """A strategy put together from parts. It has the step of synchronous strategies; others have their own.
 
     Unless a subclass chooses other parts, the whole model is on every rank, and a rank has no peers.
     """

@@ -16,7 +16,7 @@ from orchestrator.strategies.measure.job_metrics import checked_metrics
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the models by name: those of an ``nn.ModuleDict``, or else the one model as ``"model"``."""
+    """Return the models by name: the members of an ``nn.ModuleDict``, or else the one model as ``"model"``."""
     return dict(model.items()) if isinstance(model, nn.ModuleDict) else {"model": model}
 
 

@@ -19,7 +19,7 @@ from orchestrator.timeline.spans import ActionKind, Span
 def aligned(workers: Sequence[Sequence[Span]]) -> list[list[Span]]:
     """Return the spans of the ``workers`` of a pipeline, by ``pp_rank``, in the time of the first worker.
 
-    Clocks that agree with every message are left alone, as those of workers on one host do.
+    Clocks that agree with every message are left alone, as on one host.
     """
     offset_s, on_one_clock = 0.0, [list(workers[0])]
     for before, after in itertools.pairwise(workers):
@@ -29,7 +29,7 @@ def aligned(workers: Sequence[Sequence[Span]]) -> list[list[Span]]:
 
 
 def clock_offset_s(one: Sequence[Span], other: Sequence[Span]) -> float:
-    """Return how far the clock of the ``other`` worker is ahead of that of ``one``, in seconds; 0 if it may be right.
+    """Return how far the clock of the ``other`` worker is ahead of ``one``'s, in seconds; 0 if it may be right.
 
     Otherwise, it is the middle of the range that the messages between the two allow.
     """

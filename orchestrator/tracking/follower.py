@@ -4,7 +4,7 @@ It is not a child of the driver and has its own session. So Ctrl-C and ``ray job
 of it uploads, which runs only on CPUs that would idle, so that the training is not slowed. If others use all CPUs when
 the run has ended, another child of normal priority takes over: an unprivileged process cannot raise its own priority.
 The import of MLflow takes seconds of CPU time. The first upload therefore comes ``tracking.upload_every_s`` after the
-first point, and that of a shorter run after its end.
+first point, and the page of a shorter run after its end.
 
 The driver waits ``tracking.flush_timeout_s`` for the rest of the upload, which then goes on without it. An upload that
 fails after that time leaves the lock of the run to others, and is repeated until ``tracking.background_timeout_s``, by
@@ -105,7 +105,7 @@ def main() -> int:
 def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, repeats: bool) -> int:
     """Upload a run in a child process, or in a second one if the first gets no CPU after the run.
 
-    The driver, which need not wait for the model, sees the end of the upload as that of ``driver_pipe``,
+    The driver, which need not wait for the model, sees the end of the upload as the end of ``driver_pipe``,
     which both processes close. ``repeats``: an upload that fails is repeated in the background.
 
     Returns:
@@ -136,7 +136,7 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
 def _starves(child: psutil.Process, uploaded: int) -> bool:
     """Wait until ``child`` has uploaded a run, or gets too little CPU after the run; return whether it does.
 
-    ``uploaded`` is a pipe, and its end that of the upload.
+    ``uploaded`` is a pipe, whose end is the end of the upload.
     """
     run_ended = sys.stdin in select.select([uploaded, sys.stdin], [], [])[0]
     while run_ended:

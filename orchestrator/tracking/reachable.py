@@ -43,7 +43,7 @@ def _server(uri: str, timeout_s: float) -> Finding:
         if e.code in _REFUSED:
             remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             return _fault(f"{shown} refuses this user ({e.code})", remedy)
-        return _fault(f"{shown} answers {e.code} {e.reason}", "check that tracking.uri is that of an MLflow server")
+        return _fault(f"{shown} answers {e.code} {e.reason}", "check that tracking.uri names an MLflow server")
     except OSError as e:
         return _unreachable(shown, e)
 

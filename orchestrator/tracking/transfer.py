@@ -288,8 +288,8 @@ def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> contextlib.Abstract
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     """Record the end of a run whose driver has died; a run with a live driver is left alone.
 
-    An end that is in the journal only, because the process that recorded it was killed, is that of the run. Disk errors
-    are ignored.
+    An end that is in the journal only, because the process that recorded it was killed, is the end of the run. Disk
+    errors are ignored.
     """
     with contextlib.suppress(OSError), run_dir.edit_record() as record:
         if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():

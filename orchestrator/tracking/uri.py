@@ -86,7 +86,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def web_page(uri: str) -> str | None:
-    """Return the address of MLflow's web page: that of the server, or of a local ``mlflow ui`` for a database.
+    """Return the address of MLflow's web page: on the server, or on a local ``mlflow ui`` for a database.
 
     None for Databricks, whose page is another one.
     """

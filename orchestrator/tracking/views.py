@@ -40,7 +40,7 @@ _OTHER_SECTIONS = (
 
 
 ALL_RUNS = f"tags.`{UID_TAG}` LIKE '%'"
-"""A filter: the own run of a sweep, whose figures are those of another run, would be a second bar in every chart."""
+"""A filter: the own run of a sweep, whose figures repeat another run's, would be a second bar in every chart."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,8 @@ class Contender:
 def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
     """Return the index of the contender to measure next; None if enough are measured, or none is left.
 
-    The order is that of their predictions. At least ``least`` are measured, and then each whose prediction would make
-    it the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
+    They are in the order of their predictions. At least ``least`` are measured, and then each whose prediction would
+    make it the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
     """
     valid = [c for c in contenders if not c.refused]
     left = [c for c in valid if c.measured_ms is None]

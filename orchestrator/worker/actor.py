@@ -134,7 +134,7 @@ class Worker:
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node.
 
-        Ray keeps no record of these calls, which would displace those of all others.
+        Ray keeps no record of these calls, which would displace the records of all others.
         """
         system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
         waiting = is_waiting(self.training_thread)

@@ -131,7 +131,7 @@ class Loop:
     ) -> Outcome:
         """Train this rank's part of a generation, whose process group has been formed.
 
-        The first call builds the model and the datasets. Later calls continue with those of the generation before.
+        The first call builds the model and the datasets. Later calls continue with them.
 
         Args:
             startup: receives the duration of each part of the startup, in seconds, up to the end of the first step.
@@ -332,7 +332,7 @@ class Loop:
         return self.assignment.remote is None and len(self.strategy.writers) > 1
 
     def _restore_state(self, checkpoint: TrainState | None) -> None:
-        """Bring every rank to one state: that of the surviving source ranks, of the checkpoint, or the initial one.
+        """Bring every rank to one state: of the surviving source ranks, of the checkpoint, or the initial one.
 
         ``checkpoint``: what :meth:`_loaded_checkpoint` returned.
         """

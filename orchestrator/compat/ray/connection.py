@@ -121,7 +121,7 @@ def gcs_of_raylets_here() -> set[str]:
 
 
 def is_node_of(address: str, *, timeout_s: float) -> bool:
-    """Return whether a raylet of the cluster runs on this machine; ``address`` is that of its GCS server.
+    """Return whether a raylet of the cluster runs on this machine; ``address`` is where its GCS server listens.
 
     ``ray.init`` waits a minute for one. True if the server does not answer.
     """

@@ -92,7 +92,7 @@ def raylet_messages_muted() -> contextlib.AbstractContextManager[None]:
 def ray_logs_errors_only() -> Iterator[None]:
     """Mute what Ray's Python code logs in this context, except errors."""
     root = logging.getLogger("ray")
-    # Some of Ray's modules set a level of their own, which that of their parent does not change.
+    # Some of Ray's modules set a level of their own, which the level of their parent does not change.
     loggers = [logger for name, logger in root.manager.loggerDict.items() if name.startswith("ray.")]
     levels = {logger: logger.level for logger in loggers if isinstance(logger, logging.Logger) and logger.level}
     levels[root] = root.level

@@ -66,7 +66,7 @@ class Chooser:
         Args:
             config: the configuration of the run, with ``strategy=auto``.
             job: the job.
-            plan: that of the run which measures the job, on as many workers as the strategy may use.
+            plan: the plan of the run which measures the job, on as many workers as the strategy may use.
             nodes: the nodes of the cluster.
             run: executes the runs that measure.
             redactor: masks secrets in the reasons of refusals.

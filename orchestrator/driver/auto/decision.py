@@ -44,7 +44,7 @@ class Decision:
 
     @property
     def sizes(self) -> Sizes:
-        """The plan, as that of a run which keeps its size."""
+        """The plan of a run which keeps its size."""
         return Sizes.of(self.plan)
 
     @property

@@ -30,7 +30,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
     Args:
         config: the configuration, with ``strategy=auto``.
         job: the job.
-        plan: that of the run which measures.
+        plan: the plan of the run which measures.
         nodes: the nodes of the cluster.
     """
     assert isinstance(config.strategy, AutoConfig)
@@ -56,7 +56,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
 
 
 def _code_of(cls: type) -> list[str]:
-    """Return the source of a job's class and of its bases below :class:`Job`; without those of a bare terminal."""
+    """Return the source of a job's class and of its bases below :class:`Job`, but for classes typed at a terminal."""
     sources = []
     for base in cls.__mro__[: cls.__mro__.index(Job)]:
         try:

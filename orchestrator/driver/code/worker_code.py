@@ -118,7 +118,7 @@ class CodeCache:
 def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]:
     """Return the hash of each file below ``directory`` that one of ``modules`` was loaded from, by its path.
 
-    Installed packages are left out, also those of a virtual environment below ``directory``.
+    Installed packages are left out, also the ones of a virtual environment below ``directory``.
     """
     files = {Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str)}
     own = [f for f in files if f.is_relative_to(directory) and not set(_INSTALLED) & set(f.parts)]
@@ -126,7 +126,7 @@ def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]
 
 
 def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], cluster: ClusterConfig) -> list[str]:
-    """Return the names of the nodes that lack code of the driver; those of an autoscaler are still to come."""
+    """Return the names of the nodes that lack code of the driver; the nodes of an autoscaler are still to come."""
     context = ray.get_runtime_context()
     others = [node for node in nodes if node.node_id != context.get_node_id()]
     if not (others or cluster.autoscaling) or context.runtime_env.get("working_dir"):

@@ -15,7 +15,7 @@ def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) ->
     """Return the variables for the workers.
 
     Args:
-        named: ``cluster.env``: the value of each variable; None for that of the driver.
+        named: ``cluster.env``: the value of each variable; None for the driver's own value.
         own: the environment of the driver.
 
     Raises:

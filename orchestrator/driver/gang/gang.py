@@ -124,7 +124,7 @@ class Gang:
         """Reserve the resources, start the actors, and assign the ranks.
 
         Returns:
-            The plan of the run: the initial one, or that of a smaller size if there is no room for it at this moment.
+            The plan of the run: the initial one, or one of a smaller size if there is no room for it at this moment.
 
         Raises:
             GangError: not in time, a GPU cannot be used, or two workers landed on one GPU.

@@ -179,7 +179,7 @@ class Spares:
         return sorted(s for s, info in self.infos.items() if info.node_id not in trouble and can_join(info, members))
 
     def _stranded(self, slots: Iterable[int]) -> list[int]:
-        """Return those of ``slots`` that are stranded; none if all workers must share a node."""
+        """Return which ``slots`` are stranded; none if all workers must share a node."""
         trouble = {} if self._one_node else self._admission.trouble()
         return [slot for slot in slots if self._node_before.get(slot) in trouble]
 

@@ -58,7 +58,7 @@ def ask_nodes(
 
     Args:
         nodes: the nodes to ask.
-        job_modules: the modules of the jobs, to import them beside that of the workers.
+        job_modules: the modules of the jobs, to import them beside the job of the workers.
         code: the code and the packages that travel to the workers.
         output_dir, nonce: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
         with_gpus: whether to compute on the GPUs that Ray manages there.

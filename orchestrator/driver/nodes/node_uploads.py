@@ -23,7 +23,7 @@ from orchestrator.storage.mirror import LOGS, Mirror
 ANSWER_TIMEOUT_S = 5.0
 """The time in which a node answers, besides its uploads."""
 _OF_WORKERS = ("samples", "profile")
-"""The folders in which workers write, besides that of the logs."""
+"""The folders in which workers write, besides the folder of the logs."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -44,7 +44,7 @@ class NodeUpload:
         self._mirror = mirror_of(run_dir, driver, every_s=config.upload_every_s, masked=redactor.copy_file)
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of those of the files ``names`` of the run directory that are here."""
+        """Return the contents of the files ``names`` of the run directory, as far as they are here."""
         found = {}
         for name in names:
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def mirror_of(
 def _place_of(name: str, *, folder: str) -> str | None:
     """Return where a file of another node than the driver's goes: each node has a folder of its own for logs.
 
-    None for the records, which only the driver writes: the ones here are those of an earlier driver.
+    None for the records, which only the driver writes: the ones here are from an earlier driver.
     """
     head, _, rest = name.partition("/")
     if head == LOGS:

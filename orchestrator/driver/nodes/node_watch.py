@@ -128,7 +128,7 @@ class NodeWatch:
         return node_id == self._own_node or (node_id in self._probes and self._probes[node_id].heard_at is not None)
 
     def find_gone(self, node_ids: Collection[str]) -> Collection[str]:
-        """Return those of the nodes on which no raylet answers any more, within :data:`RAYLET_TIMEOUT_S` for all.
+        """Return the nodes on which no raylet answers any more, within :data:`RAYLET_TIMEOUT_S` for all.
 
         Ray itself notices the death of a host seconds later. Nodes whose raylet is not known, because they have not
         been watched, are left out.

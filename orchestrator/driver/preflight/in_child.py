@@ -27,7 +27,7 @@ def in_child(function: Callable[[], T], *, timeout_s: float) -> T:
     """Return what ``function`` returns in a fork of this process.
 
     A fork has all that this process has loaded, so it costs milliseconds and needs no pickle of the job. It uses one
-    thread: those of this process do not exist in it.
+    thread: the other threads of this process do not exist in it.
 
     Args:
         function: returns plain data, and does not use Ray.

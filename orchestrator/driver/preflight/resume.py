@@ -149,7 +149,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
 
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
-    """Turn errors about the run that ``key`` names into a ``ConfigError``; those of a store name it themselves."""
+    """Turn errors about the run that ``key`` names into a ``ConfigError``; errors of a store name it themselves."""
     try:
         yield
     except StorageError as e:
@@ -171,7 +171,7 @@ def _differences(config: Config, job: Job | None, checkpoint: Path, manifest: Ma
 
 
 def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointError]) -> Path:
-    """Return a checkpoint of a run, ``best`` being that of its best evaluation.
+    """Return a checkpoint of a run, ``best`` being the one of its best evaluation.
 
     None for the newest intact one; ``damaged`` receives newer ones.
 
@@ -285,7 +285,7 @@ def _named_run(config: Config, text: str, *, key: str) -> RunDir:
 
 
 def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Return how the job's model and optimizer differ from those of the checkpoint, without allocating either.
+    """Return how the job's model and optimizer differ from the checkpoint, without allocating either.
 
     Empty if the model cannot be built without memory: the workers then find out when they restore it.
     """

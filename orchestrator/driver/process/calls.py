@@ -107,7 +107,7 @@ def completed(pending: Collection[Any], timeout_s: float, *, gather_s: float = 0
 
 
 def results(references: Sequence[Any]) -> list[Any]:
-    """Return the results of completed calls in order; that of a call that has failed is its error."""
+    """Return the results of completed calls in order; the result of a call that has failed is its error."""
     try:
         return ray.get(list(references))
     except ray.exceptions.RayError:

@@ -133,7 +133,7 @@ def address_error(address: str, *, key: str | None = None) -> str | None:
 
 
 def gcs_address(address: str) -> str | None:
-    """Return host:port; for ``auto`` that of the Ray that ``ray start`` started here, None if there is none.
+    """Return host:port; for ``auto`` the address of the Ray that ``ray start`` started here, None if there is none.
 
     Ray's own ``auto`` would also take a Ray that is embedded in another run on this machine.
     """

@@ -82,10 +82,10 @@ def origin_of_submission(
     """Return the origin of a job of ``orchestrator submit``.
 
     Args:
-        overrides: those of the launch.
+        overrides: the overrides of the launch.
         given_address, working_dir, restarts: the values of the options, as typed; None without them.
         address: the URL of the cluster.
-        ray: the words before those of a command of Ray.
+        ray: the words before a command of Ray.
     """
     to = [] if given_address is None else ["--address", given_address]
     directory = ["--working-dir", working_dir]

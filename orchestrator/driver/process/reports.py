@@ -33,7 +33,8 @@ class ReportedRun:
             state = RunDir(self.path).read_record().get("state")
         except ValueError:
             return None
-        return state if state in ("finished", "failed") else None  # that of a driver that died becomes "killed"
+        # The state that a dead driver has left becomes "killed".
+        return state if state in ("finished", "failed") else None
 
     @property
     def may_have_checkpoint(self) -> bool:

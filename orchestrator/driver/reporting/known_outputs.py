@@ -32,7 +32,7 @@ class KnownOutput:
 
     Args:
         location: absolute path or URL.
-        host: that of the driver that entered it.
+        host: the host of the driver that entered it.
         newest: the location of the run that this driver began last.
     """
 

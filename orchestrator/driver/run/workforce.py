@@ -142,7 +142,7 @@ class Workforce:
     def refill(self) -> None:
         """Start missing spares in the background, and workers for sizes that the cluster has no room for yet.
 
-        If other runs wait, only those of the present plan are started, and what is beyond it is given back.
+        If other runs wait, only the workers of the present plan are started, and what is beyond it is given back.
         """
         plan = self.plan
         self.gang.refill(plan.world_size + plan.spares if self.queue.others_wait else self._sizes.max_processes)

@@ -24,7 +24,7 @@ INSTALLED_THERE = ("doctor",)
 def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
     """Run ``orchestrator <verb> <words>`` on the head node of a cluster.
 
-    It runs with the code of this process, or with that of the head if it is in :data:`INSTALLED_THERE`.
+    It runs with the code of this process, or with the code of the head if it is in :data:`INSTALLED_THERE`.
 
     Args:
         verb: the name of the verb.

@@ -53,7 +53,7 @@ class Search:
         fixed: the overrides of all runs.
         space: the values that may be tried.
         options: how to search, and for how many runs.
-        seed: that of the choice of values.
+        seed: the seed of the choice of values.
         sweep: the sweep that the runs belong to.
         tried: the values of each run, in order.
         started: the directories of the runs that an earlier command has started, by number.

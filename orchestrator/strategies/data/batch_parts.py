@@ -44,7 +44,7 @@ class Division:
         rows: the number of samples of a part.
         in_turn: whether a replica of the model sees several parts in a step.
         cut: whether parts are cut out of a collated batch; otherwise each is collated by itself.
-        synchronous: whether the losses of all parts are to be those of the whole batch.
+        synchronous: whether the losses of all parts are to equal the loss of the whole batch.
     """
 
     by: str
@@ -167,7 +167,7 @@ def text_of(
     Args:
         division: how the strategy divides a batch.
         samples: the number of samples that were compared.
-        losses: the loss of the batch, and the mean of those of its halves; None if they are equal.
+        losses: the loss of the batch, and the mean of the losses of its halves; None if they are equal.
         changed: the names of the tensors that forward passes leave with other values.
     """
     if losses is None and not changed:

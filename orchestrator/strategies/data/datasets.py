@@ -19,7 +19,7 @@ class DatasetError(ValueError):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether the samples can only be read in order, as those of a ``torch.utils.data.IterableDataset``."""
+    """Return whether the samples can only be read in order, as from a ``torch.utils.data.IterableDataset``."""
     if isinstance(dataset, IterableDataset):
         return True
     # Dataset itself defines a __getitem__, which only raises NotImplementedError.

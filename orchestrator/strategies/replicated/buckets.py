@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 SMALLEST_MB, LARGEST_MB = 25.0, 200.0
-"""Limits of ``auto`` in MiB: torch's default, and somewhat more than that of Megatron-LM, 40 million gradients."""
+"""Limits of ``auto`` in MiB: torch's default, and somewhat more than the 40 million gradients of Megatron-LM."""
 BUCKETS = 8
 """The buckets of a model that is large enough. Few large messages use the network best, but the exchange overlaps with
 the backward pass only from the first complete bucket on; see Li et al., VLDB 2020, "PyTorch Distributed: Experiences on
@@ -19,7 +19,7 @@ def bucket_arguments(parameters: Iterable[Tensor], option: float | Literal["auto
     """Return the arguments of ``DistributedDataParallel`` for the buckets that :func:`bucket_mb_for` chooses.
 
     Without a size, torch makes the first bucket small, so that the exchange begins early in the backward pass. With
-    one, even with that of torch, the first is as large as the others.
+    one, even with the limit of torch, the first is as large as the others.
     """
     size_mb = bucket_mb_for(parameters, option, device=device)
     leaves_to_torch = option == "auto" and device != "cpu" and size_mb == SMALLEST_MB
@@ -30,7 +30,7 @@ def bucket_mb_for(parameters: Iterable[Tensor], option: float | Literal["auto"],
     """Return the size of the buckets in MiB.
 
     Args:
-        parameters: those of the model; a gradient has the size of its parameter.
+        parameters: the parameters of the model; a gradient has the size of its parameter.
         option: the value of ``strategy.bucket_mb``.
         device: the type of the device; on CPUs, ``auto`` is torch's default.
     """

@@ -143,7 +143,7 @@ class JobStep(Trainer):
         return self.trained.in_step and (self._updating or self._frozen_versions() != self._frozen_versions_before)
 
     def _frozen_versions(self) -> Sequence[tuple[int, int]]:
-        """Return what changes with the values of the parameters that no optimizer has, such as those of a teacher."""
+        """Return what changes with the values of the parameters that no optimizer has, such as a teacher's."""
         return [(p.data_ptr() if p.layout == torch.strided else 0, version_of(p)) for p in self._frozen]
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class JobStep(Trainer):
         self._updating = True
 
     def _share_buffers(self) -> None:
-        """Replace the buffers by those of rank 0."""
+        """Replace the buffers by the buffers of rank 0."""
         with self._waits.waiting():
             broadcast_tensors(self.trained.buffers, source=0, device=self.context.device)
             self.confirm()

@@ -135,7 +135,7 @@ def conversion_error(model: nn.Module) -> str | None:
 
 
 def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[str]) -> tuple[str, ...]:
-    """Find out whether BatchNorm makes the losses differ from those of ``strategy=single``.
+    """Find out whether BatchNorm makes the losses differ from ``strategy=single``.
 
     Args:
         job: the job; its model is built on the meta device.
@@ -152,7 +152,7 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     seen, remedy = f"slices of {plan.global_batch_size // plan.grad_accumulation} samples", ""
     if replicas > 1:
         seen = f"each {'device' if plan.devices_per_worker > 1 else 'worker'}'s own samples"
-        remedy = "; strategy=ddp strategy.sync_batchnorm=true uses those of all workers"
+        remedy = "; strategy=ddp strategy.sync_batchnorm=true uses the statistics of all workers"
     model = on_meta_device(in_train_mode(job.model))
     if model is None:
         if synchronized:
@@ -243,7 +243,7 @@ class _Normalize(torch.autograd.Function):
             if weight is not None:
                 grad_inputs = grad_inputs * _per_channel(weight.to(x.dtype), x)
             grad_inputs = grad_inputs.to(inputs.dtype)
-        # The gradients of weight and bias are those of this rank's samples; DDP averages them.
+        # The gradients of weight and bias come from this rank's samples; DDP averages them.
         return (
             grad_inputs,
             grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,

@@ -29,7 +29,7 @@ from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
 NUM_SIZES = 5
-"""The whole model is measured with this many sizes of batch: that of one worker, and each half of the one before."""
+"""The whole model is measured with this many sizes of batch: a worker's share, and each half of the one before."""
 LONGEST_PASS_MS = 500.0
 """Batches larger than one for which a pass takes longer are not measured: their passes are in proportion."""
 ADAM_BYTES = 2.0
@@ -44,7 +44,7 @@ def slice_rows(context: Context) -> int:
 
 
 def layer_rows(context: Context) -> int:
-    """Return the samples with which layers are measured: those of a micro-batch of a pipeline over all ranks.
+    """Return the samples with which layers are measured: as many as in a micro-batch of a pipeline over all ranks.
 
     One sample would be too few for BatchNorm.
     """
@@ -118,8 +118,8 @@ def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...
 class WholeModelCost:
     """Training steps of the whole model.
 
-    ``gradient_bytes`` are those of a batch, which counts for sparse gradients. ``optimizer_bytes`` is the state of the
-    optimizer for each byte of the parameters.
+    ``gradient_bytes`` is the size of the gradients of a batch, which counts for sparse gradients. ``optimizer_bytes``
+    is the state of the optimizer for each byte of the parameters.
     """
 
     passes: tuple[PassCost, ...]

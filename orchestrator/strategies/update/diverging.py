@@ -28,6 +28,6 @@ def diverging_errors(job: Job, plan: Plan) -> list[str]:
         return []
     return [
         f"max_norm of {first_few(tables, 2)}: each replica would rescale only the rows that its own samples look up, "
-        "and its weights would no longer be those of the others; leave it out, or use strategy=single or "
+        "and its weights would no longer equal the others'; leave it out, or use strategy=single or "
         "strategy=pipeline"
     ]

@@ -69,7 +69,7 @@ def weighted_sum_over(
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
-    """Return a sparse gradient without entries, as that of an embedding."""
+    """Return a sparse gradient without entries, as of an embedding."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty(0, *parameter.shape[1:])
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

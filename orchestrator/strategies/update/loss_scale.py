@@ -25,7 +25,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller factor may make infinite gradients finite; at 1, they are those of the loss itself."""
+        """Whether a smaller factor may make infinite gradients finite; at 1, they come from the loss itself."""
         return self.factor > 1
 
     def after(self, *, finite: bool) -> LossScale:

@@ -37,7 +37,7 @@ class Spool:
             file.seek(0)
 
     def append(self, number: int, report: Report) -> None:
-        """Add a point or an event; ``number`` counts those of this process."""
+        """Add a point or an event; ``number`` counts what this process adds."""
         with contextlib.suppress(OSError):
             self._current.write(pickle.dumps((number, report)))
 

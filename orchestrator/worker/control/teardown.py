@@ -59,7 +59,7 @@ class Teardown:
         return self._aborted is not None
 
     def begin(self, generation: int, *, backend: str) -> None:
-        """Wait until the groups of the generation before are released; those of ``generation`` may then be formed.
+        """Wait until the groups of the generation before are released; the groups of ``generation`` may then be formed.
 
         Raises:
             ReleaseError: they were not released in time.

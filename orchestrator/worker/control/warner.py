@@ -12,7 +12,7 @@ MAX_JOB_WARNINGS = 10
 
 
 class Warner:
-    """Puts each warning of rank 0 into the outbox once. The warnings of other ranks would repeat those of rank 0.
+    """Puts each warning of rank 0 into the outbox once. The warnings of other ranks would repeat them.
 
     Attributes:
         rank: the present rank of this process.

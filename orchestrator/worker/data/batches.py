@@ -272,7 +272,7 @@ class EvalBatches:
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
     sample; batches without a row for each sample get none, unless ``pad_ragged``. Over all ranks, each sample is valid
     exactly once. Loader processes stay until :meth:`close`, for further passes. The other arguments, and the errors,
-    are those of :func:`train_batches`.
+    are the arguments of :func:`train_batches`.
     """
 
     def __init__(

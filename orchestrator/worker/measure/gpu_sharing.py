@@ -28,7 +28,7 @@ class GpuSharing:
 
         Returns:
             The share in percent between the last two calls; None if it is unknown: without the library, if the GPU does
-            not count it, or if its process ids are not those of this container.
+            not count it, or if its process ids are not from this container.
         """
         if self._reader is not None and self._reader.is_alive():
             return None

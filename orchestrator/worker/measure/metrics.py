@@ -97,8 +97,8 @@ class Window:
         self._weights: list[Tensor] = []
         self._steps: list[int] = []
         self._step_weight: Tensor | float = 0.0
-        self._updated: list[int] = []  # those of _steps that were not skipped
-        self._slowed: list[int] = []  # those of _steps in which the model was compiled, or its FLOPs counted
+        self._updated: list[int] = []  # which of _steps were not skipped
+        self._slowed: list[int] = []  # in which of _steps the model was compiled, or its FLOPs counted
 
     def add(self, step: int, loss_sum: Tensor, weight: Tensor, *, skipped: bool, slowed: bool = False) -> None:
         """Add a completed step.
@@ -233,7 +233,7 @@ def _cpu_seconds() -> tuple[float, float]:
 def peak_memory_mb(device: torch.device) -> float | None:
     """Return the peak memory of torch on the GPU, else of this process in RAM; None if the kernel does not count it.
 
-    ``getrusage`` does not serve: its peak includes that of the process from which this one was forked.
+    ``getrusage`` does not serve: its peak includes the peak of the process from which this one was forked.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6

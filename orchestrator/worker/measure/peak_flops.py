@@ -1,6 +1,6 @@
 """The peak rates of GPUs, by the name that the driver gives them. Pure.
 
-The figures are those of NVIDIA's data sheets, without sparsity: a figure that a sheet gives with sparsity is halved.
+The figures come from NVIDIA's data sheets, without sparsity: a figure that a sheet gives with sparsity is halved.
 
 | devices | source |
 | --- | --- |

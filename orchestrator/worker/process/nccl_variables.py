@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FLIGHT_RECORDS = 1000
-"""The number of operations that torch's flight recorder keeps on a rank: those of several steps."""
+"""The number of operations that torch's flight recorder keeps on a rank: several steps of them."""
 _ALWAYS = {
     # The watchdog would end the process of a rank that waits for a lost one.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

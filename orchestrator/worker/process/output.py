@@ -19,7 +19,7 @@ CHECK_EVERY_S = 10.0
 
 
 class Output:
-    """Redirects the output of this process, including that of C++ code and of crashes.
+    """Redirects the output of this process, including what C++ code and crashes write.
 
     A thread looks after the size of the log, because a file system that hangs must delay no thread that answers the
     driver.

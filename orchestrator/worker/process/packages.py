@@ -1,4 +1,4 @@
-"""Packages that pip installs on a node for the workers of a run, beside those of the environment that Ray runs in.
+"""Packages that pip installs on a node for the workers of a run, beside the environment that Ray runs in.
 
 Ray's own plugin copies that environment, with torch, on each node. Here a virtual environment only refers to it.
 """

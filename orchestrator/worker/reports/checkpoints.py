@@ -88,14 +88,14 @@ class Checkpoints:
     def save(self, *, step: int, samples_consumed: int, last: bool, metadata: Mapping[str, Any]) -> None:
         """Take a snapshot after ``step`` and submit it for writing. All ranks call this at the same step.
 
-        The last snapshot and that of the best evaluation wait for the previous write. Any other waits at most
+        The last snapshot and the one of the best evaluation wait for the previous write. Any other waits at most
         ``BUSY_WAIT_S`` and is then skipped.
 
         Args:
             step: the last completed step.
             samples_consumed: global samples consumed up to that step.
             last: whether no step follows.
-            metadata: JSON values to keep in the manifest, beside those of the strategy.
+            metadata: JSON values to keep in the manifest, beside the values of the strategy.
 
         Raises:
             NonFiniteError: a parameter is not finite; nothing is saved.

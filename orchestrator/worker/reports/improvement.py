@@ -90,7 +90,7 @@ class Improvement:
         return {BEST: self._history[-1].to_json()} if self._history else {}
 
     def is_best(self, step: int) -> bool:
-        """Return whether the best evaluation is that of ``step``."""
+        """Return whether the best evaluation is the one of ``step``."""
         return bool(self._history) and self._history[-1].value is not None and self._history[-1].step == step
 
     @property

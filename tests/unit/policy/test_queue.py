@@ -406,7 +406,7 @@ def test_the_list_says_which_runs_are_not_in_the_order_of_submission() -> None:
         "start with its resources"
     )
     assert behind == (
-        "first (waiting): it goes behind the runs of others, because those of ada have their share already "
+        "first (waiting): it goes behind the runs of others, because the runs of ada have their share already "
         "(cluster.user_share=0.25)"
     )
 

@@ -90,7 +90,7 @@ def make_contiguous(parameters: Mapping[str, nn.Parameter], extents: Sequence[Ex
 def join_optimizer_state(
     parts: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], *, into: TrainState | None
 ) -> dict[str, Tensor]:
-    """Join the shards' optimizer states into that of whole parameters.
+    """Join the shards' optimizer states into the state of whole parameters.
 
     Args:
         parts: the state on each shard, under ``"<parameter name>/<state key>"``.

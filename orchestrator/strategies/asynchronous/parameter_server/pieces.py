@@ -107,7 +107,7 @@ class ShardPieces:
                 piece.grad = self._sum_of_rows(part, pushes)
 
     def clip(self, train: TrainConfig, norm: Tensor | None) -> None:
-        """Clip the gradients; ``norm`` is that of the whole gradient, for ``train.clip_norm``."""
+        """Clip the gradients; ``norm`` is the norm of the whole gradient, for ``train.clip_norm``."""
         clip(self._pieces.values(), train, norm)
 
     @property

@@ -53,7 +53,7 @@ from orchestrator.strategies.update.gradients import norm_over
 
 STEPS_APART = 2
 """How many steps asynchronous shards may be apart, because a worker continues only when all shards have answered. On
-recovery, a shard may offer its parameters as those of any of these steps."""
+recovery, a shard may offer its parameters for any of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

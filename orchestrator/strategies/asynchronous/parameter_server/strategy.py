@@ -28,8 +28,8 @@ class ParameterServerConfig(StrategyConfig):
         minimum=1,
     )
     consistency: Literal["sync", "async", "stale"] = option(
-        "when gradients are applied; sync: those of all workers together, as in ddp; async: each as it arrives; stale: "
-        "async within max_staleness"
+        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it "
+        "arrives; stale: async within max_staleness"
     )
     max_staleness: int = option(
         "steps by which a worker may be ahead of the slowest, with consistency=stale", minimum=0

@@ -3,7 +3,7 @@
 Li et al., OSDI 2014, "Scaling Distributed Machine Learning with the Parameter Server". Each worker computes the loss of
 its own share of the data. In a step it pushes to every shard the gradients of that shard's part of the parameters, as
 soon as they are complete, and receives the shard's updated parameters while it loads the next batch. With
-``consistency=sync`` a shard waits for the pushes of all workers, and the losses equal those of ``single``. With
+``consistency=sync`` a shard waits for the pushes of all workers, and the losses equal the losses of ``single``. With
 ``async`` every push is an update of its own, however stale its gradient is. With ``stale`` (stale synchronous parallel:
 Ho et al., NIPS 2013) a worker that is more than ``max_staleness`` steps ahead of the slowest waits for its answer.
 
