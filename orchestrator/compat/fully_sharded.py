@@ -1,7 +1,7 @@
-"""``fully_shard`` of torch: its local tensors, sums instead of means, and its release.
+"""``fully_shard`` of torch: its local tensors, sums instead of means, sums that wait, and its release.
 
-Checked with torch 2.11 and 2.13. Import it before process groups are formed: what it loads keeps the default group of
-that time, with torch 2.11.
+Checked with torch 2.11, 2.13 and 2.15. Import it before process groups are formed: what it loads keeps the default
+group of that time, with torch 2.11.
 """
 
 from __future__ import annotations
@@ -71,6 +71,28 @@ class FullySharded:
             self._root.set_reshard_after_backward(last)
         yield
 
+    def keep_gradients(self) -> None:
+        """Let backward passes add up gradients on this rank, whole, until :meth:`sum_gradients`."""
+        self._set_sums(False)
+        if hasattr(self._root, "set_manual_backward_finalization"):  # from torch 2.15
+            self._root.set_manual_backward_finalization(True)
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all passes since the last call, and free what the passes have gathered."""
+        self._set_sums(True)
+        if hasattr(self._root, "finalize_backward"):
+            self._root.finalize_backward()
+        else:  # as torch's own pipelines do
+            for group in self._groups():
+                group.post_backward()
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self.keep_gradients()
+
+    def _set_sums(self, last: bool) -> None:
+        self._root.set_is_last_backward(last)
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_reshard_after_backward(last or not self._keep_whole)
+
     def free(self) -> None:
         """Free what passes without a backward pass have gathered."""
         for module in self._modules():
@@ -80,13 +102,10 @@ class FullySharded:
         """Drop what refers to the process group, so that its connections close. The model cannot run afterwards."""
         with contextlib.suppress(AttributeError, RuntimeError):  # before torch 2.12, and before the first pass
             self._root.reset_iter_state()  # what an error has left
-        for module in self._modules():
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g]
-            for group in groups:
-                for info in (group.mesh_info, group.post_forward_mesh_info):
-                    if info is not None:
-                        info.shard_process_group = None
+        for group in self._groups():
+            for info in (group.mesh_info, group.post_forward_mesh_info):
+                if info is not None:
+                    info.shard_process_group = None
         # Equal meshes are different objects.
         for mesh in (self._mesh, *(p.device_mesh for p in self._root.parameters() if isinstance(p, DTensor))):
             registry: dict[str, Any] = getattr(mesh, "_pg_registry", {})
@@ -102,3 +121,12 @@ class FullySharded:
 
     def _modules(self) -> list[FSDPModule]:
         return [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+
+    def _groups(self) -> list[Any]:
+        """Return what is gathered together."""
+        states: list[Any] = [module._get_fsdp_state() for module in self._modules()]
+        if states and hasattr(states[0], "_fsdp_param_groups"):
+            found = [group for state in states for group in state._fsdp_param_groups]
+        else:  # up to torch 2.11
+            found = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        return list(dict.fromkeys(found))

@@ -106,7 +106,11 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
 
 
 def build_divided(
-    build: Callable[[], nn.Module], part: Callable[[Tensor], Tensor], *, seed: int
+    build: Callable[[], nn.Module],
+    part: Callable[[Tensor], Tensor],
+    *,
+    seed: int,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """Build a model with the random generators seeded, but with memory only for a part of each parameter.
 
@@ -116,10 +120,12 @@ def build_divided(
         build: the constructor.
         part: returns the part of a whole parameter that is kept, in memory of its own.
         seed: the seed of the default generators.
+        wanted: whether the tensor of a given name is wanted. Called for each name of a shared tensor, of which one
+            suffices.
 
     Returns:
-        The model, whose parameters are fake and whose other tensors are complete; and the parts of the parameters, by
-        the parameter's first name.
+        The model, whose parameters are fake and whose other tensors are complete, if they are wanted; and the parts of
+        the wanted parameters, by the parameter's first name.
     """
     seed_generators(seed)
     recorder = Recorder(draw=True)
@@ -130,26 +136,35 @@ def build_divided(
             unset = isinstance(tensor, FakeTensor) or recorder.changed(tensor)
             return recorder.values([tensor])[id(tensor)] if unset else tensor
 
-        return model, _divide(model, value, part, recorder.mode)
+        return model, _divide(model, value, part, wanted, recorder.mode)
     seed_generators(seed)  # as in build_part()
     model = build()
-    return model, _divide(model, lambda tensor: tensor, part, recorder.mode)
+    return model, _divide(model, lambda tensor: tensor, part, wanted, recorder.mode)
 
 
 @torch.no_grad()
 def _divide(
-    model: nn.Module, value: Callable[[Tensor], Tensor], part: Callable[[Tensor], Tensor], mode: FakeTensorMode
+    model: nn.Module,
+    value: Callable[[Tensor], Tensor],
+    part: Callable[[Tensor], Tensor],
+    wanted: Callable[[str], bool],
+    mode: FakeTensorMode,
 ) -> dict[str, nn.Parameter]:
-    """Replace the parameters of ``model`` by fake ones and its other tensors by their values; return the parts."""
+    """Replace the parameters of ``model`` by fake ones, and its other tensors that are wanted by their values.
+
+    Returns the parts of the wanted parameters.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     parts: dict[str, nn.Parameter] = {}
     replaced: dict[int, Tensor] = {}
     slots = list(tensor_slots(model))
+    chosen = {id(slot.tensor) for slot in slots if wanted(slot.name)}
     for tensor in {id(slot.tensor): slot.tensor for slot in slots}.values():
-        if tensor not in names:
+        if id(tensor) in chosen and tensor not in names:
             replaced[id(tensor)] = value(tensor)
             continue
-        parts[names[tensor]] = nn.Parameter(part(value(tensor)), requires_grad=tensor.requires_grad)
+        if id(tensor) in chosen:
+            parts[names[tensor]] = nn.Parameter(part(value(tensor)), requires_grad=tensor.requires_grad)
         replaced[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else fake_like(tensor, mode)
     for slot in slots:
         slot.fill(replaced)

@@ -165,7 +165,7 @@ def gathered(strategy: FSDP) -> dict[str, Tensor]:
     ranks: list[dict[str, Tensor]] = [{}] * context.mesh.world_size
     dist.all_gather_object(ranks, own)
     replica = [ranks[rank] for rank in context.mesh.group("shard", context.global_rank)]
-    boxes = strategy.passes.boxes
+    boxes = strategy.trained.boxes
     return {n: torch.cat([part[n] for part in replica]) if n in boxes else tensor for n, tensor in own.items()}
 
 

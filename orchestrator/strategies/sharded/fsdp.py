@@ -33,6 +33,7 @@ from orchestrator.strategies.groups import own_group
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
@@ -107,7 +108,7 @@ class FSDP(PartTrainer):
         else:
             self.trained = self._trained(self._train_set)
             self._train_set = None
-        self.reduction = InParts(passes, self.trained, context, replicas)
+        self.reduction = InParts(passes.divided, self.trained, context, replicas)
         super().attach()
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
@@ -121,7 +122,7 @@ class FSDP(PartTrainer):
             {"": optimizer},
             train_set,
             module=passes.module,
-            boxes=passes.boxes,
+            boxes=passes.divided.boxes,
         )
 
     def sync_initial_state(self) -> None:
@@ -164,7 +165,7 @@ class FSDP(PartTrainer):
         return state.meta
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context, boxes = self.context, self.passes.boxes
+        context, boxes = self.context, self.passes.divided.boxes
         return self.restore_part(
             broadcast_state(state, source=source, rank=context.global_rank, device=context.device, boxes=boxes)
         )
@@ -182,9 +183,9 @@ class FSDP(PartTrainer):
 class InParts(Reduction):
     """Gradients are summed while they are divided, in the backward passes, and then over the replicas of each part."""
 
-    def __init__(self, passes: ShardedModel, trained: Trained, context: Context, replicas: dist.ProcessGroup | None):
+    def __init__(self, divided: DividedModel, trained: Trained, context: Context, replicas: dist.ProcessGroup | None):
         """Prepare for the sums. ``replicas``: the ranks that have the same parts; None if no other has them."""
-        self._passes = passes
+        self._divided = divided
         self._trained = trained
         self._context = context
         self._replicas = replicas
@@ -197,26 +198,26 @@ class InParts(Reduction):
         """
         device = self._context.device
         if self._replicas is not None:
-            broadcast_tensors(self._passes.parts.values(), source=0, device=device, group=self._replicas)
-        broadcast_tensors([*self._passes.scalars, *self._trained.buffers], source=0, device=device)
+            broadcast_tensors(self._divided.distinct, source=0, device=device, group=self._replicas)
+        broadcast_tensors([*self._divided.scalars, *self._trained.buffers], source=0, device=device)
 
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         context = self._context
         return context.train.global_batch_size if counts_samples else weight_sum(own, device=context.device)
 
     def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return self._passes.around_slice(last=last)
+        return self._divided.wrapped.around_slice(last=last)
 
     def finish(self) -> None:
-        self._passes.take_gradients()
+        self._divided.take_gradients()
         if self._replicas is not None:
-            parts = self._passes.parts.values()
+            parts = self._divided.distinct
             sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
-        sum_over(_world(), [scalar.grad for scalar in self._passes.scalars if scalar.grad is not None])
+        sum_over(_world(), [scalar.grad for scalar in self._divided.scalars if scalar.grad is not None])
         broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        mesh, scalars = self._context.mesh, {*self._passes.scalars}
+        mesh, scalars = self._context.mesh, {*self._divided.scalars}
         return norm_over(_world(), parameters, device, lambda p: mesh.world_size if p in scalars else mesh.replicate)
 
 

@@ -16,7 +16,7 @@ Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]
 
 
-def groups_of(model: nn.Module, wrap: Wrap) -> list[Group]:
+def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> list[Group]:
     """Return the modules whose parameters are gathered together, the innermost first.
 
     The parameters outside of all groups are gathered with the root. Modules that share a parameter are in one group;
@@ -25,19 +25,21 @@ def groups_of(model: nn.Module, wrap: Wrap) -> list[Group]:
     Args:
         model: the model, which may be of fake tensors.
         wrap: the names of classes; ``auto`` for the repeated blocks of the model.
+        root: the module that is called, and may have only some of the model's modules; None for the model.
 
     Raises:
         ValueError: a name is not that of a class of the model's modules.
     """
-    chosen = _chosen(model, wrap)
+    root = model if root is None else root
+    chosen = _chosen(model, wrap) & {*root.modules()}
     while True:
-        users = _users(model, chosen)
-        kept = set[nn.Module]().union(*users) - {model}
+        users = _users(root, chosen)
+        kept = set[nn.Module]().union(*users) - {root}
         kept -= {inner for together in users for inner in together for outer in together if _contains(outer, inner)}
         if kept == chosen:
             break
         chosen = kept  # the parameters of a module that is left out belong to the module around it
-    groups = {module: [module] for module in model.modules() if module in chosen}
+    groups = {module: [module] for module in root.modules() if module in chosen}
     for together in users:
         owners = [module for module in groups if module in together]
         for other in owners[1:]:
@@ -45,7 +47,7 @@ def groups_of(model: nn.Module, wrap: Wrap) -> list[Group]:
             if added is not joined:
                 joined += added
                 groups.update(dict.fromkeys(added, joined))
-    depth = {module: name.count(".") for name, module in model.named_modules()}
+    depth = {module: name.count(".") for name, module in root.named_modules()}
     distinct = {id(group): tuple(group) for group in groups.values()}.values()
     return sorted(distinct, key=lambda group: -max(depth[module] for module in group))
 

@@ -1,0 +1,144 @@
+"""A model of whose parameters this rank has a part, and the modules in which they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.compat.fully_sharded import FullySharded
+from orchestrator.compat.torch import FakeTensor, own_parameters
+from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.tensor_slots import move, tensor_slots
+from orchestrator.state.boxes import Box
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.sharded.wrapping import Wrap, groups_of
+
+
+class DividedModel:
+    """A model, or some of its modules, whose parameters are divided over the ranks of a ``shard`` group of the mesh.
+
+    Attributes:
+        model: the model. What is not divided is fake.
+        parts: this rank's part of each parameter, by each of its names. Optimizers update these.
+        distinct: the parts, each once.
+        boxes: where the parts are, by each name of a parameter.
+        scalars: the parts that are whole parameters, because they have no dimension.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        context: Context,
+        *,
+        wrap: Wrap,
+        wanted: Callable[[str], bool] = lambda name: True,
+    ):
+        """Compute this rank's part of the initial values, without other ranks.
+
+        Args:
+            build: the model's constructor.
+            context: of this rank.
+            wrap: the classes of the modules that are gathered one by one, or ``auto``.
+            wanted: whether the tensor of a given name is divided or kept; see ``build_divided``.
+        """
+        index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
+
+        def part(whole: Tensor) -> Tensor:
+            if whole.ndim > 0:
+                whole = whole[Box.shard(whole.shape, index, count).slices_in(Box.whole(whole.shape))]
+            return whole.to(context.device, copy=True)
+
+        self.model, own = build_divided(build, part, seed=context.seed, wanted=wanted)
+        move([slot for slot in tensor_slots(self.model) if not isinstance(slot.tensor, FakeTensor)], context.device)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        parts = {named[name]: part for name, part in own.items()}
+        self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
+        self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if named[name].ndim > 0}
+        self.distinct = list(own.values())
+        self.scalars = [part for part in self.distinct if part.ndim == 0]
+        self._build = build
+        self._device = context.device
+        self._wrap = wrap
+        self._wrapped: FullySharded | None = None
+        self._divided: dict[nn.Parameter, nn.Parameter] | None = None  # as modules hold them, by part
+
+    @property
+    def wrapped(self) -> FullySharded:
+        """The divided modules, from :meth:`divide` to :meth:`close`."""
+        assert self._wrapped is not None
+        return self._wrapped
+
+    def renewed(self) -> nn.Module:
+        """Return the model, to be divided: with its buffers, and with parameters that have no memory."""
+        if self._divided is not None:
+            tensors = {slot.name: slot.tensor for slot in tensor_slots(self.model)}
+            model = build_fake(self._build, torch.device("cpu")).model
+            parameters = {*model.parameters()}
+            slots = [slot for slot in tensor_slots(model) if slot.tensor not in parameters]
+            kept = {id(slot.tensor): tensors[slot.name] for slot in slots}
+            for slot in slots:
+                slot.fill(kept)
+            self.model = model
+        return self.model
+
+    def divide(
+        self, root: nn.Module, group: dist.ProcessGroup, *, keep_whole: bool, calls: Sequence[nn.Module] = ()
+    ) -> None:
+        """Divide the parameters of a module over ranks; again, over others, after :meth:`close` and :meth:`renewed`.
+
+        Args:
+            root: the module that is called. It has the modules of :meth:`renewed` whose tensors are wanted.
+            group: the ranks.
+            keep_whole: whether what a step has gathered is kept up to its end.
+            calls: the modules of ``root`` of which one call of it runs one. None are gathered together across them.
+        """
+        names = {id(parameter): name for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        slots = [slot for slot in tensor_slots(root) if id(slot.tensor) in names]
+
+        def fill(owners: Collection[nn.Module]) -> None:
+            """Give modules tensors of any values, which are divided at once, or their scalars."""
+            memory: dict[int, Tensor] = {}
+            for slot in slots:
+                fake, key = slot.tensor, id(slot.tensor)
+                if slot.owner in owners and key not in filled:
+                    filled.add(key)
+                    own = self.parts[names[key]]
+                    whole = own if own.ndim == 0 else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
+                    memory[key] = whole
+            for slot in slots:
+                if id(slot.tensor) in memory:
+                    slot.fill(memory)
+
+        filled: set[int] = set()
+        self._wrapped = wrapped = FullySharded(root, group, self._device, keep_whole=keep_whole, undivided=self.scalars)
+        together = [
+            modules
+            for modules in groups_of(self.model, self._wrap, root)
+            if not calls or any({*modules} <= {*called.modules()} for called in calls)
+        ]
+        for modules in (*together, (root,)):
+            fill({inner for module in modules for inner in module.modules()})
+            wrapped.gather_together(modules)
+        self._divided = {}
+        for slot in slots:
+            part, parameter = self.parts[names[id(slot.tensor)]], own_parameters(slot.owner).get(slot.attribute)
+            if part.ndim > 0 and parameter is not None and part not in self._divided:
+                self._divided[part] = parameter
+                part.data = wrapped.local_part(parameter).copy_(part.data)
+
+    def take_gradients(self) -> None:
+        """Give the parts their gradients, after the backward passes of a step."""
+        assert self._divided is not None
+        for part, parameter in self._divided.items():
+            if parameter.grad is not None:
+                part.grad = self.wrapped.local_part(parameter.grad)
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Release everything that refers to the process group. Parts and buffers remain."""
+        if self._wrapped is not None:
+            self._wrapped.release()
+            self._wrapped = None
