@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.corpus.pieces import Damaged, Piece, documents, pieces_of
+from orchestrator.corpus.pieces import Damaged, TextPiece, documents, pieces_of
 from orchestrator.records.json_file import read_json, write_atomically, write_json
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -133,7 +133,7 @@ def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
 
 
 def _encoded(
-    recipe: Recipe, pieces: Sequence[Piece], *, end: int, dtype: str, workers: int
+    recipe: Recipe, pieces: Sequence[TextPiece], *, end: int, dtype: str, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
     """Yield the number of each piece when its part is there."""
     missing = []
@@ -173,7 +173,7 @@ def _start_worker(path: Path) -> None:
     _tokenizer = _load(path)
 
 
-def _encode(recipe: Recipe, number: int, piece: Piece, *, end: int, dtype: str, tokenizer: Any = None) -> Encoded:
+def _encode(recipe: Recipe, number: int, piece: TextPiece, *, end: int, dtype: str, tokenizer: Any = None) -> Encoded:
     tokens: list[int] = []
     batch: list[str] = []
     count, skipped, named = 0, 0, list[str]()

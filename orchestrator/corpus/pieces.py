@@ -21,7 +21,7 @@ _LINE_BEFORE_WORD = re.compile(rb"\n(?=\S)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TextPiece:
     """A part of a file: bytes ``[start, stop)``, or of parquet the group of rows with the number ``start``.
 
     ``size`` is its share of the size of the file, and ``ends`` whether its last document ends with it.
@@ -48,7 +48,7 @@ class Damaged:
         return f"{self.path}, line {_line_number(self.path, self.place)}: {self.reason}"
 
 
-def pieces_of(paths: Sequence[Path]) -> list[Piece]:
+def pieces_of(paths: Sequence[Path]) -> list[TextPiece]:
     """Return the pieces of files in order; they depend on the files only.
 
     Raises:
@@ -58,7 +58,7 @@ def pieces_of(paths: Sequence[Path]) -> list[Piece]:
     return [piece for path in paths for piece in (_row_groups if path.suffix == ".parquet" else _parts)(path)]
 
 
-def documents(piece: Piece, field: str) -> Iterator[str | Damaged]:
+def documents(piece: TextPiece, field: str) -> Iterator[str | Damaged]:
     """Yield the documents of a piece, of a text the one part of it.
 
     Args:
@@ -107,7 +107,7 @@ def _checked(text: object, field: str) -> str | tuple[str]:
     return text or (f"its {field!r} is empty",)
 
 
-def _parts(path: Path) -> list[Piece]:
+def _parts(path: Path) -> list[TextPiece]:
     has_lines = path.suffix == ".jsonl"
     pattern = _LINE if has_lines else _LINE_BEFORE_WORD
     size = path.stat().st_size
@@ -117,7 +117,7 @@ def _parts(path: Path) -> list[Piece]:
             starts.append(start)
     ends = [*starts[1:], size]
     return [
-        Piece(path=path, start=start, stop=stop, size=stop - start, ends=has_lines or stop == size)
+        TextPiece(path=path, start=start, stop=stop, size=stop - start, ends=has_lines or stop == size)
         for start, stop in zip(starts, ends, strict=True)
         if size
     ]
@@ -143,14 +143,14 @@ def _line_number(path: Path, offset: int) -> int:
     return lines
 
 
-def _row_groups(path: Path) -> list[Piece]:
+def _row_groups(path: Path) -> list[TextPiece]:
     with _parquet(path) as table:
         groups = table.metadata.num_row_groups
     size = path.stat().st_size // max(1, groups)
-    return [Piece(path=path, start=group, stop=group + 1, size=size) for group in range(groups)]
+    return [TextPiece(path=path, start=group, stop=group + 1, size=size) for group in range(groups)]
 
 
-def _rows(piece: Piece, field: str) -> Iterator[str | Damaged]:
+def _rows(piece: TextPiece, field: str) -> Iterator[str | Damaged]:
     with _parquet(piece.path) as table:
         if field not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)

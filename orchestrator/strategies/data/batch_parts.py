@@ -55,7 +55,7 @@ class Division:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BatchPart:
     """Some samples on the device, and what they weigh in a mean."""
 
     inputs: Any
@@ -63,14 +63,14 @@ class Part:
     weight: float | Tensor
 
 
-LossOfParts = Callable[[Sequence[Any], Sequence[Part]], Tensor]
+LossOfParts = Callable[[Sequence[Any], Sequence[BatchPart]], Tensor]
 """Returns the mean loss of a batch, given the outputs for its parts and the parts."""
 
 
 def mean_loss(job: Job) -> LossOfParts:
     """Return the mean of the losses of all parts, as most strategies compute it."""
 
-    def mean(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+    def mean(outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Tensor:
         weights = torch.stack([torch.as_tensor(part.weight, dtype=torch.float64).cpu() for part in parts])
         losses = [summable(job.loss(out, part.target)).cpu() for out, part in zip(outputs, parts, strict=True)]
         counted = torch.where(weights > 0, torch.stack(losses).double() * weights, 0.0)
@@ -105,11 +105,11 @@ def warning_about_parts(
         loss: the loss of a divided batch, such as :func:`mean_loss`.
     """
 
-    def forward(model: nn.Module, part: Part) -> Any:
+    def forward(model: nn.Module, part: BatchPart) -> Any:
         with precision.autocast():
             return precision.outputs(job.forward(model, part.inputs))
 
-    def loss_of(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+    def loss_of(outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Tensor:
         with precision.autocast():
             return loss(outputs, parts)
 
@@ -200,7 +200,7 @@ def spread(dataset: Any, count: int) -> list[Any]:
 
 def _parts(
     job: Job, items: Sequence[Any], number: int, *, cut: bool, device: torch.device, precision: Precision
-) -> list[Part]:
+) -> list[BatchPart]:
     """Return the samples in that many parts. They are copied, because ``Job.collate`` may change them."""
     collate = job.collate or default_collate
     bounds = [len(items) * i // number for i in range(number + 1)]
@@ -214,7 +214,7 @@ def _parts(
         inputs, target = split_batch(to_device(batch, device))
         weight = job.weight(target)
         parts.append(
-            Part(inputs=precision.inputs(inputs), target=target, weight=end - begin if weight is None else weight)
+            BatchPart(inputs=precision.inputs(inputs), target=target, weight=end - begin if weight is None else weight)
         )
     return parts
 

@@ -25,7 +25,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.data.batch_parts import LossOfParts, Part
+from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
 from orchestrator.strategies.measure.job_metrics import BatchMetrics
 from orchestrator.strategies.reduction import Weight, weighted
@@ -98,7 +98,7 @@ class Scattered(WholeModel):
         if self._options.loss_on == "replicas" or context.train.grad_accumulation > 1:
             return mean
 
-        def of_gathered(outputs: Sequence[Any], parts: Sequence[Part]) -> Tensor:
+        def of_gathered(outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Tensor:
             loss = self.job.loss(join(outputs, context.device), join([part.target for part in parts], context.device))
             return loss if loss.numel() == 1 else mean(outputs, parts)
 
