@@ -148,12 +148,19 @@ def plain_loop(workload: Workload, *, compile: bool, loading_processes: int) -> 
     return _peer([str(PEERS / "plain_loop.py"), *flags], workload)
 
 
-def torchrun(workload: Workload, *, workers: int = WORKERS, loading_processes: int = 0, share_gpu: bool = False) -> Arm:
-    """Return the arm that runs plain ``DistributedDataParallel`` under torchrun, with NCCL if there are GPUs.
+def torchrun(
+    workload: Workload,
+    *,
+    script: str = "torchrun_ddp.py",
+    workers: int = WORKERS,
+    loading_processes: int = 0,
+    share_gpu: bool = False,
+) -> Arm:
+    """Return the arm that runs a plain script of ``peers/`` under torchrun, with NCCL if there are GPUs.
 
     ``share_gpu``: all ranks use the first GPU.
     """
-    command = torchrun_command("torchrun_ddp.py", workers=workers)
+    command = torchrun_command(script, workers=workers)
     flags = [f"--loading-processes={loading_processes}", *(["--share-gpu"] if share_gpu else [])]
     return _peer([*command, *flags], workload)
 

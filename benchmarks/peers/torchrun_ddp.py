@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from plain_loop import GpuStepTimer
 from settings import StepTimer, parse
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -16,7 +18,13 @@ from torch.utils.data.distributed import DistributedSampler
 from orchestrator.strategies.update.fused_updates import fuse_updates
 
 
-def main() -> None:
+def replicated(model: nn.Module) -> nn.Module:
+    """Return a model whose gradients are averaged over the ranks."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=torch.cuda.is_available())
+
+
+def main(distributed: Callable[[nn.Module], nn.Module]) -> None:
+    """Train; ``distributed`` wraps the model, on its device, for all ranks."""
     settings = parse()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     on_gpu = torch.cuda.is_available()
@@ -30,7 +38,7 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     job = settings.make_job()
-    model = DistributedDataParallel(job.model().to(device), gradient_as_bucket_view=on_gpu)
+    model = distributed(job.model().to(device))
     optimizer = job.optimizer(model.parameters())
     if on_gpu:
         fuse_updates(optimizer, device_type="cuda")  # the kernels that the orchestrator chooses
@@ -72,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(replicated)
