@@ -22,6 +22,12 @@ class Internal(StrEnum):
 
     SET_SIGTERM_HANDLER = "ray._private.utils.set_sigterm_handler"
     POPEN = "ray._private.services.ConsolePopen"
+    START_API_SERVER = "ray._private.node.Node.start_api_server"
+    START_AUTOSCALER = "ray._private.node.Node.start_monitor"
+    START_LOG_MONITOR = "ray._private.node.Node.start_log_monitor"
+    PYTHON_COMMAND = "ray._private.services._build_python_executable_command_memory_profileable"
+    DASHBOARD_AGENT = "ray._private.ray_constants.PROCESS_TYPE_DASHBOARD_AGENT"
+    FIND_DASHBOARD_ERROR = "ray._private.utils.get_dashboard_dependency_error"
     PRINT = "ray._private.worker.print_to_stdstream"
     CONFIG = "ray._raylet.Config"
     NODE = "ray._private.worker._global_node"

@@ -32,6 +32,7 @@ from orchestrator.compat.ray.process import (
     process_kept_from_ray,
     raylet_messages_muted,
     signals_kept_from_ray,
+    without_services,
 )
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
@@ -97,7 +98,7 @@ def embedded(
     at_once = {"RAY_worker_maximum_startup_concurrency": str(min(num_processes, len(os.sched_getaffinity(0))))}
     with environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
         try:
-            with loopback_accepted():
+            with loopback_accepted(), contextlib.nullcontext() if config.dashboard else without_services():
                 _init(
                     address="local",
                     _node_ip_address=LOOPBACK,

@@ -15,7 +15,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray import process
+from orchestrator.compat.ray import idle_agent, process
 from orchestrator.compat.ray.cluster import NODE_HAS_DIED, died_with_node
 from orchestrator.compat.ray.connection import own_ray_has_died, probe_gcs
 from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
@@ -82,6 +82,27 @@ def test_patches_are_undone_even_after_an_error() -> None:
         raise ZeroDivisionError
     assert all(now is not original for now, original in zip(patched, before, strict=True))
     assert [find_internal(name) for name in names] == before
+
+
+NO_PORTS = """
+from ray import _raylet as r
+for name in (r.METRICS_AGENT_PORT_NAME, r.METRICS_EXPORT_PORT_NAME, r.DASHBOARD_AGENT_LISTEN_PORT_NAME):
+    r.persist_port({folder!r}, {node_id!r}, name, -1)
+"""
+NODE_ID = "ab" * 28
+
+
+def test_the_idle_agent_says_what_an_agent_without_ports_says_and_ends_with_its_parent(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    ours.mkdir()
+    code = NO_PORTS.format(folder=str(theirs), node_id=NODE_ID)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    command = [sys.executable, "-I", "-S", idle_agent.__file__, "agent.py", f"--node-id={NODE_ID}", "--head"]
+    another = {**os.environ, "RAY_RAYLET_PID": str(os.getppid())}  # so the parent has ended
+    subprocess.run([*command, f"--session-dir={ours}"], env=another, check=True, timeout=60)
+    said = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (theirs, ours)]
+    assert said[0] == said[1] != {}
 
 
 def test_the_handler_of_sigterm_stays() -> None:
