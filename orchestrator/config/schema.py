@@ -130,6 +130,9 @@ class CheckpointConfig:
 
     every: int = option("steps between checkpoints; 0: save only at the end", minimum=0)
     keep: int = option("number of checkpoints to keep; older ones are deleted", minimum=1)
+    only_trained: bool = option(
+        "leave out frozen parameters, which the job builds again, such as those that LoRA leaves as they are"
+    )
     best: str | None = option(
         "metric of the evaluations, such as val/loss, by which the checkpoint of the best one is kept too; null: none"
     )

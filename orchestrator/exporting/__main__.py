@@ -41,6 +41,7 @@ from orchestrator.state import tensor_file
 from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream
 
@@ -104,7 +105,10 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
     name_of_step = {step_of(name): name for name in names}
     best = best_step(store.read_manifest(names[-1])["meta"])
     chosen = name_of_step.get(best or 0, names[-1])
-    step, size = int(store.read_manifest(chosen)["step"]), store.model_size(chosen)
+    manifest = store.read_manifest(chosen)
+    step, size = int(manifest["step"]), store.model_size(chosen)
+    if LEFT_OUT in manifest["meta"]:
+        return Facts(problem=f"{chosen} has only the weights that are trained (checkpoint.only_trained)"), None
     if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
         return Facts(problem=f"the weights in {chosen} have {size / 1e9:.1f} GB, {limit}"), None

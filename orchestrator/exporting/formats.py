@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
+from orchestrator.compat.generators import seed_generators
 from orchestrator.config.build import build
-from orchestrator.config.compose import recorded_job
+from orchestrator.config.compose import recorded_data, recorded_job
 from orchestrator.config.job_loader import find_class
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import best_step
+from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.left_out import LEFT_OUT, check_built, checksum
 from orchestrator.state.manifest import CheckpointError
 
 
@@ -38,7 +44,7 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         made = Path(scratch) / directory.name
         try:
-            job.export(store.model(checkpoint, Path(scratch)), made, format)
+            job.export(_whole_model(job, store, checkpoint, Path(scratch), run_dir), made, format)
         except (OSError, CheckpointError):
             raise
         except Exception as e:  # of any type: the code of the job
@@ -46,6 +52,25 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
             raise ValueError(f"{type(job).__name__}.export: {reason}") from e
         made.rename(directory)
     return step_of(checkpoint)
+
+
+def _whole_model(
+    job: Job, store: CheckpointStore, checkpoint: str, folder: Path, run_dir: RunDir
+) -> Mapping[str, Tensor]:
+    """Return the weights in a checkpoint, with what the job builds of them if that is left out there.
+
+    Raises:
+        FrozenError: the job builds other frozen parameters than the checkpoint was trained with.
+    """
+    stored = store.model(checkpoint, folder)
+    left_out: Mapping[str, int] = store.read_manifest(checkpoint)["meta"].get(LEFT_OUT, {})
+    if not left_out:
+        return stored
+    seed_generators(recorded_data(run_dir.config_file).get("seed", 0))  # frozen parameters may be random
+    dtype = next(t.dtype for t in stored.outline().values() if t.is_floating_point())  # of train.precision
+    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in job.model().state_dict().items()}
+    check_built(left_out, {n: checksum(own[n], Box.whole(own[n].shape)) for n in left_out if n in own})
+    return {name: own[name] if name in left_out else stored[name] for name in own}
 
 
 def _job(run_dir: RunDir, format: str) -> Job:

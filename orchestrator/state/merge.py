@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from orchestrator.state.boxes import Box
+from orchestrator.state.left_out import LEFT_OUT, total
 from orchestrator.state.manifest import Kind
 from orchestrator.state.train_state import NONFINITE, TrainState
 
-META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE)
+META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE, LEFT_OUT)
 """The entries of ``meta`` that differ between stages."""
 
 
@@ -85,6 +86,8 @@ def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> d
     joined = {"param_groups": groups, "optimizer_scalars": scalars, "tied": tied}
     if nonfinite := [meta[NONFINITE] for meta in metas if meta.get(NONFINITE) is not None]:
         joined[NONFINITE] = nonfinite[0]
+    if left_out := total(meta.get(LEFT_OUT, {}) for meta in metas):
+        joined[LEFT_OUT] = left_out
     return {**metas[0], **joined}
 
 

@@ -19,6 +19,7 @@ from orchestrator.state.boxes import Box
 from orchestrator.state.host_copies import host_copies
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
+from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import Kind
 from orchestrator.state.mismatch import capped_lines, mismatches
 from orchestrator.state.stored_tensors import StoredTensors
@@ -37,7 +38,8 @@ class TrainState:
         optimizer: tensors by ``"<parameter name>/<state key>"``; a tied parameter appears under its first name.
         meta: JSON values: ``step``, ``samples_consumed``, ``param_groups``, ``optimizer``, ``optimizer_scalars``,
             ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``nonfinite``, the name
-            of a trained parameter that holds NaN or an infinity, if there is one.
+            of a trained parameter that holds NaN or an infinity, if there is one; ``left_out``, if ``model`` lacks
+            frozen parameters.
         boxes: where the tensors are that are parts of larger ones, by ``"model"`` or ``"optimizer"`` and by name. All
             others are whole.
     """
@@ -98,6 +100,7 @@ def capture(
     into: TrainState | None = None,
     live: bool = False,
     boxes: Mapping[str, Box] | None = None,
+    left_out: Mapping[str, int] | None = None,
     **more: Any,
 ) -> TrainState:
     """Copy the training state to host memory, where later updates cannot change it.
@@ -112,6 +115,7 @@ def capture(
         live: refer to the tensors where they are instead; the next update changes them.
         boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name. The tensors
             of the optimizer that have the shape of such a part are at the same place.
+        left_out: the checksums of frozen parameters that are not copied, by name.
         more: further entries of ``meta``.
 
     Raises:
@@ -120,7 +124,10 @@ def capture(
     model = _unwrapped(model)
     tied = _tied_names(model)
     parameters: dict[str, Tensor] = {}
+    left_out = left_out or {}
     for name, value in model.state_dict().items():
+        if name in left_out:
+            continue
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{type(model).__name__}: {name} in its state_dict() is a {type(value).__name__}; "
@@ -160,6 +167,8 @@ def capture(
         "scheduler": None if scheduler is None else _pack_scheduler(scheduler),
         "tied": tied,
     }
+    if left_out:
+        meta[LEFT_OUT] = dict(left_out)
     trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     finite = _all_finite(trained)
     if not live:
@@ -181,7 +190,7 @@ def restore(
     consume: bool = False,
     boxes: Mapping[str, Box] | None = None,
 ) -> None:
-    """Load ``state`` in place, keeping the devices and dtypes of ``model``.
+    """Load ``state`` in place, keeping the devices and dtypes of ``model``, and the parameters that it leaves out.
 
     The model does not share memory with ``state`` afterwards.
 
@@ -201,7 +210,8 @@ def restore(
     model = _unwrapped(model)
     own = model.state_dict()
     boxes = boxes or {}
-    shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in own.items()}
+    stored = {name: tensor for name, tensor in own.items() if name not in state.meta.get(LEFT_OUT, {})}
+    shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in stored.items()}
     errors = mismatches(shapes, _full_outline(state), partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = state.meta[kind]
@@ -215,7 +225,8 @@ def restore(
     if errors:
         raise ValueError("\n".join(errors))
 
-    model.load_state_dict({name: _take(state, "model", name, boxes.get(name), consume=consume) for name in own})
+    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in stored}
+    model.load_state_dict({**own, **taken})
     optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names, boxes, consume=consume))
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))

@@ -45,6 +45,7 @@ class Context:
         pipeline: the stages and micro-batches; None if the model is not cut.
         num_devices: the number of devices that this rank drives.
         peer_copy_every: steps between copies of this rank's state to a neighbour's memory; 0 for no copies.
+        only_trained: whether what is saved leaves out the parameters that no optimizer updates.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class Context:
     pipeline: PipelineLayout | None = None
     num_devices: int = 1
     peer_copy_every: int = 0
+    only_trained: bool = False
 
     @property
     def dp_rank(self) -> int:
@@ -321,6 +323,18 @@ class Strategy(LayoutRules, abc.ABC):
         It takes the arguments of :meth:`capture`, and needs no other rank.
         """
         return self.capture(step=step, samples_consumed=samples_consumed, into=into)
+
+    def frozen(self) -> Mapping[str, int]:
+        """Return the checksums of the parameters that no optimizer updates, by name, of the parts on this rank.
+
+        Their sums over all ranks are those of the whole model.
+        """
+        return {}
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What is left out of the state to be saved, with checksums."""
+        return self.frozen() if self.context.only_trained else {}
 
     @property
     def full_model(self) -> nn.Module | None:

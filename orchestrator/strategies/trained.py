@@ -16,6 +16,7 @@ from orchestrator.job import Job
 from orchestrator.state import train_state
 from orchestrator.state.boxes import Box
 from orchestrator.state.joint import AnyScheduler, JointScheduler
+from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
@@ -77,6 +78,7 @@ class Trained:
         self.norm: Tensor | None = None
         self._train = train
         self._buffers_before: Sequence[Tensor] = ()
+        self._frozen: Mapping[str, int] | None = None
 
     def use(self, modules: Sequence[nn.Module]) -> None:
         """Take other ``modules`` as they are called, of the same structure."""
@@ -159,12 +161,28 @@ class Trained:
         if self.scheduler is not None:
             self.scheduler.step()
 
+    def frozen(self) -> Mapping[str, int]:
+        """Return the checksums of the parameters on this rank that no optimizer updates, by each of their names."""
+        if self._frozen is None:
+            module, boxes = self.module(), self.boxes
+            updated = {p for group in self.optimizer.param_groups for p in group["params"]}
+            every = module.named_parameters(remove_duplicate=False)
+            own = {name: p for name, p in every if p not in updated}
+            self._frozen = {name: checksum(p, boxes.get(name) or Box.whole(p.shape)) for name, p in own.items()}
+        return self._frozen
+
     def snapshot(
-        self, *, step: int, samples_consumed: int, into: TrainState | None = None, live: bool = False
+        self,
+        *,
+        step: int,
+        samples_consumed: int,
+        into: TrainState | None = None,
+        live: bool = False,
+        left_out: Mapping[str, int] | None = None,
     ) -> TrainState:
         """Return this rank's part of the training state: a copy in host memory, or the ``live`` tensors.
 
-        ``into``: an old snapshot whose memory is reused.
+        ``into``: an old snapshot whose memory is reused. ``left_out``: what :meth:`frozen` returned, to leave that out.
         """
         return train_state.capture(
             self.module(),
@@ -175,11 +193,13 @@ class Trained:
             into=into,
             live=live,
             boxes=self.boxes,
+            left_out=left_out,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
+        self._frozen = None
         train_state.restore(
             state,
             self.module(),

@@ -154,7 +154,10 @@ class Trainer(Strategy):
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
             return None
-        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+
+    def frozen(self) -> Mapping[str, int]:
+        return self.trained.frozen() if self.context.global_rank == 0 else {}
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         if self.context.mesh.world_size > 1:

@@ -108,6 +108,10 @@ def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[s
             f"train.on_nonfinite=skip: {overrides}, and updates that it has made cannot be undone; set it to stop, and "
             "check the loss there"
         )
+    if config.checkpoint.only_trained:
+        errors.append(
+            f"checkpoint.only_trained=true: {overrides}, which may change frozen parameters by hand; set it to false"
+        )
     if has_loss(job) and type(job).forward is Job.forward and _has_several_models(job):
         errors.append(
             "job: Job.model returns several models, so an evaluation needs Job.forward(models, inputs): override it, "

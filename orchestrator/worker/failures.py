@@ -13,6 +13,7 @@ import torch.distributed as dist
 from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
+from orchestrator.state.left_out import FrozenError
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
@@ -23,7 +24,7 @@ from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
 
-EXPLAINED = (DatasetError, MetricError, NotSharedError, PrecisionError)
+EXPLAINED = (DatasetError, FrozenError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 

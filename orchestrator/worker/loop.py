@@ -21,8 +21,10 @@ from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, Pendi
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.left_out import LEFT_OUT, check_built, total
 from orchestrator.state.part_writers import Store
 from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream
 from orchestrator.strategies.update.confirmation import confirmation
@@ -346,11 +348,16 @@ class Loop:
                 samples_consumed=position.samples_consumed,
             )
         elif assignment.checkpoint is not None:
+            only_trained = self.config.checkpoint.only_trained
+            built = self._frozen() if only_trained else {}
             if self._reads_own_part:
                 assert checkpoint is not None
                 meta = self.strategy.restore_part(checkpoint)
             else:
                 meta = self.strategy.restore(checkpoint, source=0)
+            if (left_out := meta.get(LEFT_OUT)) is not None or only_trained:
+                found = self._frozen()
+                check_built(*((found, built) if left_out is None else (left_out, found)))
             self._data.restore(meta)
             is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
             self._improvement.restore(meta if is_own else {}, rank=self.rank)
@@ -362,6 +369,11 @@ class Loop:
         if assignment.sources is not None:
             self._data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
             self._improvement.share(assignment.sources, source_step=position.step, rank=self.rank)
+
+    def _frozen(self) -> dict[str, int]:
+        """Return the checksums of the frozen parameters of the whole model. A collective operation."""
+        world_size = self.assignment.plan.world_size
+        return total(gather_json(dict(self.strategy.frozen()), world_size=world_size, device=self.device))
 
     def _enter(self, phase: Phase) -> None:
         self.outbox.enter(self.position.step, phase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from helpers.gang import SOON_S
 from helpers.layouts import LAYOUTS, PARAMETER_SERVER, Layout
 from helpers.loops import evaluation, loop_of, run_loop
 from helpers.quick_jobs import digits
+from helpers.stage_toys import Chain, frozen, plain
 from helpers.streams import Measured
 from helpers.toys import Cliff, Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.training import CPU
@@ -90,6 +92,49 @@ def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
         assert expected[0][1] == 4
         assert after.outcome.status == "done"
         assert not after.owns_reducer, "it would outlive the process group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(Chain):
+    """Trains the last layer of a chain alone, and others if its base is another."""
+
+    base: int = 0
+
+    def model(self) -> nn.Module:
+        model = frozen("first", "second")
+        with torch.no_grad():
+            model.get_parameter("second.weight")[-1, -1] += self.base
+        return model
+
+
+def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_path):
+    """One with all parameters, too, if the frozen ones are those that the job builds."""
+
+    def run(case, name, checkpoint, every=0):
+        layout, run_dir = LAYOUTS[name], tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        begin = None if checkpoint is None else str(checkpoint)
+        ranks = gang.run(
+            run_loop, layout.of(case), layout.world_size, str(run_dir), begin, every, world_size=layout.world_size
+        )
+        points = [p for rank in ranks for p in rank.points if isinstance(p, TrainPoint) and p.step == 6]
+        return math.fsum(p.loss_sum for p in points), list_checkpoints(run_dir / "checkpoints")[0]
+
+    case = Case(job=Adapted(build=plain), train=having(steps=6, global_batch_size=12))
+    only = replace(case, checkpoint=replace(CHECKPOINT, only_trained=True))
+    expected, whole = run(case, "single", None, 3)
+    _, by_shards = run(only, "fsdp-2", whole, 4)
+    _, by_stages = run(only, "1F1B-2", by_shards, 5)
+    for checkpoint in (by_shards, by_stages):
+        assert not any(name.startswith(("first.", "second.")) for name in load(checkpoint).model)
+    assert load(by_shards).meta["left_out"] == load(by_stages).meta["left_out"]
+    for continues, name in ((only, "fsdp-2"), (case, "ddp-2")):
+        loss, last = run(continues, name, by_stages)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert ("first.weight" in load(last).model) == (continues is case)
+    other = replace(only, job=replace(case.job, base=1))
+    for checkpoint, name in ((whole, "fsdp-2"), (by_shards, "1F1B-2"), (by_shards, "single")):
+        with pytest.raises(AssertionError, match=r"second\.weight, the first of 1; let it read the same weights"):
+            run(other, name, checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

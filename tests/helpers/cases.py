@@ -71,7 +71,7 @@ CLUSTER = schema.ClusterConfig(
     stopped_timeout_s=5,
     stop_grace_s=5,
 )
-CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, best=None, best_direction=None)
+CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, only_trained=False, best=None, best_direction=None)
 RECOVERY = schema.RecoveryConfig(
     max_failures=0,
     spares=0,

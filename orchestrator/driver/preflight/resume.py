@@ -25,6 +25,7 @@ from orchestrator.state.best import BEST, BestSoFar, best_step
 from orchestrator.state.checkpoint import load, path_of, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
+from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.mismatch import mismatches
 from orchestrator.state.train_state import outline
@@ -292,7 +293,8 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     model = on_meta_device(job.model)
     if model is None:
         return []
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    own = {name: t for name, t in model.state_dict().items() if name not in meta.get(LEFT_OUT, {})}
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     errors = [f"of another model: {line}" for line in mismatches(shapes, outline(load(checkpoint).model))]
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)

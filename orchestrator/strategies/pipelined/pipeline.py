@@ -13,7 +13,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -251,8 +251,14 @@ class Pipeline(PartTrainer):
         if self.context.dp_rank != 0:
             return None
         sharing = self._connected.sharing
-        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
         return without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
+
+    def frozen(self) -> Mapping[str, int]:
+        if self.context.dp_rank != 0:
+            return {}
+        elsewhere = self._connected.sharing.saved_elsewhere
+        return {name: value for name, value in self.trained.frozen().items() if name not in elsewhere}
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state, partial=True)

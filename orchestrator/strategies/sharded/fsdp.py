@@ -7,7 +7,7 @@ it; gradients are summed into the parts. Rajbhandari et al., SC 2020, "ZeRO"; Zh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -157,8 +157,14 @@ class FSDP(PartTrainer):
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank not in self.writers:
             return None
-        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into)
+        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
         return state if self.context.global_rank == 0 else without_copies(state)
+
+    def frozen(self) -> Mapping[str, int]:
+        rank, sums = self.context.global_rank, self.trained.frozen()
+        if rank not in self.writers:
+            return {}
+        return sums if rank == 0 else {name: value for name, value in sums.items() if name in self.passes.boxes}
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state)

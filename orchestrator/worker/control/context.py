@@ -23,6 +23,7 @@ def context_of(assignment: Assignment, device: torch.device) -> Context:
         pipeline=plan.pipeline,
         num_devices=plan.devices_per_worker,
         peer_copy_every=config.recovery.peer_copy_every,
+        only_trained=config.checkpoint.only_trained,
     )
 
 

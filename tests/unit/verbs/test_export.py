@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from orchestrator import export
+from orchestrator.compat.generators import seed_generators
 from orchestrator.config.compose import to_yaml
 from orchestrator.job import Job
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import save
+from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import capture
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 97, "path": "gone.npy"}
@@ -82,6 +87,42 @@ def test_what_exists_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert export.main([str(run.path), "--to", str(tmp_path / "taken")]) == 2
     assert f"--to={tmp_path / 'taken'}: exists already" in capsys.readouterr().err
     assert list((tmp_path / "taken").iterdir()) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOnly(GPT):
+    """Trains its head alone, and has other frozen parameters with another standard deviation."""
+
+    std: float = 0.02
+
+    def model(self) -> torch.nn.Module:
+        model = super().model().requires_grad_(False)
+        torch.nn.init.normal_(model.get_parameter("embed.token.weight"), std=self.std)
+        model.get_submodule("head").requires_grad_()
+        return model
+
+
+def test_what_a_checkpoint_leaves_out_is_built_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = HeadOnly(**TINY)  # type: ignore[arg-type]
+    run, _ = run_of(tmp_path, job, **TINY)
+    seed_generators(5)
+    model = job.model()
+    left_out = {n: checksum(p, Box.whole(p.shape)) for n, p in model.named_parameters() if not p.requires_grad}
+    torch.nn.init.ones_(model.get_parameter("head.weight"))
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    save(
+        run.checkpoints,
+        capture(model, optimizer, None, step=1300, samples_consumed=30, left_out=left_out),
+        run_uid="first",
+    )
+    config, target = {"seed": 5}, f"{HeadOnly.__module__}.HeadOnly"
+    for number, std in enumerate((0.02, 0.03)):
+        run.config_file.write_text(to_yaml({**config, "job": {"_target_": target, **TINY, "std": std}}))
+        assert export.main([str(run.path), "--to", str(tmp_path / f"new-{number}")]) == 2 * number
+    theirs = load_file(tmp_path / "new-0" / "model.safetensors")
+    torch.testing.assert_close(theirs["transformer.wte.weight"], model.get_parameter("embed.token.weight"))
+    assert bool((theirs["lm_head.weight"] == 1).all())
+    assert "other frozen parameters than the checkpoint was trained with: embed.token.weight" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
