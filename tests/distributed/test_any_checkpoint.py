@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.cases import Case, config_of, having, plan_of
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, LAYOUTS, SGD, layout
+from helpers.layouts import ADAMW, EVERY, LAYOUTS, SGD
 from helpers.quick_jobs import digits
 from helpers.runs import in_campaign
 from helpers.stage_toys import ScheduledChain, plain
@@ -21,21 +21,10 @@ from helpers.training import Steps, losses, piece, restored, saved_piece, train
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
-from orchestrator.strategies.replicated.dp import DPConfig
 
 STOP, STEPS = 3, 6
 OTHERS = {"adamw-scheduled": (1, 11), "sgd-momentum": (3, 8, 14)}
 """Every layout continues so many of the others, and is continued by as many: those so many places after it."""
-
-EVERY = {
-    **LAYOUTS,
-    "dp-2": layout(DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False), 1),
-    "hogwild-2": layout(HogwildConfig(name="hogwild", num_workers=2), 2),
-    "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
-}
-"""The others too, some of whose losses are not those of one worker."""
 
 CASES = {
     "adamw-scheduled": (Case(job=ScheduledChain(build=plain), train=having(steps=STEPS, global_batch_size=32)), ADAMW),

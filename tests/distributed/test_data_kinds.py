@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.cases import DDP, Case, assignment, having
-from helpers.layouts import LAYOUTS, SGD, assert_as_alone
+from helpers.layouts import LAYOUTS, SGD
 from helpers.loops import Ran, evaluation, loop_of, losses_by_step, ran, run_loop
 from helpers.streams import StreamToy, Unvalidated, Weighed
 from helpers.toys import Toy
@@ -27,13 +27,6 @@ from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.loop import Loop
 
 EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
-
-
-@pytest.mark.parametrize(
-    "job", [StreamToy(), StreamToy(kind="Counting"), StreamToy(kind="Stateful"), Weighed()], ids=lambda j: str(j)
-)
-def test_every_layout_has_the_losses_of_one_worker(gang, job):
-    assert_as_alone(gang, Case(job=job, train=having(global_batch_size=48)), *EVERYWHERE)
 
 
 def loop(gang, job, path: Path, world_size: int, *, checkpoint: Path | None = None, every: int = 0) -> list[Ran]:

@@ -17,7 +17,7 @@ from helpers.cases import DDP as DDP_OPTIONS
 from helpers.cases import Case, having
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, SGD
-from helpers.quick_jobs import AdamDigits, ScheduledDigits, TinyGPT, digits
+from helpers.quick_jobs import AdamDigits, ScheduledDigits, digits
 from helpers.toys import Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.training import (
     Steps,
@@ -78,41 +78,9 @@ def assert_as_alone(gang: Gang, case: Case, *grids: tuple[int, int], rtol: float
 # Synchronous: the rule of equal loss --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("job", "rtol", "grad_accumulation"),
-    [
-        (AdamDigits(hidden=24), ADAMW, 1),
-        (TinyGPT(), ADAMW, 1),
-        (Tokens(), SGD, 3),
-        (ScheduledDigits(hidden=24), SGD, 3),
-    ],
-    ids=["adamw", "gpt", "tokens", "scheduled"],
-)
-def test_has_the_losses_of_one_worker(gang: Gang, job: Any, rtol: float, grad_accumulation: int) -> None:
-    case = Case(job=job, train=having(global_batch_size=24, grad_accumulation=grad_accumulation))
-    assert_as_alone(gang, case, (2, 2), (3, 1), rtol=rtol)
-
-
 def test_any_number_of_workers_and_shards(gang: Gang) -> None:
     case = Case(job=digits(), train=having(global_batch_size=24))
     assert_as_alone(gang, case, (1, 1), (1, 3), (2, 1), (2, 2), (3, 1), rtol=SGD)
-
-
-def test_uneven_shares(gang: Gang) -> None:
-    ranks = assert_as_alone(gang, Case(job=digits(), train=having(global_batch_size=65)), (3, 1), (2, 2), rtol=SGD)
-    assert {r.weights[0] for r in ranks} == {33, 32, 0}
-
-
-def test_a_worker_without_any_valid_token(gang: Gang) -> None:
-    case = Case(job=Tokens(empty=6, lr=0.5), train=having(global_batch_size=6))
-    ranks = assert_as_alone(gang, case, (3, 1), rtol=SGD)
-    assert any(weight == 0 for r in ranks[:3] for weight in r.weights)
-
-
-def test_the_norm_that_is_clipped_is_that_of_all_shards(gang: Gang) -> None:
-    case = Case(job=digits(), train=having(clip_norm=0.2, global_batch_size=30))
-    ranks = assert_as_alone(gang, case, (2, 1), (2, 2), rtol=SGD)
-    assert any(norm > 0.2 for norm in ranks[0].norms if norm is not None), "nothing was clipped"
 
 
 def test_a_step_that_is_not_finite_is_left_out_by_all(gang: Gang) -> None:

@@ -1,5 +1,5 @@
-"""Training a model in stages beyond its plain gradients: clipped, not finite, shared, frozen, random, sparse; and its
-evaluation."""
+"""Training a model in stages beyond what the conformance matrix has: shared, frozen, random and sparse parameters, and
+its evaluation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from helpers.exact_evaluation import assert_evaluated_exactly
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, whole_model
 from helpers.quick_jobs import digits
-from helpers.stage_toys import AdamTokenChain, Chain, Marked, TokenChain
+from helpers.stage_toys import Chain, TokenChain
 from helpers.toys import Toy
 from helpers.training import losses, piece, train
 from jobs.sparse import MatrixCompletion
 from orchestrator.strategies.update.gradients import norm_over
-from orchestrator.worker.data.batches import SampleOrder
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
@@ -30,19 +29,6 @@ EACH = [PLAIN, HALVED, SHARED]
 
 def case(job: Toy, **changes: object) -> Case:
     return Case(job=job, train=having(**{"steps": 10, "global_batch_size": 16, **changes}))
-
-
-# Clipping and gradients that are not finite -------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*EACH, "GPipe-2x2"])
-def test_the_norm_that_is_clipped_is_that_of_all_stages(gang: Gang, name: str) -> None:
-    clipped = case(digits(depth=3, lr=0.3), steps=20, global_batch_size=32, grad_accumulation=2, clip_norm=0.2)
-    ranks = assert_as_alone(gang, clipped, name)[name]
-    free = replace(clipped, train=replace(clipped.train, clip_norm=None))
-    (unclipped,) = gang.run(train, free, world_size=1)
-    assert any(norm is not None and norm > 0.2 for norm in ranks[0].norms), "nothing was clipped"
-    assert (unclipped.model["head.weight"] - whole_model(ranks)["head.weight"]).abs().max() > 1e-3
 
 
 def norm_of_mixed(rank: int) -> tuple[float, torch.dtype]:
@@ -58,44 +44,19 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
     assert gang.run(norm_of_mixed, world_size=3) == [(1000.0, torch.float32)] * 3
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_a_shared_parameter_counts_once_in_the_norm(gang: Gang, name: str) -> None:
-    assert_as_alone(gang, case(TokenChain(build=of.tied_ends), clip_norm=0.1), name)
-
-
-@passes_constants
-@pytest.mark.parametrize("name", [*EACH, "model_parallel-2", "GPipe-2x2"])
-def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(gang: Gang, name: str) -> None:
-    bad_step = 3
-    (bad,) = SampleOrder(n=200, seed=3).indices((bad_step - 1) * 16, 1)
-    skipping = case(Marked(marked=(bad,)), on_nonfinite="skip")
-    for rank in assert_as_alone(gang, skipping, name)[name]:
-        assert [step for step, skipped in enumerate(rank.skipped, 1) if skipped] == [bad_step]
-    blind = replace(skipping, train=replace(skipping.train, steps=bad_step, on_nonfinite="stop"))
-    (updated,) = gang.run(train, blind, world_size=1)
-    found = {n for n, t in updated.model.items() if not t.isfinite().all()}
-    assert found == {"bad.weight"}, "the gradient should be bad on one stage alone"
-
-
 # Parameters that several stages have, or that are not trained -------------------------------------
 
 
 @pytest.mark.parametrize("name", [HALVED, SHARED, "1F1B-2x2-replicas-close"])
 @pytest.mark.parametrize(
-    ("job", "rtol"),
+    "job",
     [
-        pytest.param(TokenChain(build=of.tied_ends), SGD, id="ends"),
-        pytest.param(AdamTokenChain(build=of.tied_ends), ADAMW, id="ends-adamw"),
-        pytest.param(Chain(build=of.tied_thrice), SGD, id="thrice"),
-        pytest.param(TokenChain(build=of.tied_and_frozen), SGD, id="frozen", marks=passes_constants),
+        pytest.param(Chain(build=of.tied_thrice), id="thrice"),
+        pytest.param(TokenChain(build=of.tied_and_frozen), id="frozen", marks=passes_constants),
     ],
 )
-def test_tied_weights(gang: Gang, job: Toy, rtol: float, name: str) -> None:
-    assert_as_alone(gang, case(job, steps=20), name, rtol=rtol, want_grad_norm=True)
-
-
-def frozen_first() -> torch.nn.Module:
-    return of.frozen("first", "second")
+def test_tied_weights(gang: Gang, job: Toy, name: str) -> None:
+    assert_as_alone(gang, case(job, steps=20), name, want_grad_norm=True)
 
 
 def frozen_in_the_middle() -> torch.nn.Module:
@@ -112,13 +73,7 @@ def frozen_body() -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(frozen_first, marks=passes_constants),
-        frozen_in_the_middle,
-        frozen_last,
-        pytest.param(frozen_body, marks=passes_constants),
-    ],
+    "build", [frozen_in_the_middle, frozen_last, pytest.param(frozen_body, marks=passes_constants)]
 )
 def test_frozen_stages(gang: Gang, build, name: str) -> None:
     stages = ("second", "third", "head")
@@ -127,7 +82,7 @@ def test_frozen_stages(gang: Gang, build, name: str) -> None:
 
 @passes_constants
 def test_a_frozen_stage_is_continued(gang: Gang) -> None:
-    job = case(of.ScheduledChain(build=frozen_first), steps=6)
+    job = case(of.ScheduledChain(build=of.frozen_first), steps=6)
     layout = LAYOUTS[PLAIN]
     ((_, end),) = gang.run(piece, job, None, 6, world_size=1)
     begun = gang.run(piece, layout.of(job), None, 3, world_size=layout.world_size)[0][1]

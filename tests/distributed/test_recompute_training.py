@@ -1,4 +1,4 @@
-"""Activation checkpointing changes no loss, in any layout."""
+"""Activation checkpointing changes no bit of a loss, also with dropout and running statistics."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ from helpers.gang import Gang
 from helpers.layouts import LAYOUTS
 from helpers.training import assert_same, losses, train
 
-STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2), "GPipe-2x2": (1,)}
+STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2)}
 """The blocks that begin a stage."""
 
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        *((name, "blocks") for name in ("single", "ddp-2", "fsdp-2", *STARTS)),
-        ("ddp-2", "selective"),
-        ("fsdp-2", "selective"),
-        ("1F1B-2", "selective"),
-    ],
+    [("ddp-2", "blocks"), ("ZBVZeroBubble-2", "blocks"), ("fsdp-2", "selective"), ("1F1B-2", "selective")],
 )
 def test_losses_and_models_are_equal(gang: Gang, name: str, mode: Any, listed: bool) -> None:
     layout = LAYOUTS[name]

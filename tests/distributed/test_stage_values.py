@@ -7,7 +7,8 @@ import pytest
 import helpers.stage_toys as of
 from helpers.cases import Case, having
 from helpers.gang import SOON_S, Gang
-from helpers.layouts import LAYOUTS, assert_as_alone, passes_constants, refuses_constants
+from helpers.layouts import ADAMW, LAYOUTS, assert_as_alone, passes_constants, refuses_constants
+from helpers.quick_jobs import TinyGPT
 from helpers.stage_toys import Answers, Chain, Lengths, NestedBatches
 from helpers.training import train
 
@@ -16,7 +17,7 @@ PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 
 
 def case(job, **changes):
-    return Case(job=job, train=having(global_batch_size=16, **changes))
+    return Case(job=job, train=having(steps=10, global_batch_size=16, **changes))
 
 
 @pytest.mark.parametrize("name", [PLAIN, HALVED, "DualPipeV-2"])
@@ -39,6 +40,11 @@ def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str)
 @pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
 def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
     assert_as_alone(gang, case(Chain(build=build)), name, want_grad_norm=True)
+
+
+@passes_constants
+def test_documents_that_are_kept_apart(gang: Gang) -> None:
+    assert_as_alone(gang, case(TinyGPT(layers=3, end_token=ord(" "))), "1F1B-2", rtol=ADAMW)
 
 
 def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:

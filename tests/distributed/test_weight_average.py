@@ -13,26 +13,20 @@ from torch import Tensor, nn
 
 from helpers.cases import DDP, Case, having
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, LAYOUTS, SGD
+from helpers.layouts import LAYOUTS
 from helpers.loops import Ran, run_loop
 from helpers.quick_jobs import AdamDigits, digits
-from helpers.toys import Poisoned, TwoHeads
+from helpers.reference import averages
+from helpers.toys import TwoHeads
 from helpers.training import assert_same, make, model_of, piece, snapshot, steps
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.weight_average import KEY
-from orchestrator.worker.data.batches import SampleOrder
 
 DECAY = 0.8
 AVERAGING = having(steps=6, global_batch_size=24, ema_decay=DECAY)
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
-
-
-def averages(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The averages in the optimizer's part of a state, by parameter."""
-    return {path.removesuffix(f"/{KEY}"): t for path, t in state.items() if path.endswith(f"/{KEY}")}
 
 
 def averages_of(strategy: Trainer) -> dict[str, Tensor]:
@@ -46,14 +40,6 @@ def by_hand(weights: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     for after in later:
         average = {name: DECAY * average[name] + (1 - DECAY) * after[name] for name in average}
     return average
-
-
-@pytest.mark.parametrize("job", [digits(momentum=0.0), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
-def test_it_is_the_average_of_the_weights_after_each_update(job: AdamDigits) -> None:
-    strategy = make(Case(job=job, train=AVERAGING), 0)
-    assert isinstance(strategy, Trainer)
-    seen = [snapshot(model_of(strategy)) for _ in steps(strategy)]
-    torch.testing.assert_close(averages_of(strategy), by_hand(seen), rtol=1e-6, atol=1e-7)
 
 
 def on_the_fourth_call(rank: int, call: int) -> bool:
@@ -77,40 +63,6 @@ def test_a_parameter_has_an_average_from_its_first_update_on() -> None:
     spare = [{"spare.weight": weights["spare.weight"]} for weights in seen[3:]]
     found = averages_of(strategy)["spare.weight"]
     torch.testing.assert_close(found, by_hand(spare)["spare.weight"], rtol=1e-6, atol=1e-7)
-
-
-def test_a_skipped_step_leaves_it_as_it_is() -> None:
-    bad = tuple(SampleOrder(n=200, seed=3).indices(2 * 24, 1))  # in the third step
-    strategy = make(Case(job=Poisoned(bad=bad), train=having(AVERAGING, on_nonfinite="skip")), 0)
-    assert isinstance(strategy, Trainer)
-    before: dict[str, Tensor] = {}
-    for step, result in enumerate(steps(strategy), 1):
-        after = averages_of(strategy)
-        assert result.skipped == (step == 3)
-        if step == 3:
-            assert_same(before, after)
-        before = after
-
-
-SYNCHRONOUS = ("ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
-
-
-def test_every_synchronous_strategy_has_the_same_average(gang: Gang) -> None:
-    for job, rtol in ((digits(depth=3), SGD), (AdamDigits(hidden=24, depth=3), ADAMW)):
-        case = Case(job=job, train=having(AVERAGING, global_batch_size=32))
-        ((_, alone),) = gang.run(piece, case, None, 6, world_size=1)
-        ((_, of_dp),) = gang.run(piece, replace(case, alone=DP), None, 6, world_size=1)
-        states = {"dp": of_dp}
-        for name in SYNCHRONOUS:
-            layout = LAYOUTS[name]
-            states[name] = gang.run(piece, layout.of(case), None, 6, world_size=layout.world_size)[0][1]
-        expected = averages(alone.optimizer)
-        assert expected.keys() == dict(job.model().named_parameters()).keys()
-        assert not torch.allclose(expected["head.weight"], alone.model["head.weight"])
-        for name, state in states.items():
-            torch.testing.assert_close(
-                averages(state.optimizer), expected, rtol=100 * rtol, atol=10 * rtol, msg=lambda m, n=name: f"{n}: {m}"
-            )
 
 
 def test_a_resume_in_other_layouts_continues_it(gang: Gang) -> None:

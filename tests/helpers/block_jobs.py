@@ -12,9 +12,9 @@ from helpers.quick_jobs import QuickDigits
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, normed: bool) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.BatchNorm1d(width) if normed else nn.Identity()
         self.layer = nn.Linear(width, width)
         self.dropout = dropout
 
@@ -25,10 +25,10 @@ class Block(nn.Module):
 class Listed(nn.Module):
     """Its forward pass has to be recorded, and its blocks are in a list."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, normed: bool) -> None:
         super().__init__()
         self.first = nn.Linear(64, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width, dropout, normed) for _ in range(3))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,13 +40,14 @@ class Listed(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDigits(QuickDigits):
-    """Blocks with dropout and running statistics, ``listed`` or in an ``nn.Sequential``."""
+    """Blocks with dropout and, if ``normed``, running statistics; ``listed`` or in an ``nn.Sequential``."""
 
     listed: bool = False
     dropout: float = 0.1
+    normed: bool = True
 
     def model(self) -> nn.Module:
-        listed = Listed(self.hidden, self.dropout)
+        listed = Listed(self.hidden, self.dropout, self.normed)
         if self.listed:
             return listed
         layers = OrderedDict([("flatten", nn.Flatten()), ("first", listed.first)])

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ from helpers.shared_gpu import share_gpu
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 HOST = "127.0.0.1"
 SIZE = 4
@@ -83,6 +85,7 @@ class Call:
     world_size: int
     generation: int
     store_port: int | None
+    timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class Gang:
         self._leader: subprocess.Popen[bytes] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 40) -> list[Any]:
-        """What ``function(rank, *args)`` returns on each rank of a group of ``world_size``."""
+        """What ``function(rank, *args)`` returns on each rank of a group of ``world_size``; they leave together."""
         answers = self.ask(function, *args, world_size=world_size, timeout_s=timeout_s)
         errors = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if a.error is not None]
         if errors:
@@ -133,6 +136,7 @@ class Gang:
             world_size=world_size,
             generation=self._generation,
             store_port=self._store.port if grouped and world_size > 1 else None,
+            timeout_s=timeout_s,
         )
         connections = self._connections[:world_size]
         deadline = time.monotonic() + timeout_s
@@ -142,7 +146,8 @@ class Gang:
                 connection.send_bytes(pickle.dumps(call))
             for rank, connection in enumerate(connections):
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
+                    waiting = [r for r in range(world_size) if self._store.check([key(call, r, "ended")])]
+                    raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s; ranks at the end: {waiting}")
                 answers.append(pickle.loads(connection.recv_bytes()))
         except BaseException:
             self.close()
@@ -259,13 +264,27 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
         rendezvous_timeout_s=20 * _backend.patience,
     )
     store = rendezvous.join(orders, store=None)
-    rendezvous.connect(orders, store, node_ip=HOST, device=own_device())
     try:
+        rendezvous.connect(orders, store, node_ip=HOST, device=own_device())
+        # A rank that leaves closes its groups, which another one may still connect or use. Only one that fails does so.
+        meet(store, call, rank, "connected")
         yield
+        meet(store, call, rank, "ended")
     finally:
+        store.set(key(call, rank, "ended"), "")
         close_strategies()
         rendezvous.leave()
         del store
+
+
+def meet(store: dist.Store, call: Call, rank: int, place: str) -> None:
+    """Wait until every rank has come to ``place``."""
+    store.set(key(call, rank, place), "")
+    store.wait([key(call, r, place) for r in range(call.world_size)], timedelta(seconds=call.timeout_s))
+
+
+def key(call: Call, rank: int, place: str) -> str:
+    return f"gang-{call.generation}-{place}-{rank}"
 
 
 def _die_with_parent() -> None:

@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.cases import DDP, Case
+from helpers.cases import DDP, SINGLE, Case
 from helpers.gang import Gang
 from helpers.training import Steps, losses, train
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
+from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
 from orchestrator.strategies.pipelined.pipeline import PipelineConfig
+from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.sharded.fsdp import FSDPConfig
 from orchestrator.strategies.sharded.hsdp import HSDPConfig
 
@@ -73,7 +76,8 @@ class Layout:
     world_size: int
 
     def of(self, case: Case, **changes: Any) -> Case:
-        return replace(case, options=replace(self.options, **changes))
+        options = replace(self.options, **changes)
+        return replace(case, options=options, alone=options if self.world_size == 1 else None)
 
 
 def layout(options: schema.StrategyConfig, world_size: int) -> Layout:
@@ -81,7 +85,7 @@ def layout(options: schema.StrategyConfig, world_size: int) -> Layout:
 
 
 LAYOUTS = {
-    "single": layout(DDP, 1),
+    "single": layout(SINGLE, 1),
     "ddp-2": layout(DDP, 2),
     "ddp-4": layout(DDP, 4),
     "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
@@ -103,6 +107,14 @@ LAYOUTS = {
     "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
     "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
 }
+DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+EVERY = {
+    **LAYOUTS,
+    "dp-2": layout(DP, 1),
+    "hogwild-2": layout(HogwildConfig(name="hogwild", num_workers=2), 2),
+    "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
+}
+"""Those in one process too, and those whose losses are not those of one worker."""
 STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, StagedConfig)]
 
 passes_constants = pytest.mark.skipif(

@@ -60,14 +60,6 @@ class TokenChain(Tokens):
         return self.build()
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamTokenChain(TokenChain):
-    lr: float = 1e-2
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.lr)
-
-
 def chain(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
@@ -164,6 +156,10 @@ def frozen(*layers: str) -> nn.Module:
     for name in layers:
         model.get_submodule(name).requires_grad_(False)
     return model
+
+
+def frozen_first() -> nn.Module:
+    return frozen("first", "second")
 
 
 # What flows between layers ------------------------------------------------------------------------

@@ -92,18 +92,21 @@ KINDS = {kind.__name__: kind for kind in (Plain, Epochs, Counting, Stateful, Uns
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Toy):
+    """Can be cut into four stages."""
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(32, 4))
+
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(dim=-1) == target).sum()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamToy(Measured):
-    """Reads streams of the ``kind``; the validation set has 33 samples. Can be cut into three stages."""
+    """Reads streams of the ``kind``; the validation set has 33 samples."""
 
     kind: str = "Plain"
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 
     def dataset(self, split: Split) -> Any:
         items = super().dataset(split).items

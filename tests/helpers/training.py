@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from helpers.batches import HERE, opened
 from helpers.cases import Case, config_of, plan_of
 from helpers.gang import own_device
+from orchestrator.job import Job
 from orchestrator.model.stages import module_of
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_results import Written
@@ -85,8 +87,6 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
     made.append(strategy)
     strategy.setup(case.job.dataset("train"))
     strategy.attach()
-    if world_size > 1:
-        dist.barrier()  # A rank that closes its groups at once would break one that another rank still connects.
     strategy.sync_initial_state()
     return strategy
 
@@ -103,30 +103,32 @@ def steps(
     context = strategy.context
     train, mesh = context.train, context.mesh
     last = train.steps if last is None else last
-    samples_consumed = (first - 1) * train.global_batch_size
-    job, dataset = strategy.job, strategy.job.dataset("train")
-    weights = checked_weights(job.sample_weights("train"), dataset)
-    batches = train_batches(
-        opened(dataset, samples_consumed),
-        Sampling(
-            seed=context.seed,
-            weights=weights,
-            batches=batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), train.global_batch_size),
-        ),
-        Share(
-            global_batch_size=train.global_batch_size,
-            data_parallel_size=mesh.data_parallel_size,
-            dp_rank=context.dp_rank,
-            grad_accumulation=train.grad_accumulation,
-        ),
-        replace(HERE, collate=strategy.job.collate),
-        samples_consumed=samples_consumed,
-        steps=last - first + 1,
-        read=strategy.reads_data,
+    share = Share(
+        global_batch_size=train.global_batch_size,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=context.dp_rank,
+        grad_accumulation=train.grad_accumulation,
     )
+    batches = batches_in(strategy.job, context.seed, share, range(first, last + 1), read=strategy.reads_data)
     for step, batch in zip(range(first, last + 1), batches, strict=True):
         seed_step(context.seed, step, context.mesh.seed_rank(context.global_rank))
         yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=step % log_every == 0)
+
+
+def batches_in(job: Job, seed: int, share: Share, steps: range, *, read: bool = True) -> Iterator[Any]:
+    """The micro-batches of each of the ``steps``, as the training loop reads them."""
+    dataset, samples_consumed = job.dataset("train"), (steps.start - 1) * share.global_batch_size
+    weights = checked_weights(job.sample_weights("train"), dataset)
+    batches = batches_of(job, Datasets(train=dataset, evaluated={}, weights=weights), share.global_batch_size)
+    return train_batches(
+        opened(dataset, samples_consumed),
+        Sampling(seed=seed, weights=weights, batches=batches),
+        share,
+        replace(HERE, collate=job.collate),
+        samples_consumed=samples_consumed,
+        steps=len(steps),
+        read=read,
+    )
 
 
 def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
