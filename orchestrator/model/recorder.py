@@ -95,8 +95,11 @@ class Recorder(TorchDispatchMode):
             NeedsRandomValues: ``build`` depends on random values and ``draw`` is False.
             Exception: whatever ``build`` raises, including the error of an operation that fake tensors do not support.
         """
-        with self, setting_fake_data(), loads_through(self._load_real), without_fake_tensor_logs():
-            return build()
+        try:
+            with self, setting_fake_data(), loads_through(self._load_real), without_fake_tensor_logs():
+                return build()
+        finally:
+            self._scratch_memory = torch.empty(0, dtype=torch.uint8)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Perform an operation with fake tensors and record it. torch calls this for each operation within run()."""
@@ -165,13 +168,16 @@ class Recorder(TorchDispatchMode):
         """Execute the operations behind the wanted views, freeing each storage after its last use."""
         kept = {view.storage for view in wanted}
         needed = self._operations_behind(kept)
+        written = {storage for operation in needed for storage in operation.writes}
         last_use = {storage: i for i, operation in enumerate(needed) for storage in operation.reads | operation.writes}
         known: defaultdict[int, dict[_View, Tensor]] = defaultdict(dict)  # by storage
 
         def value(view: _View) -> Tensor:
             views = known[view.storage]
             if view not in views:
-                memory = next(iter(views.values())) if views else _storage_copy(self._constants[view.storage])
+                memory = next(iter(views.values())) if views else self._constants[view.storage]
+                if not views and (view.storage in written or view.storage in kept):
+                    memory = _storage_copy(memory)
                 views[view] = memory.as_strided(view.shape, view.stride, view.offset)
             return views[view]
 

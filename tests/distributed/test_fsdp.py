@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.allocations import Allocations
 from helpers.cases import Case, having
 from helpers.exact_evaluation import evaluated_in_slices
 from helpers.gang import Gang
@@ -18,6 +19,7 @@ from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone
 from helpers.quick_jobs import digits
 from helpers.toys import Toy
 from helpers.training import make, steps
+from jobs.gpt import GPT
 from orchestrator.strategies.sharded.fsdp import FSDP
 
 
@@ -116,6 +118,22 @@ def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(ga
     for kind in ("parameter", "gradient", "optimizer state"):
         assert max(size[kind] for size in sizes) == share
         assert sum(size[kind] for size in sizes) == sum(math.prod(shape) for shape in shapes)
+
+
+def held_at_most(rank: int, case: Case) -> tuple[int, int]:
+    """The bytes that this rank has at one time until it can train, and those of its parts."""
+    with Allocations() as seen:
+        strategy = make(case, rank)
+    assert isinstance(strategy, FSDP)
+    return seen.peak_bytes, sum(part.nbytes for part in strategy.passes.divided.distinct)
+
+
+def test_a_rank_that_begins_never_has_more_than_its_parts_and_one_block(gang: Gang) -> None:
+    job = GPT(layers=12, width=128, heads=4, context=16)
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in job.model()]
+    for peak, own in gang.run(held_at_most, LAYOUTS["fsdp-3"].of(Case(job=job)), world_size=3):
+        assert own < sum(sizes) / 2.5
+        assert own < peak < own + 2 * max(sizes)
 
 
 class Meaned(nn.Module):

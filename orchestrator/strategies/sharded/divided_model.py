@@ -119,15 +119,16 @@ class DividedModel:
             for modules in groups_of(self.model, self._wrap, root)
             if not calls or any({*modules} <= {*called.modules()} for called in calls)
         ]
-        for modules in (*together, (root,)):
-            fill({inner for module in modules for inner in module.modules()})
-            wrapped.gather_together(modules)
         self._divided = {}
-        for slot in slots:
-            part, parameter = self.parts[names[id(slot.tensor)]], own_parameters(slot.owner).get(slot.attribute)
-            if part.ndim > 0 and parameter is not None and part not in self._divided:
-                self._divided[part] = parameter
-                part.data = wrapped.local_part(parameter).copy_(part.data)
+        for modules in (*together, (root,)):
+            owners = {inner for module in modules for inner in module.modules()}
+            fill(owners)
+            wrapped.gather_together(modules)
+            for slot in slots:
+                part, parameter = self.parts[names[id(slot.tensor)]], own_parameters(slot.owner).get(slot.attribute)
+                if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
+                    self._divided[part] = parameter
+                    part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
 
     def take_gradients(self) -> None:
         """Give the parts their gradients, after the backward passes of a step."""

@@ -15,10 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.utils import parametrizations
 
+from helpers.allocations import Allocations
+from jobs.gpt import GPT
+from jobs.pretrained import save
 from orchestrator.model.partial_init import build_divided, build_fake, build_part
 from orchestrator.model.tensor_slots import tensor_slots
 
 CPU = torch.device("cpu")
+STATES = 2 * torch.get_rng_state().nbytes
+"""That are kept of the generator for each tensor."""
 
 
 class Built(nn.Module):
@@ -205,6 +210,20 @@ def test_the_parts_of_each_parameter_make_up_that_of_the_whole(build: Callable[[
         assert torch.equal(torch.cat([own[name].detach() for own in parts]), parameter), name
         assert parts[0][name].requires_grad == parameter.requires_grad
     assert [*parts[0]] == [name for name, _ in whole.named_parameters()]
+
+
+@pytest.mark.parametrize("of_files", [False, True], ids=["drawn", "read"])
+def test_a_part_of_each_parameter_needs_memory_for_one_whole_tensor_more(tmp_path: Path, of_files: bool) -> None:
+    job = GPT(layers=4, width=128, heads=4, context=16, vocabulary=1024)
+    if of_files:
+        save(job.model().state_dict(), job.architecture(), tmp_path / "weights")
+        job = GPT(weights=str(tmp_path / "weights"), context=16, path="tokens.bin")
+    sizes = [p.nbytes for p in job.model().parameters()]
+    with Allocations() as seen:
+        _, own = build_divided(job.model, lambda t: t.tensor_split(8)[0].clone(), seed=5)
+    kept = sum(part.nbytes for part in own.values())
+    assert kept < sum(sizes) / 7
+    assert kept + max(sizes) / 2 < seen.peak_bytes <= kept + max(sizes) + STATES * len(sizes)
 
 
 def of(layer: str) -> Callable[[str], bool]:
