@@ -164,7 +164,7 @@ class FSDP(PartTrainer):
         rank, sums = self.context.global_rank, self.trained.frozen()
         if rank not in self.writers:
             return {}
-        return sums if rank == 0 else {name: value for name, value in sums.items() if name in self.passes.boxes}
+        return sums if rank == 0 else {name: value for name, value in sums.items() if name in self.passes.divided.boxes}
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state)
