@@ -116,6 +116,9 @@ class Strategy(LayoutRules, abc.ABC):
     reads_data = True
     """Whether this rank reads batches; other ranks are given None instead."""
 
+    divides_model = False
+    """Whether no rank has the whole model, so that the ranks gather it for the job to see it."""
+
     evaluates_padding = False
     """Whether :meth:`evaluate` is called for batches without valid samples too, because all ranks compute together."""
 

@@ -43,15 +43,20 @@ def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessG
     return divided(context, parts)
 
 
-def divided(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Divide all ranks into ``parts`` of one size, and return a new group of the ranks in this rank's part."""
-    if context.device.type == "cuda":  # in one call for all parts
+def divided(
+    context: Context, parts: Sequence[Sequence[int]], *, backend: Literal["gloo"] | None = None
+) -> dist.ProcessGroup:
+    """Divide all ranks into ``parts`` of one size, and return a new group of the ranks in this rank's part.
+
+    ``backend``: None for that of the default group.
+    """
+    if context.device.type == "cuda" and backend is None:  # in one call for all parts
         split: dist.ProcessGroup | None = dist.split_group(
             split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context)
         )
         assert split is not None
         return split
-    groups = [new_group(context, ranks) for ranks in parts]
+    groups = [new_group(context, ranks, backend=backend) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)
 
 

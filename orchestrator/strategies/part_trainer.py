@@ -1,4 +1,8 @@
-"""A strategy whose ranks have parts of the model: what replicas of a part do for each other when a rank is lost."""
+"""A strategy whose ranks have parts of the model: what replicas of a part do for each other when a rank is lost.
+
+With ``recovery.peer_copy_every``, each rank also has copies of its own part and of the part of a neighbour, in host
+memory. All ranks then continue from the last step of which all parts are left.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from orchestrator.job import Job
+from orchestrator.planning.mesh import Dimension
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, receive_state, send_state
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import divided
+from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.trainer import Trainer
 
 
@@ -19,17 +28,37 @@ class PartTrainer(Trainer):
 
     _ahead = 0  # the steps completed by a recovery that has not ended
 
+    def __init__(self, context: Context, job: Job):
+        super().__init__(context, job)
+        self._copies = PeerCopies() if context.peer_copy_every and len(self._ring) > 1 else None
+
+    def attach(self) -> None:
+        """Undo an interrupted step, and connect the ring of neighbours that have copies of each other's parts."""
+        super().attach()
+        if self._copies is not None:
+            group = divided(self.context, self.context.mesh.groups(self._along), backend="gloo")
+            self._copies.attach(group, self._ring, rank=self.context.global_rank)
+
+    def after_step(self, *, step: int, samples_consumed: int) -> None:
+        copies, every = self._copies, self.context.peer_copy_every
+        if copies is not None and step % every == 0:
+            copies.submit(lambda into: self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into))
+
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this rank's part to all its replicas."""
-        mesh, step = self.context.mesh, step + self._ahead
+        """Offer this rank's part to all its replicas, and the copies of it and of the preceding rank's part."""
+        mesh, own, step = self.context.mesh, self.context.global_rank, step + self._ahead
         pending = (step + 1,) if self.trained.settled else ()
-        offered = dict.fromkeys(mesh.group("replicate", self.context.global_rank), (step, *pending))
+        copied = () if self._copies is None else self._copies.own_steps
+        offered = dict.fromkeys(mesh.group("replicate", own), (step, *pending, *copied))
+        if self._copies is not None:
+            preceding = self._ring[self._ring.index(own) - 1]
+            offered |= dict.fromkeys(mesh.group("replicate", preceding), self._copies.neighbours_steps)
         return {**offered, PENDING: pending} if pending else offered
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Fetch the state of each rank from the rank that provides it.
+        """Fetch the state of each rank from the rank that provides it, or from this rank's own copy.
 
         A replica sends its tensors from where they are. A new worker receives on its device, a survivor in host memory,
         because on its device there may be no room for two states.
@@ -50,19 +79,30 @@ class PartTrainer(Trainer):
             meta = self._load(self.state_of(own, source_step, **here), consume=False)
         assert meta["step"] == source_step
         self._ahead = 0
+        if self._copies is not None:
+            self._copies.forget_after(source_step)
         return meta
 
     def state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
         """Return the state of ``rank`` after the step ``wanted``, which this rank has offered.
 
         Args:
-            rank: a replica of this rank.
+            rank: a replica of this rank, or of the preceding one of the ring.
             wanted: the step.
             step: the last one that this rank has completed.
             samples_consumed: global samples consumed up to ``step``.
         """
-        assert wanted == step
-        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
+        is_own = rank in self.context.mesh.group("replicate", self.context.global_rank)
+        if is_own and wanted == step:
+            return self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
+        assert self._copies is not None
+        return self._copies.own(wanted) if is_own else self._copies.neighbours(wanted)
+
+    def close(self) -> None:
+        """Stop to exchange copies; those that there are remain."""
+        super().close()
+        if self._copies is not None:
+            self._copies.detach()
 
     def _settle(self, source_step: int, step: int) -> None:
         """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.
@@ -84,3 +124,12 @@ class PartTrainer(Trainer):
     def _load(self, state: TrainState, *, consume: bool = True) -> dict[str, Any]:
         self.load(state, consume=consume)
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
+
+    @property
+    def _along(self) -> Dimension:
+        """The dimension of the mesh along which neighbours have copies of each other's parts."""
+        return "pipeline" if self.context.mesh.pipeline > 1 else "shard"
+
+    @property
+    def _ring(self) -> list[int]:
+        return self.context.mesh.group(self._along, self.context.global_rank)

@@ -76,7 +76,11 @@ class Trainer(Strategy):
 
     def setup(self, train_set: Dataset[Any]) -> None:
         model = self.build(train_set)
-        self.trained = Trained(self.job, self.context, [model], {"": optimizer_of(self.job, model)}, train_set)
+        self.trained = self.trained_of(model, train_set)
+
+    def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
+        """Return what this rank trains of ``model``."""
+        return Trained(self.job, self.context, [model], {"": optimizer_of(self.job, model)}, train_set)
 
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build the passes through the whole model, and find out what differs because batches are divided."""
@@ -202,7 +206,7 @@ class Trainer(Strategy):
 
     @property
     def full_model(self) -> nn.Module | None:
-        return self.trained.module() if self.context.global_rank == 0 else None
+        return self.trained.module() if self.context.global_rank == 0 and not self.divides_model else None
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return averaged(self.trained.optimizer)

@@ -39,10 +39,9 @@ from orchestrator.state.transport import CPU, broadcast_state, gather_states
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.groups import divided, new_group, own_group
+from orchestrator.strategies.groups import divided, own_group
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
-from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
@@ -74,6 +73,7 @@ class Pipeline(PartTrainer):
     config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
     passes: Chain
     cuts_batches = True
+    divides_model = True
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
 
@@ -112,7 +112,6 @@ class Pipeline(PartTrainer):
         self._costs: Sequence[float] | None = None
         self._gradients: StageGradients | None = None  # None between two generations
         self._host: dist.ProcessGroup | None = None  # this pipeline with gloo, on GPUs: for states in host memory
-        self._copies = PeerCopies() if context.peer_copy_every else None
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -160,16 +159,14 @@ class Pipeline(PartTrainer):
             self._build(self._builder, self._train_set, cut)
             self._builder = self._train_set = None
         super().attach()
-        if self._copies is not None:
-            ring = mesh.group("pipeline", context.global_rank)
-            self._copies.attach(self._new_gloo_group(), ring, rank=context.global_rank)
         sharing = Sharing(
             self._shared,
             self.trained.module().state_dict(keep_vars=True),
             context=context,
             stage_ranks=self.layout.stage_ranks,
         )
-        self._host = None if context.device.type == "cpu" else self._new_gloo_group()
+        on_cpu = context.device.type == "cpu"
+        self._host = None if on_cpu else divided(context, mesh.groups("pipeline"), backend="gloo")
         named = self.trained.module().named_parameters()
         sums = ReplicaSums(
             replicas,
@@ -221,10 +218,6 @@ class Pipeline(PartTrainer):
         self._connected.sync_initial_state()
 
     @property
-    def full_model(self) -> None:
-        """No rank has it."""
-
-    @property
     def writers(self) -> Sequence[int]:
         return self.context.mesh.groups("pipeline")[0]
 
@@ -272,44 +265,8 @@ class Pipeline(PartTrainer):
         )
         return self.restore_part(state)
 
-    def after_step(self, *, step: int, samples_consumed: int) -> None:
-        copies, every = self._copies, self.context.peer_copy_every
-        if copies is not None and step % every == 0:
-            copies.submit(lambda into: self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into))
-
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this rank's stages to all their replicas, and the peer copies of these and of the preceding rank's."""
-        offered = {} if self._cut is None else {**super().recoverable_steps(step)}
-        if self._copies is not None:
-            mesh, own = self.context.mesh, self.context.global_rank
-            for rank in mesh.group("replicate", own):
-                offered[rank] = (*offered.get(rank, ()), *self._copies.own_steps)
-            preceding = mesh.group("pipeline", own)[self.context.pp_rank - 1]
-            offered |= dict.fromkeys(mesh.group("replicate", preceding), self._copies.neighbours_steps)
-        return offered
-
-    def recover_state(
-        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
-    ) -> dict[str, Any]:
-        """Fetch each rank's state from a replica of its stages, from a neighbour's peer copy, or from its own copy."""
-        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
-        if self._copies is not None:
-            self._copies.forget_after(source_step)
-        return meta
-
-    def state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
-        """Return the state of ``rank`` after the step ``wanted``, from this rank's stages or copies."""
-        is_own = self.context.mesh.coords(rank).pipeline == self.context.pp_rank
-        if is_own and wanted == step:
-            return super().state_of(rank, wanted, step=step, samples_consumed=samples_consumed)
-        assert self._copies is not None
-        return self._copies.own(wanted) if is_own else self._copies.neighbours(wanted)
-
-    def _new_gloo_group(self) -> dist.ProcessGroup:
-        """Return a gloo group of this rank's pipeline. Collective: every rank creates the groups of all pipelines."""
-        mesh = self.context.mesh
-        groups = [new_group(self.context, ranks, backend="gloo") for ranks in mesh.groups("pipeline")]
-        return groups[self.context.dp_rank]
+        return {} if self._cut is None else super().recoverable_steps(step)
 
     def close(self) -> None:
         """Release everything that refers to the process group."""
@@ -317,8 +274,7 @@ class Pipeline(PartTrainer):
             self.passes.close()
             self._host = self._gradients = None
             self.reduction = Reduction()
-        if self._copies is not None:
-            self._copies.detach()
+        super().close()
 
     @property
     def timed_stages(self) -> Sequence[TimedStage]:

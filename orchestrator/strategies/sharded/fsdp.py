@@ -7,7 +7,7 @@ it; gradients are summed into the parts. Rajbhandari et al., SC 2020, "ZeRO"; Zh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,16 +23,13 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.messages import RecoverableSteps
-from orchestrator.state.merge import merge, without_copies
-from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, broadcast_tensors, gather_states
+from orchestrator.state.transport import CPU, broadcast_tensors
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import own_group
-from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
@@ -63,10 +60,11 @@ class FSDPConfig(ShardedConfig):
 
 
 @register("fsdp")
-class FSDP(PartTrainer):
+class FSDP(ShardTrainer):
     """A part of each tensor of the model on every worker, and replicas of the parts if the mesh has them."""
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
+    divides_model = True
     evaluates_padding = True
     passes: ShardedModel
 
@@ -130,60 +128,14 @@ class FSDP(PartTrainer):
         self.reduction.sync_initial_state()
 
     @property
-    def full_model(self) -> None:
-        """No rank has it."""
-
-    @property
-    def writers(self) -> Sequence[int]:
-        return self.context.mesh.groups("shard")[0]
-
-    @property
     def saved_names(self) -> Sequence[str]:
         return self.passes.saved_names
-
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)
-        if state is None:
-            return None
-        states = gather_states(
-            state,
-            ranks=self.writers,
-            rank=self.context.global_rank,
-            device=self.context.device,
-            into=None,
-        )
-        return None if states is None else merge(states, order=self.saved_names)
-
-    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.global_rank not in self.writers:
-            return None
-        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
-        return state if self.context.global_rank == 0 else without_copies(state)
-
-    def frozen(self) -> Mapping[str, int]:
-        rank, sums = self.context.global_rank, self.trained.frozen()
-        if rank not in self.writers:
-            return {}
-        return sums if rank == 0 else {name: value for name, value in sums.items() if name in self.passes.divided.boxes}
-
-    def restore_part(self, state: TrainState) -> dict[str, Any]:
-        self.load(state)
-        return state.meta
-
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context, boxes = self.context, self.passes.divided.boxes
-        return self.restore_part(
-            broadcast_state(state, source=source, rank=context.global_rank, device=context.device, boxes=boxes)
-        )
-
-    def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this rank's parts to their replicas; without any, only checkpoints have the parts of a lost rank."""
-        return super().recoverable_steps(step) if self.context.mesh.replicate > 1 else {}
 
     def close(self) -> None:
         if hasattr(self, "passes"):  # otherwise setup() has failed
             self.passes.close()
             self.reduction = Reduction()
+        super().close()
 
 
 class InParts(Reduction):

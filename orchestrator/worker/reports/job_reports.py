@@ -94,7 +94,7 @@ class JobReports:
         """
         model, state = self._strategy.full_model, None
         self._outbox.enter(step, "sample")
-        if len(self._strategy.writers) > 1:
+        if self._strategy.divides_model:
             state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=None)
             self._strategy.confirm()
         if model is None and state is None:
