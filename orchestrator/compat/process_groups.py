@@ -49,6 +49,12 @@ def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
     return group.allreduce_coalesced(list(tensors), c10d_bindings.AllreduceCoalescedOptions())
 
 
+def all_gather_single(whole: Tensor, part: Tensor) -> None:
+    """Fill ``whole`` with the ``part`` of each rank of the default group. Its name in torch differs by version."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part)
+
+
 def _backend_on_gpu(group: dist.ProcessGroup) -> Any:
     """Return the NCCL backend of a group; None if it has another one."""
     try:

@@ -155,34 +155,43 @@ def reassigned(
 
 
 def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection[int], *, ready: int) -> Mesh | None:
-    """Return the first mesh in which every worker can keep its stage, with at most ``ready`` new workers."""
-    of_stage = [len(ranks) for ranks in _alive_by_stage(old, alive)]
+    """Return the first mesh in which every worker can keep its part, with at most ``ready`` new workers."""
+    present = [len(ranks) for ranks in _alive_by_part(old, alive).values()]
     for mesh in larger_first:
-        if mesh.pipeline == old.pipeline:
-            new_workers = sum(max(0, mesh.data_parallel_size - present) for present in of_stage)
-            if new_workers <= ready:
-                return mesh
+        if has_same_parts(mesh, old) and sum(max(0, mesh.replicate - number) for number in present) <= ready:
+            return mesh
     return None
 
 
-def _alive_by_stage(mesh: Mesh, alive: Collection[int]) -> list[list[int]]:
-    """Return the ranks in ``alive`` of each stage, in ascending order."""
-    ranks: list[list[int]] = [[] for _ in range(mesh.pipeline)]
+def has_same_parts(mesh: Mesh, other: Mesh) -> bool:
+    """Return whether two meshes divide the model in the same way, and differ in its replicas alone."""
+    return (mesh.pipeline, mesh.shard) == (other.pipeline, other.shard)
+
+
+def _alive_by_part(mesh: Mesh, alive: Collection[int]) -> dict[tuple[int, int], list[int]]:
+    """Return the ranks in ``alive`` that have each part of the model, in ascending order."""
+    ranks: dict[tuple[int, int], list[int]] = {_part(mesh, rank): [] for rank in range(mesh.num_workers)}
     for rank in sorted(alive):
-        ranks[mesh.coords(rank).pipeline].append(rank)
+        ranks[_part(mesh, rank)].append(rank)
     return ranks
 
 
+def _part(mesh: Mesh, rank: int) -> tuple[int, int]:
+    coords = mesh.coords(rank)
+    return coords.pipeline, coords.shard
+
+
 def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
-    """Let every worker keep its stage; ``plan`` divides the model as before."""
-    new, of_stage = plan.mesh, _alive_by_stage(old, alive)
+    """Let every worker keep its part; ``plan`` divides the model as before."""
+    new, of_part = plan.mesh, _alive_by_part(old, alive)
+    first = {_part(old, rank): rank for rank in reversed(range(old.num_workers))}
     before: list[int | None] = []
     state_sources: list[int] = []
     for rank in range(new.world_size):
-        stage, dp_rank = new.coords(rank).pipeline, new.dp_rank(rank)
-        own = of_stage[stage][dp_rank] if dp_rank < len(of_stage[stage]) else None
+        part, replica = _part(new, rank), new.coords(rank).replicate
+        own = of_part[part][replica] if replica < len(of_part[part]) else None
         before.append(own)
-        state_sources.append(old.groups("pipeline")[0][stage] if own is None else own)
+        state_sources.append(first[part] if own is None else own)
     return RankAssignment(plan=plan, before=tuple(before), state_sources=tuple(state_sources))
 
 

@@ -36,11 +36,20 @@ class Box:
 
         All parts are equal but for the last ones, which may be smaller or empty, as ``torch.chunk`` makes them.
         """
-        size, *rest = shape
+        size = shape[0]
         most = -(-size // count)
         start = min(index * most, size)
-        zeros = (0,) * len(rest)
-        return cls(full=(size, *rest), offset=(start, *zeros), shape=(min(most, size - start), *rest))
+        return cls.cut(shape, axis=0, start=start, size=min(most, size - start))
+
+    @classmethod
+    def cut(cls, shape: Sequence[int], *, axis: int, start: int, size: int) -> Box:
+        """Return the part of a tensor that has ``size`` places from ``start`` along one axis, and all in the others."""
+        full = tuple(shape)
+        return cls(
+            full=full,
+            offset=tuple(start if other == axis else 0 for other in range(len(full))),
+            shape=(*full[:axis], size, *full[axis + 1 :]),
+        )
 
     @property
     def is_whole(self) -> bool:

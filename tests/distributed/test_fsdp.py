@@ -1,4 +1,4 @@
-"""``strategy=fsdp``: what is particular to parameters that are divided over the ranks."""
+"""What is particular to parameters that are divided over the ranks: ``fsdp``, and ``ddp`` with shard_optimizer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helpers.quick_jobs import digits
 from helpers.toys import Toy
 from helpers.training import make, steps
 from jobs.gpt import GPT
+from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.fsdp import FSDP
 
 
@@ -84,24 +85,33 @@ class OddToy(Toy):
 @pytest.mark.parametrize("adamw", [False, True])
 def test_any_parameters_have_the_losses_norms_and_values_of_one_worker(gang: Gang, adamw: bool) -> None:
     case = Case(job=OddToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
-    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", "hsdp-2x2", rtol=ADAMW if adamw else SGD, want_grad_norm=True)
+    rtol = ADAMW if adamw else SGD
+    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", "hsdp-2x2", rtol=rtol, want_grad_norm=True)
+    assert_as_alone(gang, case, "sharded-ddp-3", rtol=rtol, want_grad_norm=True, find_unused_parameters=True)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"reshard_after_forward": False}, {"wrap": ("Linear",)}], ids=["default", "kept", "classes"]
+    ("name", "changes"),
+    [
+        ("fsdp-3", {}),
+        ("fsdp-3", {"reshard_after_forward": False}),
+        ("fsdp-3", {"wrap": ("Linear",)}),
+        ("sharded-ddp-3", {}),
+    ],
+    ids=["default", "kept", "classes", "optimizer"],
 )
-def test_slices_clipping_and_uneven_shares(gang: Gang, changes: dict[str, Any]) -> None:
+def test_slices_clipping_and_uneven_shares(gang: Gang, name: str, changes: dict[str, Any]) -> None:
     train = having(global_batch_size=34, grad_accumulation=3, clip_norm=0.2)
     case = Case(job=digits(depth=3, hidden=23), train=train)
-    seen = assert_as_alone(gang, case, "fsdp-3", want_grad_norm=True, **changes)
-    norms = seen["fsdp-3"][0].norms
+    seen = assert_as_alone(gang, case, name, want_grad_norm=True, **changes)
+    norms = seen[name][0].norms
     assert any(norm is not None and norm > 0.2 for norm in norms), "nothing was clipped"
 
 
 def held(rank: int, case: Case) -> dict[str, int]:
     """The elements that this rank holds after a step, by what they are for."""
     strategy = make(case, rank)
-    assert isinstance(strategy, FSDP)
+    assert isinstance(strategy, ShardTrainer)
     list(steps(strategy, last=1))
     sizes: dict[str, int] = {}
     for size in strategy.tensor_sizes():
@@ -134,6 +144,16 @@ def test_a_rank_that_begins_never_has_more_than_its_parts_and_one_block(gang: Ga
     for peak, own in gang.run(held_at_most, LAYOUTS["fsdp-3"].of(Case(job=job)), world_size=3):
         assert own < sum(sizes) / 2.5
         assert own < peak < own + 2 * max(sizes)
+
+
+def test_each_rank_of_ddp_holds_its_part_of_the_optimizer_state_and_all_parameters(gang: Gang) -> None:
+    job = digits(depth=3, hidden=24)
+    case = LAYOUTS["sharded-ddp-3"].of(Case(job=job, train=having(global_batch_size=24)))
+    total = sum(parameter.numel() for parameter in job.model().parameters())
+    sizes = gang.run(held, case, world_size=3)
+    assert [size["parameter"] for size in sizes] == [total] * 3
+    assert sum(size["optimizer state"] for size in sizes) == total
+    assert max(size["optimizer state"] for size in sizes) <= 1.02 * total / 3
 
 
 class Meaned(nn.Module):

@@ -23,7 +23,7 @@ from orchestrator.strategies.update.loss_scale import INITIAL
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
-SYNCHRONOUS = ("ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
+SYNCHRONOUS = ("ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
 TOLERANCE = {"tf32": 1e-5, "bf16": 0.02, "bf16-true": 0.05, "fp16": 0.005}
 """Relative, of every loss: about the unit roundoff of the dtype, times the number of steps."""
 

@@ -81,7 +81,9 @@ def seen(ranks: list[Ran]) -> list[list[Any]]:
     return [[values(p) for p in ran.points] for ran in ranks]
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "1F1B-2", "1F1B-2x2", "parameter_server-2+2"])
+@pytest.mark.parametrize(
+    "name", ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "1F1B-2", "1F1B-2x2", "parameter_server-2+2"]
+)
 def test_training_is_the_same_bit_for_bit_and_one_rank_samples(gang, tmp_path, name):
     train = having(SEVEN, global_batch_size=16)
     plain, world_size = layout(name, Case(job=Noisy(), train=train))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from orchestrator.policy.recovery import newest_state
 from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK, PENDING
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.replicated import optimizer_shards
 from orchestrator.strategies.replicated.single import Single
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.confirmation import no_confirmation
@@ -116,6 +118,8 @@ CASES = {
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
     "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
     "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
+    "parts": LAYOUTS["fsdp-2"].of(Case(job=Normed(), train=SHORT)),
+    "parts that are updated": LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT)),
     "own updates": Case(job=NormedGAN(), train=SHORT),
 }
 
@@ -129,6 +133,74 @@ def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: 
         assert offered
         assert all(2 in of_rank for key, of_rank in offered.items() if key != PENDING)
         assert seen.loss_sums == undisturbed.loss_sums
+        assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps]:
+    """Rank 1 is lost in the sixth step, of which a neighbour has a copy after every second one; ``moment``: where the
+    others are then. The step that all continue from, and the end."""
+
+    def fail(*args: object, **more: object) -> None:
+        raise AbandonedError("another rank was lost")
+
+    strategy = make(case, rank, peer_copy_every=2)
+    assert isinstance(strategy, Trainer)
+    batch = case.train.global_batch_size
+    for step, _ in enumerate(steps(strategy, last=5), 1):
+        strategy.after_step(step=step, samples_consumed=step * batch)
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "exchange":
+            patch.setattr(optimizer_shards, "all_gather_single", fail)
+        else:
+            owner, name = {
+                "forward": (strategy.passes, "backward"),
+                "sums": (strategy.reduction, "finish"),
+                "update": (strategy, "confirm"),
+            }[moment]
+            patch.setattr(owner, name, fail)
+        with pytest.raises(AbandonedError):
+            next(steps(strategy, first=6))
+    offers: list[Mapping[int, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    deadline = time.monotonic() + SOON_S
+    offered = strategy.recoverable_steps(5)
+    while not all(4 in of_rank for of_rank in offered.values()):
+        assert time.monotonic() < deadline, f"no copy has arrived: {offered}"
+        time.sleep(0.01)
+        offered = strategy.recoverable_steps(5)
+    dist.all_gather_object(offers, offered)
+    found, sources = newest_state({r: of_rank for r, of_rank in enumerate(offers) if r != 1}, range(len(offers)))
+    assert sources is not None, "a checkpoint would be the source"
+    strategy.close()
+    step = 5
+    if rank == 1:
+        step, strategy = 0, type(strategy)(strategy.context, strategy.job)
+        strategy.setup(case.job.dataset("train"))
+    strategy.attach()
+    meta = strategy.recover_state(sources, source_step=found, step=step, samples_consumed=step * batch)
+    assert meta == {"step": found, "samples_consumed": found * batch}
+    seen = watched(strategy, steps(strategy, first=found + 1))
+    strategy.close()
+    return found, seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment"),
+    [
+        ("fsdp-3", "forward"),
+        ("fsdp-2", "sums"),
+        ("fsdp-3", "update"),
+        ("sharded-ddp-2", "sums"),
+        ("sharded-ddp-2", "exchange"),
+    ],
+)
+def test_a_part_without_replicas_comes_from_the_memory_of_a_neighbour(gang: Gang, layout: str, moment: str) -> None:
+    case, world_size = LAYOUTS[layout].of(Case(job=Normed(), train=having(SHORT, steps=8))), LAYOUTS[layout].world_size
+    expected = gang.run(train, case, world_size=world_size)
+    for (step, seen), undisturbed in zip(
+        gang.run(lost_without_replica, case, moment, world_size=world_size), expected, strict=True
+    ):
+        assert step == 4
+        assert seen.loss_sums == undisturbed.loss_sums[4:]
         assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
 
 

@@ -69,7 +69,7 @@ def test_a_resume_in_other_layouts_continues_it(gang: Gang) -> None:
     case = Case(job=AdamDigits(hidden=24, depth=3), train=having(AVERAGING, global_batch_size=32))
     ((_, whole),) = gang.run(piece, case, None, 6, world_size=1)
     state = None
-    for name, stop in (("1F1B-2", 2), ("fsdp-2", 3), ("ddp-2", 4), ("single", 6)):
+    for name, stop in (("1F1B-2", 2), ("fsdp-2", 3), ("sharded-ddp-2", 4), ("single", 6)):
         layout = LAYOUTS[name]
         state = gang.run(piece, layout.of(case), state, stop, world_size=layout.world_size)[0][1]
     assert state is not None
@@ -107,7 +107,7 @@ def last_evaluation(ran: Ran) -> EvalPoint:
     return next(p for p in reversed(ran.points) if isinstance(p, EvalPoint))
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["single", "sharded-ddp-2", "fsdp-2", "1F1B-2"])
 def test_it_is_evaluated_with_the_weights_swapped_in_and_back(gang: Gang, tmp_path: Path, name: str) -> None:
     layout, job = LAYOUTS[name], digits(depth=3, val_size=32)
     train = having(AVERAGING, global_batch_size=32, eval_every=3)

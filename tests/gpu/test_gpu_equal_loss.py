@@ -26,7 +26,7 @@ ROUNDING = 10
 """Kernels for other shapes add in another order, which the tolerances for CPUs do not allow for."""
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "ddp-4", "fsdp-2", "hsdp-2x2", *STAGED])
+@pytest.mark.parametrize("name", ["ddp-2", "ddp-4", "sharded-ddp-2", "fsdp-2", "hsdp-2x2", *STAGED])
 def test_every_layout_with_accumulation(gang: Gang, name: str) -> None:
     """If it fails, a strategy, or its order of communication, is wrong under NCCL."""
     case = Case(job=digits(depth=3, lr=0.3), train=having(global_batch_size=32, grad_accumulation=2))
@@ -34,7 +34,8 @@ def test_every_layout_with_accumulation(gang: Gang, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp-2", "fsdp-2", "hsdp-2x2", "1F1B-2", "Interleaved1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2"]
+    "name",
+    ["ddp-2", "sharded-ddp-2", "fsdp-2", "hsdp-2x2", "1F1B-2", "Interleaved1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2"],
 )
 def test_a_language_model_with_adamw_and_clipping(gang: Gang, name: str) -> None:
     """If it fails, gradients are summed, clipped or applied wrongly on a GPU."""

@@ -14,7 +14,7 @@ from orchestrator.protocol.messages import Assignment, WorkerEnvironment
 from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.ddp import DDPConfig
+from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
 
 TRAIN = schema.TrainConfig(
@@ -44,6 +44,7 @@ DDP = DDPConfig(
     powersgd_rank=4,
     find_unused_parameters=False,
     static_graph=False,
+    shard_optimizer=False,
     sync_batchnorm=False,
 )
 CLUSTER = schema.ClusterConfig(

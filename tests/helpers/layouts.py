@@ -66,6 +66,7 @@ PARAMETER_SERVER = ParameterServerConfig(
     compression="none",
 )
 
+SHARDED_DDP = replace(DDP, shard_optimizer=True)
 FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
 HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True)
 
@@ -88,6 +89,8 @@ LAYOUTS = {
     "single": layout(SINGLE, 1),
     "ddp-2": layout(DDP, 2),
     "ddp-4": layout(DDP, 4),
+    "sharded-ddp-2": layout(SHARDED_DDP, 2),
+    "sharded-ddp-3": layout(SHARDED_DDP, 3),
     "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
     "fsdp-2": layout(FSDP, 2),
     "fsdp-3": layout(FSDP, 3),

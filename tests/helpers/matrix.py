@@ -137,7 +137,7 @@ SCENARIOS = {
 }
 
 VARIANTS = {
-    "fsdp-2", "GPipe-2", "1F1B-2", "Interleaved1F1B-2", "LoopedBFS-2", "InterleavedZeroBubble-2",
+    "sharded-ddp-2", "fsdp-2", "GPipe-2", "1F1B-2", "Interleaved1F1B-2", "LoopedBFS-2", "InterleavedZeroBubble-2",
     "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2",
 }  # fmt: skip
 """Layouts that differ from another one in a schedule or a number; they are only in the scenarios :data:`PLAIN`."""
@@ -152,7 +152,7 @@ WITHOUT: dict[str, dict[str, Any]] = {"parameter_server-2+2": {"ema_decay": None
 """What is changed for a layout in every scenario, because its plan refuses it."""
 
 
-FAST = {"ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2"}
+FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2"}
 """Layouts that ``pytest`` runs, in the scenario ``slices and clipping``."""
 
 

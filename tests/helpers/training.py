@@ -26,6 +26,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
+from orchestrator.strategies.replicated.ddp import ShardedDDP
 from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
@@ -158,7 +159,7 @@ def model_of(strategy: Strategy) -> nn.Module:
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
-    return strategy.trained.module()
+    return strategy.passes.model if isinstance(strategy, ShardedDDP) else strategy.trained.module()
 
 
 def gathered(strategy: FSDP) -> dict[str, Tensor]:

@@ -339,16 +339,26 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
     assert sorted(losses(result.run_dir)) == list(range(1, 121))
 
 
-@pytest.mark.parametrize("second", [(), *in_campaign(("kill@20:0",))])
-def test_a_stage_without_replicas_gets_its_state_from_its_neighbours_memory(
-    run: Any, reference: Any, second: Any
+@pytest.mark.parametrize(
+    ("strategy", "second"),
+    [
+        (("strategy=pipeline",), ()),
+        *in_campaign(
+            (("strategy=pipeline",), ("kill@20:0",)),
+            (("strategy=fsdp",), ("kill@20:0",)),
+            (("strategy=ddp", "strategy.shard_optimizer=true"), ("kill@20:0",)),
+        ),
+    ],
+)
+def test_a_part_without_replicas_gets_its_state_from_its_neighbours_memory(
+    run: Any, reference: Any, strategy: Any, second: Any
 ) -> None:
-    words = ("strategy=pipeline", "job.depth=3", "checkpoint.every=0")
+    words = (*strategy, "job.depth=3", "checkpoint.every=0")
     base = tuple(w for w in WORDS if not w.startswith("checkpoint"))
     faults = ",".join(("kill@11:1", *second))
     result = run(*base, *words, "recovery.peer_copy_every=3", f"recovery.chaos=[{faults}]")
     assert result.exit_code == 0, result.reason
-    assert_same_weights(result.run_dir, reference("strategy=pipeline", "job.depth=3")[0])
+    assert_same_weights(result.run_dir, reference(*strategy, "job.depth=3")[0])
     found = events(result.run_dir, "recovered")
     assert [e["in_place"] for e in found] == [True] * (1 + len(second))
     expected = [(6, 9), (15, 18)][: len(found)]  # the last copy may have been on its way

@@ -13,7 +13,7 @@ from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, Plan, find_layout, make_plan
-from orchestrator.policy.elastic import Sizes
+from orchestrator.policy.elastic import Sizes, has_same_parts
 from orchestrator.strategies import registry
 
 
@@ -111,12 +111,11 @@ class _PlannedSizes:
         return meshes
 
     def _rescues(self, smallest: Mesh) -> list[Mesh]:
-        """Return the meshes below ``smallest`` in which a worker could keep its stage, the smallest first."""
+        """Return the meshes below ``smallest`` in which a worker could keep its part, the smallest first."""
         if not self._config.strategy.elastic:
             return []
         layouts = [self._layout(number, []) for number in range(1, smallest.num_workers)]
-        stages = smallest.pipeline
-        return [layout.mesh for layout in layouts if layout and layout.mesh.pipeline == stages]
+        return [layout.mesh for layout in layouts if layout and has_same_parts(layout.mesh, smallest)]
 
     def _layout(self, number: int, errors: list[str]) -> Layout | None:
         """Return the layout for this number of workers, whether there is room for them or not; None if impossible."""

@@ -8,13 +8,12 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -24,48 +23,32 @@ from orchestrator.compat.torch import (
     set_ddp_timing,
     without_buffer_broadcasts,
 )
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
+from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
-from orchestrator.model.precision import Precision
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_arguments, bucket_mb_for
+from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
+from orchestrator.strategies.replicated.ddp_options import DDPConfig, bucket_notes, option_errors
 from orchestrator.strategies.replicated.job_step import JobStep
+from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
+from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import norm_over
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
-
-SMALLEST_COMPILED_BUCKET_MB = 1.0
-"""The size of the first bucket of ``DistributedDataParallel``, in MiB."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPConfig(StrategyConfig):
-    """The keys of ``ddp``."""
-
-    elastic = True
-
-    name: Literal["ddp"]
-    bucket_mb: float | Literal["auto"] = option(
-        "size of the gradient buckets, in MiB; auto: 25 on CPUs, on GPUs an eighth of the gradients, from 25 to 200",
-        above=0,
-    )
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
-    powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
-    find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
-    static_graph: bool = option("every step uses the same parameters in the same order, which DDP then does not check")
-    sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 
 
 @register("ddp")
@@ -82,34 +65,29 @@ class DDP(Trainer):
     _norms: Sequence[SyncBatchNorm] = ()
 
     @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        options = config.strategy
+        assert isinstance(options, DDPConfig)
+        return Layout(mesh=Mesh(shard=num_workers) if options.shard_optimizer else Mesh(replicate=num_workers))
+
+    @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options = config.strategy
         assert isinstance(options, DDPConfig)
-        if has_training_step(job):
-            errors += _unsupported(options, plan)
-        if options.comm_hook == "powersgd" and config.train.precision == "fp16":
-            errors.append(
-                "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
-                "of the loss with train.precision=fp16; set that to bf16 or fp32"
-            )
-        if options.static_graph:
-            errors += _not_static(options, config.train)
-        too_small = options.bucket_mb != "auto" and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB
-        if config.train.compile is not False and too_small:
-            errors.append(
-                f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
-                f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
-            )
+        errors += option_errors(options, config.train, job, plan)
         errors += diverging_errors(job, plan)
         notes = check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
-        return (*notes, *_bucket_notes(options, config.train, job, plan))
+        if options.shard_optimizer and not has_training_step(job):
+            notes = (*notes, *check_optimizer_shards(config, job, plan, errors))
+        return (*notes, *bucket_notes(options, config.train, job, plan))
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
-        """Return ``JobStep`` for a job that makes its own updates, else ``DDP``."""
+        """Return ``JobStep`` for a job that makes its own updates, else ``DDP`` or ``ShardedDDP``."""
+        options = _options(context)
         if has_training_step(job):
-            return JobStep(context, job, sync_batchnorm=_options(context).sync_batchnorm)
-        return cls(context, job)
+            return JobStep(context, job, sync_batchnorm=options.sync_batchnorm)
+        return ShardedDDP(context, job) if options.shard_optimizer else cls(context, job)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -121,7 +99,11 @@ class DDP(Trainer):
 
     def attach(self) -> None:
         super().attach()
-        self._buckets = self.reduction = InBackward(self.passes, self.trained, self.context, self._powersgd)
+        self._buckets = self.reduction = self.in_backward()
+
+    def in_backward(self) -> InBackward:
+        """Return the reduction. Collective."""
+        return InBackward(self.passes, self.trained, self.context, self._powersgd)
 
     def sync_initial_state(self) -> None:
         tensors = (*self.passes.model.parameters(), *self.trained.buffers)
@@ -181,6 +163,7 @@ class InBackward(Reduction):
         """Wrap the model. Collective."""
         self._passes = passes
         self._trained = trained
+        self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
         self._device = context.device
         self._samples = context.train.global_batch_size
         self._options = options = _options(context)
@@ -195,7 +178,7 @@ class InBackward(Reduction):
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
             init_sync=False,  # ranks may still be at different steps
-            **bucket_arguments(trained.parameters, options.bucket_mb, device=context.device.type),
+            **bucket_arguments(self._parameters, options.bucket_mb, device=context.device.type),
             **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
         )
         passes.forward_model = replica
@@ -225,7 +208,7 @@ class InBackward(Reduction):
                 raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
 
     def finish(self) -> None:
-        if not self._options.find_unused_parameters and any(p.grad is None for p in self._trained.parameters):
+        if not self._options.find_unused_parameters and any(p.grad is None for p in self._parameters):
             named = self._passes.model.named_parameters()
             unused = [n for n, p in named if p.requires_grad and p.grad is None]
             raise ValueError(
@@ -249,47 +232,86 @@ class InBackward(Reduction):
         del self.replica
 
 
+class ShardedDDP(ShardTrainer, DDP):
+    """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part, which the others then get.
+
+    The parts are the state of a rank. What has been exchanged is a copy of them, which a recovery makes again.
+    """
+
+    _shards: OptimizerShards
+
+    def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
+        context = self.context
+        index = context.mesh.coords(context.global_rank).shard
+        self._shards = shards = OptimizerShards(model, index=index, count=context.mesh.shard)
+        optimizer = optimizer_of_part(self.job, model, shards.module())
+        return Trained(self.job, context, [model], {"": optimizer}, train_set, module=shards.module, boxes=shards.boxes)
+
+    def in_backward(self) -> InBackward:
+        return InBackwardShards(self.passes, self.trained, self.context, self._shards)
+
+    def sync_initial_state(self) -> None:
+        super().sync_initial_state()
+        self._shards.take()
+
+    def apply(self) -> None:
+        super().apply()
+        # If the exchange fails, the step is not counted, but this rank's part has been updated.
+        self.trained.in_step, self._ahead = False, 1
+        self._shards.exchange(self._shards.trained)
+        self._ahead = 0
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        with super().averaged_weights():
+            self._shards.exchange(self._shards.trained)
+            yield
+        self._shards.exchange(self._shards.trained)
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        return self.passes.model if self.context.global_rank == 0 else None
+
+    @property
+    def saved_names(self) -> Sequence[str]:
+        return self._shards.saved_names
+
+    def restore_part(self, state: TrainState) -> dict[str, Any]:
+        meta = super().restore_part(state)
+        self._shards.exchange()
+        return meta
+
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
+        self._shards.exchange()
+        return meta
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        of_parts = [size for size in super().tensor_sizes() if size.kind == "optimizer state"]
+        return [*of_parts, *(s for s in sizes_of(self.passes.model, self.trained.optimizer) if s not in of_parts)]
+
+
+class InBackwardShards(InBackward):
+    """Sums in the backward pass, of which each rank then keeps its part."""
+
+    def __init__(self, passes: WholeModel, trained: Trained, context: Context, shards: OptimizerShards):
+        """Wrap the model. Collective."""
+        super().__init__(passes, trained, context, None)
+        self._shards = shards
+        for parameter in self._parameters:
+            parameter.grad = None  # of an interrupted step
+
+    def finish(self) -> None:
+        super().finish()
+        self._shards.take_gradients()
+
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        count = self.averages_over
+        return norm_over(dist.group.WORLD, parameters, device, lambda part: 1 if part.ndim > 0 else count)
+
+
 def _options(context: Context) -> DDPConfig:
     assert isinstance(context.options, DDPConfig)
     return context.options
-
-
-def _bucket_notes(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> tuple[str, ...]:
-    """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets than torch does."""
-    if options.bucket_mb != "auto" or plan.device == "cpu" or has_training_step(job):
-        return ()
-    model = on_meta_device(Precision.named(train.precision, plan.device).converted(job.model))
-    chosen_mb = SMALLEST_MB if model is None else bucket_mb_for(model.parameters(), "auto", device=plan.device)
-    return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
-
-
-def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:
-    """Return why the steps do not have one graph, as ``strategy.static_graph=true`` says."""
-    key, errors = "strategy.static_graph=true", []
-    if train.grad_accumulation > 1:
-        errors.append(
-            f"{key}: DDP learns the graph from the first backward pass, which exchanges no gradients with "
-            f"train.grad_accumulation={train.grad_accumulation}; set that to 1, or static_graph to false"
-        )
-    if train.compile is not False:
-        errors.append(f"{key}: code that is compiled again has another graph; set it to false, or train.compile=false")
-    if options.find_unused_parameters:
-        errors.append(f"{key}: every step uses the same parameters then; set strategy.find_unused_parameters=false")
-    return errors
-
-
-def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:
-    """Return an error for each option that cannot be combined with ``Job.training_step``."""
-    errors = []
-    if options.comm_hook != "none":
-        errors.append(
-            f"strategy.comm_hook={options.comm_hook}: the job overrides Job.training_step, whose gradients are not "
-            "compressed; set it to none"
-        )
-    shares = {worker.samples_per_step for worker in plan.workers}
-    if options.sync_batchnorm and len(shares) > 1:
-        errors.append(
-            f"train.global_batch_size={plan.global_batch_size}: with Job.training_step, strategy.sync_batchnorm=true "
-            f"needs equal shares of the batch; set it to a multiple of {len(plan.workers)}"
-        )
-    return errors

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
 
 from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
@@ -21,23 +21,9 @@ from orchestrator.planning.plan import Plan
 from orchestrator.state.boxes import Box
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.sharded.wrapping import Group, Wrap, groups_of
+from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    SGD,
-    Adam,
-    AdamW,
-    Adagrad,
-    Adadelta,
-    Adamax,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    ASGD,
-)
-"""Optimizers that update each element of a tensor by itself, so that the parts of a tensor can be updated alone."""
 
 
 def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[str]) -> tuple[str, ...]:
@@ -63,11 +49,7 @@ def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[
     errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
     own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in _parameters(whole.model).items()}
     optimizer = optimizer_of_part(job, whole.model, module_of(own))
-    if type(optimizer) not in ELEMENTWISE:
-        errors.append(
-            f"{name}: {type(optimizer).__name__} is not known to update each element of a tensor by itself, and each "
-            f"worker has only parts of tensors; use {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy=ddp"
-        )
+    errors += elementwise_errors(name, optimizer, otherwise="strategy=ddp")
     if errors:
         return ()
     notes = [_memory_note(whole.model, groups, optimizer, own, workers=plan.mesh.shard)]

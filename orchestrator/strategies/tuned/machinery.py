@@ -20,7 +20,8 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServer, ParameterServerConfig
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
-from orchestrator.strategies.replicated.ddp import DDP, DDPConfig
+from orchestrator.strategies.replicated.ddp import DDP
+from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.passes import STEPS
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
@@ -101,6 +102,7 @@ def machinery_cost(context: Context, control: dist.ProcessGroup, *, with_shards:
         powersgd_rank=1,
         find_unused_parameters=False,
         static_graph=False,
+        shard_optimizer=False,
         sync_batchnorm=False,
     )
     alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))

@@ -30,7 +30,7 @@ def begin_sum(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> Callable[[
     """
     dense = [tensor for tensor in tensors if not tensor.is_sparse and tensor.numel()]
     reduced = [tensor.contiguous() for tensor in dense]
-    works = [all_reduce_together(bucket, group) for bucket in _buckets(reduced)]
+    works = [all_reduce_together(bucket, group) for bucket in buckets(reduced)]
 
     def finish() -> None:
         for work in works:
@@ -126,12 +126,7 @@ def clip(parameters: Iterable[nn.Parameter], train: TrainConfig, norm: Tensor | 
             nn.utils.clip_grad_value_(dense, limit)
 
 
-def _entries(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield runs of consecutive tensors of one dtype, of at most ``BUCKET_BYTES`` unless a single tensor is larger."""
     bucket: list[Tensor] = []
     size = 0
@@ -143,3 +138,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -26,7 +26,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.text import first_few
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.ddp import DDPConfig
+from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
 
 SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig}

@@ -109,14 +109,16 @@ def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> No
     assert before(close.largest, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
 
 
-def test_a_pipeline_that_is_cut_anew_keeps_nothing() -> None:
-    pipelines = tuple(plan_of(LAPTOP, "strategy=pipeline", f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
+@pytest.mark.parametrize("strategy", [("strategy=pipeline",), ("strategy=ddp", "strategy.shard_optimizer=true")])
+def test_a_model_that_is_divided_anew_keeps_nothing(strategy: tuple[str, ...]) -> None:
+    pipelines = tuple(plan_of(LAPTOP, *strategy, f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
     sizes = sizes_of(*pipelines)
     shrunk = RankAssignment(plan=pipelines[0], before=(0, 2), state_sources=None)
     assert find_rank_assignment(pipelines[1], sizes, [0, 2], ready=0) == shrunk
     grown = RankAssignment(plan=pipelines[1], before=(0, 1, None), state_sources=None)
     assert find_rank_assignment(pipelines[0], sizes, [0, 1], ready=1, saved=True) == grown
     assert before(pipelines[0], sizes, [0, 1], 1) == (0, 1), "nothing is saved"
+    assert before(pipelines[1], sizes, [0, 2], 1) == (0, None, 2), "a new worker takes the part that was lost"
 
 
 # Where the state comes from -----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from helpers.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.state.boxes import Box
 from orchestrator.strategies import registry
-from orchestrator.strategies.sharded.preflight import ELEMENTWISE
+from orchestrator.strategies.update.elementwise import ELEMENTWISE
 
 
 class Block(nn.Module):

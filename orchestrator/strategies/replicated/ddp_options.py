@@ -1,0 +1,110 @@
+"""The keys of ``ddp``, and which of them go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.job import Job, has_training_step
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.precision import Precision
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for
+
+SMALLEST_COMPILED_BUCKET_MB = 1.0
+"""The size of the first bucket of ``DistributedDataParallel``, in MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(StrategyConfig):
+    """The keys of ``ddp``."""
+
+    elastic = True
+
+    name: Literal["ddp"]
+    bucket_mb: float | Literal["auto"] = option(
+        "size of the gradient buckets, in MiB; auto: 25 on CPUs, on GPUs an eighth of the gradients, from 25 to 200",
+        above=0,
+    )
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
+    powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
+    find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
+    static_graph: bool = option("every step uses the same parameters in the same order, which DDP then does not check")
+    shard_optimizer: bool = option(
+        "each worker keeps the optimizer's state of a part of the parameters alone, and updates that part; the workers "
+        "then exchange what they have updated"
+    )
+    sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
+
+
+def option_errors(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:
+    """Return why the options cannot be combined with each other, or with the job."""
+    errors: list[str] = []
+    if has_training_step(job):
+        errors += _unsupported(options, plan)
+    if options.comm_hook == "powersgd" and train.precision == "fp16":
+        errors.append(
+            "strategy.comm_hook=powersgd: it carries errors of gradients to the next step, which has another scale "
+            "of the loss with train.precision=fp16; set that to bf16 or fp32"
+        )
+    if options.comm_hook == "powersgd" and options.shard_optimizer:
+        errors.append(
+            "strategy.comm_hook=powersgd: it keeps errors of whole gradients on every worker; set it to bf16, or "
+            "strategy.shard_optimizer=false"
+        )
+    if options.static_graph:
+        errors += _not_static(options, train)
+    too_small = options.bucket_mb != "auto" and options.bucket_mb < SMALLEST_COMPILED_BUCKET_MB
+    if train.compile is not False and too_small:
+        errors.append(
+            f"strategy.bucket_mb={options.bucket_mb:g}: torch.compile cuts the backward pass at the buckets, which "
+            f"have to be larger than the first one; set it to {SMALLEST_COMPILED_BUCKET_MB:g} or more"
+        )
+    return errors
+
+
+def bucket_notes(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> tuple[str, ...]:
+    """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets than torch does."""
+    if options.bucket_mb != "auto" or plan.device == "cpu" or has_training_step(job):
+        return ()
+    model = on_meta_device(Precision.named(train.precision, plan.device).converted(job.model))
+    chosen_mb = SMALLEST_MB if model is None else bucket_mb_for(model.parameters(), "auto", device=plan.device)
+    return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
+
+
+def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:
+    """Return why the steps do not have one graph, as ``strategy.static_graph=true`` says."""
+    key, errors = "strategy.static_graph=true", []
+    if train.grad_accumulation > 1:
+        errors.append(
+            f"{key}: DDP learns the graph from the first backward pass, which exchanges no gradients with "
+            f"train.grad_accumulation={train.grad_accumulation}; set that to 1, or static_graph to false"
+        )
+    if train.compile is not False:
+        errors.append(f"{key}: code that is compiled again has another graph; set it to false, or train.compile=false")
+    if options.find_unused_parameters:
+        errors.append(f"{key}: every step uses the same parameters then; set strategy.find_unused_parameters=false")
+    return errors
+
+
+def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:
+    """Return an error for each option that cannot be combined with ``Job.training_step``."""
+    errors = []
+    if options.shard_optimizer:
+        errors.append(
+            "strategy.shard_optimizer=true: the job overrides Job.training_step, which makes its own updates of whole "
+            "parameters; set it to false"
+        )
+    if options.comm_hook != "none":
+        errors.append(
+            f"strategy.comm_hook={options.comm_hook}: the job overrides Job.training_step, whose gradients are not "
+            "compressed; set it to none"
+        )
+    shares = {worker.samples_per_step for worker in plan.workers}
+    if options.sync_batchnorm and len(shares) > 1:
+        errors.append(
+            f"train.global_batch_size={plan.global_batch_size}: with Job.training_step, strategy.sync_batchnorm=true "
+            f"needs equal shares of the batch; set it to a multiple of {len(plan.workers)}"
+        )
+    return errors

@@ -1,0 +1,73 @@
+"""``strategy.shard_optimizer``: how parameters are divided, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from helpers.cases import Case, config_of, plan_of
+from helpers.layouts import SHARDED_DDP
+from helpers.step_toys import NormedGAN
+from helpers.toys import Toy
+from orchestrator.job import Job
+from orchestrator.state.boxes import first_overlap, has_hole
+from orchestrator.strategies import registry
+from orchestrator.strategies.replicated.optimizer_shards import cut_evenly
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 64])
+@pytest.mark.parametrize(
+    "shapes", [[(1000, 1000)], [(3, 70_001)], [(7,), (5, 3), (1,), (8, 4100, 6), (0,), (2, 2), (640, 10)]]
+)
+def test_the_parts_of_all_ranks_are_even_whatever_the_shapes(shapes: list[tuple[int, ...]], count: int) -> None:
+    cuts = cut_evenly({str(shape): shape for shape in shapes}, count)
+    for boxes in cuts.values():
+        assert first_overlap([box for box in boxes if math.prod(box.shape)]) is None
+        assert not has_hole(boxes)
+    held = [sum(math.prod(boxes[rank].shape) for boxes in cuts.values()) for rank in range(count)]
+    assert max(held) - min(held) <= max(math.prod(shape) // max(shape) for shape in shapes if max(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built(Toy):
+    build: Callable[[], nn.Module] = lambda: nn.Linear(10, 4)
+    kind: type[Optimizer] = torch.optim.AdamW
+
+    def model(self) -> nn.Module:
+        return self.build()
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return self.kind(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "said"),
+    [
+        (Built(kind=torch.optim.Adafactor), {}, "Adafactor is not known to update each element of a tensor by itself"),
+        (Built(build=lambda: nn.Embedding(4, 10, sparse=True)), {}, "weight have sparse gradients"),
+        (Built(), {"comm_hook": "powersgd"}, "strategy.comm_hook=powersgd: it keeps errors of whole gradients"),
+        (NormedGAN(), {}, "the job overrides Job.training_step"),
+    ],
+    ids=["optimizer", "sparse", "powersgd", "own updates"],
+)
+def test_what_cannot_be_divided_is_refused(job: Job, changes: dict[str, Any], said: str) -> None:
+    config = config_of(Case(job=job, options=replace(SHARDED_DDP, **changes)), 2)
+    errors: list[str] = []
+    registry.load("ddp").check(config, job, plan_of(config), errors)
+    assert len(errors) == 1
+    assert said in errors[0]
+
+
+def test_the_plan_says_what_each_worker_updates() -> None:
+    config = config_of(Case(job=Built(), options=SHARDED_DDP), 3)
+    errors: list[str] = []
+    notes = registry.load("ddp").check(config, Built(), plan_of(config), errors)
+    assert errors == []
+    assert any("each worker updates at most 17 of 44 elements" in note for note in notes), notes
