@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers.block_jobs import BlockDigits
 from helpers.cases import DDP, Case, config_of, having, plan_of
 from helpers.gang import Gang, close_gangs
-from helpers.layouts import SGD, Layout, layout, pipeline
+from helpers.layouts import LAYOUTS, SGD, Layout, layout, pipeline
 from helpers.loops import Ran, run_loop
 from helpers.quick_jobs import digits
 from helpers.step_toys import Distillation
@@ -85,7 +85,13 @@ BLOCKS_IN_BOTH = layout(pipeline("1F1B", 4, split=("blocks.1",)), 2)
 @pytest.mark.parametrize(
     ("where", "changes"),
     [
-        pytest.param(BUCKETS_OF_1_MB, {"compile": True, "activation_checkpointing": "blocks"}, id="ddp-recomputed"),
+        pytest.param(LAYOUTS["single"], {"compile": "blocks", "activation_checkpointing": "blocks"}, id="recomputed"),
+        pytest.param(
+            BUCKETS_OF_1_MB,
+            {"compile": True, "activation_checkpointing": "blocks"},
+            id="ddp-recomputed",
+            marks=pytest.mark.campaign,
+        ),
         pytest.param(BLOCKS_IN_BOTH, {"compile": "blocks"}, id="pipeline", marks=pytest.mark.campaign),
     ],
 )

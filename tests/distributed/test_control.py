@@ -36,7 +36,7 @@ def train_until_told(gate: StepGate, barrier: threading.Barrier, jitter: random.
         time.sleep(jitter.random() * 2e-4)
         if not gate.begin(step, 1):
             return step - 1
-        barrier.wait(timeout=5)
+        barrier.wait(timeout=60)
     return steps
 
 
@@ -44,7 +44,7 @@ def train_until_told(gate: StepGate, barrier: threading.Barrier, jitter: random.
 def test_all_ranks_stop_after_the_same_step(seed):
     chance = random.Random(seed)
     ranks, steps = chance.choice([2, 3, 4]), chance.choice([1, 5, 1000])
-    gates = [StepGate(timeout_s=5) for _ in range(ranks)]
+    gates = [StepGate(timeout_s=60) for _ in range(ranks)]
     barrier = threading.Barrier(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         ends = [
@@ -59,11 +59,11 @@ def test_all_ranks_stop_after_the_same_step(seed):
         for gate in chance.sample(gates, ranks):
             gate.finish_step(1, max(begun), save=True)
             time.sleep(chance.random() * 5e-4)
-        assert [e.result(timeout=5) for e in ends] == [max(begun)] * ranks
+        assert [e.result(timeout=60) for e in ends] == [max(begun)] * ranks
 
 
 def test_nothing_begins_while_held():
-    gate = StepGate(timeout_s=5)
+    gate = StepGate(timeout_s=60)
     assert gate.begin(1, 1)
     assert gate.hold(1) == 1
     with ThreadPoolExecutor(1) as pool:
@@ -72,7 +72,7 @@ def test_nothing_begins_while_held():
         assert not second.done()
         assert gate.hold(1) == 1
         gate.finish_step(1, 2, save=True)
-        assert second.result(timeout=5)
+        assert second.result(timeout=60)
     assert not gate.begin(3, 1)
 
 
@@ -134,7 +134,7 @@ def test_busy_time_is_that_without_waiting_for_others():
 
 
 def test_the_next_generation_begins_with_an_open_gate():
-    gate = StepGate(timeout_s=5)
+    gate = StepGate(timeout_s=60)
     gate.hold(1)
     gate.finish_step(1, 2, save=False)
     assert gate.begin(2, 1)
@@ -146,7 +146,7 @@ def test_the_next_generation_begins_with_an_open_gate():
 
 
 def test_a_step_of_an_earlier_generation_is_not_one_that_has_begun():
-    gate = StepGate(timeout_s=5)
+    gate = StepGate(timeout_s=60)
     assert gate.begin(80, 1)
     assert gate.hold(2) == 0
     gate.finish_step(2, 0, save=True)
@@ -154,7 +154,7 @@ def test_a_step_of_an_earlier_generation_is_not_one_that_has_begun():
 
 
 def test_a_gate_opens_if_other_ranks_cannot_be_held():
-    gate = StepGate(timeout_s=5)
+    gate = StepGate(timeout_s=60)
     gate.hold(1)
     gate.open(1)
     assert gate.begin(1, 1)
@@ -181,4 +181,4 @@ def test_who_is_held_hears_that_the_generation_has_ended():
         held = pool.submit(gate.begin, 1, 4)
         gate.abandon(4)
         with pytest.raises(AbandonedError):
-            held.result(timeout=5)
+            held.result(timeout=60)

@@ -77,7 +77,7 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     """
     Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
     orders = assignment(rank=rank, world_size=2, generation=1, store_port=0, run_dir=run_dir, case=case)
-    gate, outbox = StepGate(timeout_s=5), Outbox(Redactor())
+    gate, outbox = StepGate(timeout_s=60), Outbox(Redactor())
 
     def new_loop(orders: Assignment) -> Loop:
         strategy = registry.load("ddp").create(context_of(orders, CPU), case.job)
@@ -100,11 +100,11 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
     if rank == 0:
         loop.reassign(again)
     else:
-        loop.finish(timeout_s=5)
+        loop.finish(timeout_s=60)
         loop = new_loop(again)
     outcome = loop.run({})
     loop.strategy.close()
-    loop.finish(timeout_s=5)
+    loop.finish(timeout_s=60)
     assert loop._data is not None
     reader = loop._data._reader
     assert reader is not None

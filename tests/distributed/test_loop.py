@@ -252,7 +252,7 @@ def offered_by_a_survivor_and_a_new_rank(rank: int, case: Case, run_dir: str) ->
     """Rank 1 is replaced after step 2, and the evaluation that follows is interrupted. What each rank then offers."""
     orders = assignment(rank=rank, world_size=2, generation=1, store_port=0, run_dir=run_dir, case=case)
     strategy = registry.load(orders.config.strategy.name)
-    loop = loop_of(orders, case, strategy.create(context_of(orders, CPU), case.job), gate=Abandoning(timeout_s=5))
+    loop = loop_of(orders, case, strategy.create(context_of(orders, CPU), case.job), gate=Abandoning(timeout_s=60))
     with pytest.raises(AbandonedError):
         loop.run({})
     loop.strategy.close()
@@ -279,6 +279,6 @@ def test_what_a_strategy_says_of_its_setup_reaches_the_user(tmp_path):
     strategy, outbox = Noted(context_of(orders, CPU), case.job), Outbox(Redactor())
     loop = loop_of(orders, case, strategy, outbox=outbox)
     loop.run({})
-    loop.finish(timeout_s=5)
+    loop.finish(timeout_s=60)
     warnings = [event.message for event in outbox.collect({}).events if isinstance(event, Warned)]
     assert warnings == ["something was not checked"]

@@ -38,6 +38,13 @@ def join(rank: int, world_size: int, generation: int, port: int, timeout_s: floa
     return store
 
 
+def together(world_size: int, store: dist.Store, place: str) -> None:
+    """Wait until so many ranks are at ``place``."""
+    store.add(place, 1)
+    while store.add(place, 0) < world_size:
+        time.sleep(0.01)
+
+
 def sum_of_ranks() -> float:
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
@@ -50,8 +57,9 @@ def store():
 
 
 def late(rank: int, port: int) -> str:
+    together(3, dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False), "about to join")
     with pytest.raises(ConnectionError) as raised:
-        join(rank if rank < 2 else 3, 5, 0, port, timeout_s=1)
+        join(rank if rank < 2 else 3, 5, 0, port, timeout_s=3)
     assert not dist.is_initialized()
     return str(raised.value)
 
@@ -73,38 +81,45 @@ def impatient(orders: Assignment, *, build_max_s: float, collective_timeout_s: f
     return replace(orders, environment=replace(orders.environment, config=config))
 
 
-def slow_to_build(rank: int, port: int, build_s: float, limit_s: float) -> str | None:
-    """Rank 1 takes longer to build its model than the collective timeout allows."""
+def slow_to_build(rank: int, port: int, build_s: float | None, limit_s: float) -> str | None:
+    """Rank 1 takes longer to build its model than the collective timeout allows; without ``build_s``, until rank 0 has
+    given up."""
     orders = assignment(rank=rank, world_size=2, generation=1, store_port=port, run_dir="")
-    orders = impatient(orders, build_max_s=limit_s, collective_timeout_s=1)
-    gate = StepGate(timeout_s=5)
+    orders = impatient(orders, build_max_s=limit_s, collective_timeout_s=3)
+    gate = StepGate(timeout_s=60)
     store = rendezvous.join(orders, store=None)
     rendezvous.connect(orders, store, node_ip=HOST, device=CPU)
-    time.sleep(build_s * rank)
+    if rank == 1 and build_s is None:
+        store.wait(["rank 0 has given up"])
+        rendezvous.leave()
+        return None
+    time.sleep((build_s or 0) * rank)
     try:
         rendezvous.wait_until_built(orders, store, gate)
         assert sum_of_ranks() == 1.0
     except PeersMissingError as e:
+        store.set("rank 0 has given up", "")
         return str(e)
     finally:
+        together(1 if build_s is None else 2, store, "at the end")
         rendezvous.leave()
     return None
 
 
 def test_a_rank_that_is_slow_to_build_is_not_waited_for_in_a_collective_operation(gang, store):
-    answers = gang.ask(slow_to_build, store.port, 2.0, 20.0, world_size=2, grouped=False)
+    answers = gang.ask(slow_to_build, store.port, 5.0, 60.0, world_size=2, grouped=False)
     assert [a.value for a in answers] == [None, None], answers[0].trace
 
 
 def test_a_rank_that_never_builds_is_named(gang, store):
-    answers = gang.ask(slow_to_build, store.port, 3.0, 0.5, world_size=2, grouped=False)
+    answers = gang.ask(slow_to_build, store.port, None, 0.5, world_size=2, grouped=False)
     assert answers[0].value.startswith("ranks [1] were not ready to train within 0.5 s; ")
     assert answers[0].value.endswith("recovery.build_max_s")
 
 
 def test_a_wait_for_a_slow_rank_ends_with_the_generation(store):
     orders = assignment(rank=0, world_size=2, generation=3, store_port=store.port, run_dir="")
-    gate = StepGate(timeout_s=5)
+    gate = StepGate(timeout_s=60)
     Timer(0.2, gate.abandon, [3]).start()
     with pytest.raises(AbandonedError):
         rendezvous.wait_until_built(orders, store, gate)
@@ -189,9 +204,7 @@ def recorded(rank: int, port: int) -> Enqueued:
         dist.all_reduce(torch.ones(1), group=side)
     pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
     found = enqueued_in(flight_record("gloo"), since_ns=since_ns, world_size=3)
-    kept.add("recorded", 1)
-    while kept.add("recorded", 0) < 3:
-        time.sleep(0.01)
+    together(3, kept, "recorded")
     del side, pending
     rendezvous.leave()
     return found

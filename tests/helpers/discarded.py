@@ -43,7 +43,7 @@ def built_three_times(rank: int, case: Case, world_size: int, run_dir: str) -> l
     try:
         for _ in range(3):
             loop = of_generation(rank, case, world_size, run_dir)
-            loop.finish(timeout_s=5)
+            loop.finish(timeout_s=60)
             found += ["a process group" for thing in reached(loop.strategy) if isinstance(thing, dist.ProcessGroup)]
             references = list(references_to(loop))
             del loop
@@ -69,7 +69,7 @@ def of_generation(rank: int, case: Case, world_size: int, run_dir: str) -> Loop:
         case=case,
         checkpoint_every=2,
     )
-    loop = loop_of(orders, case, strategy, gate=Abandoning(timeout_s=5), device=own_device())
+    loop = loop_of(orders, case, strategy, gate=Abandoning(timeout_s=60), device=own_device())
     with contextlib.suppress(AbandonedError):
         loop.run({})
     strategy.close()

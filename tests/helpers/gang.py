@@ -13,7 +13,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 SIZE = 4
-START_TIMEOUT_S = 60.0
-SOON_S = 15.0
-"""Limit of calls in which no rank may wait for another until the collective timeout (`cases.CLUSTER`)."""
+START_TIMEOUT_S = 120.0
+SOON_S = 60.0
+"""Limit of calls in which no rank may wait until the collective timeout (`cases.CLUSTER`), which is longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Backend:
 
 
 GLOO = Backend(device="cpu", name="gloo")
-NCCL = Backend(device="cuda", name="nccl", patience=3.0)
+NCCL = Backend(device="cuda", name="nccl", patience=1.5)
 BACKENDS = {"gloo": GLOO, "nccl": NCCL}
 
 _backend = GLOO
@@ -110,7 +109,7 @@ class Gang:
         self._connections: list[Connection] = []
         self._leader: subprocess.Popen[bytes] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 40) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120) -> list[Any]:
         """What ``function(rank, *args)`` returns on each rank of a group of ``world_size``; they leave together."""
         answers = self.ask(function, *args, world_size=world_size, timeout_s=timeout_s)
         errors = [f"rank {rank}: {a.trace}" for rank, a in enumerate(answers) if a.error is not None]
@@ -123,7 +122,7 @@ class Gang:
         function: Callable[..., Any],
         *args: Any,
         world_size: int,
-        timeout_s: float = 40,
+        timeout_s: float = 120,
         grouped: bool = True,
     ) -> list[Answer]:
         """As :meth:`run`, but errors are answers too. Not ``grouped``: the ranks form no group by themselves."""
@@ -259,9 +258,9 @@ def group_of(rank: int, call: Call) -> Iterator[None]:
         world_size=call.world_size,
         generation=call.generation,
         store_port=call.store_port,
-        run_dir=tempfile.gettempdir(),
+        run_dir="",
         backend=_backend.name,
-        rendezvous_timeout_s=20 * _backend.patience,
+        rendezvous_timeout_s=60 * _backend.patience,
     )
     store = rendezvous.join(orders, store=None)
     try:

@@ -44,7 +44,7 @@ def loop_of(
         job=case.job,
         strategy=strategy,
         device=device,
-        gate=gate or StepGate(timeout_s=5),
+        gate=gate or StepGate(timeout_s=60),
         outbox=outbox or Outbox(Redactor()),
         redactor=Redactor(),
     )
@@ -70,7 +70,7 @@ def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: s
         made.clear()  # closing the loop's strategy has to be enough
         replica = getattr(getattr(strategy, "reduction", None), "replica", None)
         strategy.close()
-        loop.finish(timeout_s=5)
+        loop.finish(timeout_s=60)
     return ran(
         outcome,
         outbox,

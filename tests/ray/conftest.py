@@ -54,7 +54,7 @@ def nothing_left() -> Iterator[None]:
     held = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     assert not held, held
     workers = [p for p in psutil.Process().children(recursive=True) if _is_busy_worker(p)]
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, alive
 
 

@@ -37,7 +37,7 @@ def test_training_goes_on(run: Callable[..., Any], small_disk: Path) -> None:
     blocker.start()
     result = run("strategy=ddp", "train.steps=30", "train.eval_every=0", "checkpoint.every=10",
                  "recovery.chaos=[sleep@15:1]", "recovery.hang_min_s=8", f"output_dir={small_disk}")  # fmt: skip
-    blocker.join(timeout=10)
+    blocker.join(timeout=60)
     (lost,) = events(result.run_dir, "worker_lost")
     assert lost["reason"].endswith("stacks of all ranks: not written (Is a directory)")
     assert (result.status, result.exit_code) == ("FAILED", 3)

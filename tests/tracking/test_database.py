@@ -75,7 +75,7 @@ def test_a_process_killed_while_it_creates_the_database_leaves_none(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.002)
     os.kill(victim.pid, signal.SIGKILL)
-    victim.communicate(timeout=10)
+    victim.communicate(timeout=60)
     assert not (tmp_path / "mlflow.db").exists()
     assert go(opener(uri, "b"))[0]
     assert sorted(p.name for p in tmp_path.glob("*mlflow.db*")) == [".mlflow.db.lock", "mlflow.db"]

@@ -160,7 +160,7 @@ def test_a_journal_killed_in_mid_write_keeps_every_whole_line(run_dir):
     child = subprocess.Popen([sys.executable, "-c", script, str(run_dir.path)], stdout=subprocess.PIPE)
     child.stdout.readline()
     child.kill()
-    child.wait(timeout=10)
+    child.wait(timeout=60)
     child.stdout.close()
     Journal(run_dir).close()
     found = steps(run_dir, "loss")

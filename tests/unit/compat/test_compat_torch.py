@@ -174,7 +174,7 @@ class Communicator:
         self._all_flagged = all_flagged
 
     def abort(self) -> None:
-        self._all_flagged.wait(5)
+        self._all_flagged.wait(60)
 
 
 def test_no_abort_waits_for_another() -> None:

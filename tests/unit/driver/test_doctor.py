@@ -170,7 +170,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{running.server_port}"
         running.shutdown()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 def test_a_tracking_server_that_knows_the_user(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

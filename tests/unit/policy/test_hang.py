@@ -221,8 +221,8 @@ def test_a_rank_waits_where_no_code_of_a_job_runs(file: str, expected: bool) -> 
     thread = threading.Thread(target=exec, args=(code, {"begun": begun, "released": released}))
     thread.start()
     try:
-        assert begun.acquire(timeout=10)
-        assert wait_for(lambda: is_waiting(thread.ident) == expected, timeout_s=10)
+        assert begun.acquire(timeout=60)
+        assert wait_for(lambda: is_waiting(thread.ident) == expected, timeout_s=60)
     finally:
         released.release()
         thread.join(10)

@@ -35,7 +35,7 @@ def test_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) -> Non
     for t in threads:
         t.start()
     for t in threads:
-        t.join(timeout=10)
+        t.join(timeout=60)
     assert len({run.path for run in made}) == 8
 
 
@@ -68,7 +68,7 @@ def test_the_record_is_updated_key_by_key_and_never_half_written(tmp_path: Path)
     for i in range(200):
         run.update_record(text="x" * 10_000, i=i)
     stop.set()
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert not errors
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "checkpoints", "logs", "run.json"]
 
@@ -123,7 +123,7 @@ def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
     while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(process)
-    child.wait(timeout=10)
+    child.wait(timeout=60)
     assert not is_alive(process)
     child.stdin.close()
     child.stdout.close()

@@ -444,7 +444,7 @@ def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(t
         assert writer.drain(stall_s, on_progress=lambda: signs.append(time.monotonic())) is None
         assert time.monotonic() - began > stall_s, "the write was too fast to show anything"
         assert signs
-        mover.join(timeout=10)
+        mover.join(timeout=60)
         assert writer.close(30) is None
         assert find_newest(disk.folder, never) == disk.folder / "step-00000001"
 

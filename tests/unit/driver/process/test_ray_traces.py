@@ -35,7 +35,7 @@ def test_what_a_dead_head_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             port = taken.getsockname()[1]
             traces = ray_traces([port])
     finally:
-        raylet.communicate(timeout=10)
+        raylet.communicate(timeout=60)
     assert (traces.recorded, traces.recorded_answers) == (dead, False)
     assert dead in traces.dead_heads
     assert traces.ended_sessions == [ended]

@@ -126,7 +126,7 @@ def evaluated_on(device: str) -> Iterator[tuple[Any, int]]:
         orders,
         strategy=make(case, 0),
         device=torch.device(device),
-        gate=StepGate(timeout_s=5),
+        gate=StepGate(timeout_s=60),
         outbox=outbox,
         warner=Warner(outbox),
     )

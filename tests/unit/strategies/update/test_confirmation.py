@@ -22,7 +22,7 @@ class Survivor:
     """A rank that trains on a fake stream. ``made`` has the gradient of each update that its parameters contain."""
 
     def __init__(self, stream: FakeStream, *, waits: bool):
-        self.gate = StepGate(timeout_s=5)
+        self.gate = StepGate(timeout_s=60)
         self.stream = stream
         self.step = 0
         self.made: list[int] = []

@@ -47,7 +47,7 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_errors_at_the_end_are_only_printed(clean: bool, capfd: pytest.CaptureFixture[str]) -> None:
     loop: Any = SimpleNamespace(strategy=SimpleNamespace(close=breaks), recoverable_steps=breaks)
-    teardown = Teardown(word_timeout_s=10, timeout_s=10)
+    teardown = Teardown(word_timeout_s=10, timeout_s=60)
     teardown.start(lambda: _close(loop), clean=clean)
     teardown.begin(2, backend="gloo")
     assert not dist.is_initialized()
@@ -92,7 +92,7 @@ def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest
 )
 @pytest.mark.usefixtures("group")
 def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: str, aborted: int, remains: bool) -> None:
-    teardown = Teardown(word_timeout_s=10)
+    teardown = Teardown(word_timeout_s=60)
     teardown.begin(2, backend=backend)
     teardown.abort(aborted)
     assert dist.is_initialized() == remains
@@ -110,7 +110,7 @@ def test_with_nccl_a_rank_that_has_failed_aborts_at_the_word_of_the_driver() -> 
     teardown.begin(2, backend="nccl")
     closed = threading.Event()
     teardown.start(closed.set, clean=False)
-    assert closed.wait(5)
+    assert closed.wait(60)
     teardown.abort(1)
     time.sleep(0.2)
     assert dist.is_initialized()
@@ -127,7 +127,7 @@ def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(mon
     teardown.begin(2, backend="nccl")
     closed = threading.Event()
     teardown.start(closed.set, clean=True)
-    assert closed.wait(5)
+    assert closed.wait(60)
     time.sleep(0.2)
     assert dist.is_initialized(), "a peer may still receive what this rank has sent"
     teardown.begin(3, backend="nccl")
@@ -178,7 +178,7 @@ def test_no_generation_waits_for_the_destructor_of_a_group_of_nccl(monkeypatch: 
     teardown.begin(3, backend="nccl")
     assert not gone.is_set()
     may_go.set()
-    assert gone.wait(5)
+    assert gone.wait(60)
 
 
 CONNECTION = dist.DistBackendError("NCCL communicator was aborted")

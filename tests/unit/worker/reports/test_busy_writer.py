@@ -70,7 +70,7 @@ def test_a_checkpoint_is_skipped_while_another_is_written_and_the_last_one_never
     completion = threading.Timer(0.3, complete, [tmp_path])
     completion.start()
     save(saving, 4, last=True)
-    completion.join(5)
+    completion.join(60)
     assert saving.finish(timeout_s=10) is None
     saved = [event.step for event in reported(outbox) if isinstance(event, CheckpointSaved)]
     assert saved == [1, 4]
@@ -84,7 +84,7 @@ def test_each_checkpoint_is_reported_with_its_own_stall(
     completion = threading.Timer(0.5, complete, [tmp_path])
     completion.start()
     save(saving, 2)
-    completion.join(5)
+    completion.join(60)
     assert saving.finish(timeout_s=10) is None
     stalls_ms = {event.step: event.stall_ms for event in reported(outbox) if isinstance(event, CheckpointSaved)}
     assert stalls_ms[1] < 400 < stalls_ms[2], "the second waited for the first"
