@@ -1,17 +1,18 @@
-"""Examples for a language model in a file, a JSON object in each line or a text in each, read where they lie."""
+"""Examples for a language model in files, and how they become tokens, labels and batches."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from jobs.rows import Rows
+from jobs.tokens import Source
 
 if TYPE_CHECKING:
     from jobs.hf import HuggingFace
@@ -24,46 +25,52 @@ Encode = Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]
 
 
 class Examples(Dataset[dict[str, Tensor]]):
-    """The examples of a file: ``input_ids``, ``attention_mask`` and ``labels``, without padding.
+    """The encoded examples of a file: ``input_ids``, ``attention_mask`` and ``labels``, without padding.
 
     Args:
-        path: ``.jsonl``; or a text, with an example ``{"text": line}`` in each line that is not empty.
+        rows: the examples as they are stored.
         encode: raises KeyError if an example lacks a field.
+        left_out: the rows to leave out, in order.
     """
 
-    def __init__(self, path: Path, encode: Encode):
-        self.path, self.encode = path, encode
-        self.is_json = path.suffix == ".jsonl"
-        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        ends = np.flatnonzero(data == ord("\n")) + 1
-        if not len(ends) or ends[-1] < len(data):
-            ends = np.append(ends, len(data))
-        starts = np.concatenate([[0], ends[:-1]])
-        lengths = ends - starts - (data[ends - 1] == ord("\n")) if len(data) else ends
-        self.numbers = np.flatnonzero(lengths)
-        self.starts, self.ends = starts[self.numbers], ends[self.numbers]
-        self.data = data
+    def __init__(self, rows: Rows, encode: Encode, *, left_out: Sequence[int] = ()):
+        self.rows, self.encode = rows, encode
+        self.kept = np.delete(np.arange(len(rows)), left_out)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        where = f"{self.path}, line {self.numbers[index] + 1}"
+        row = int(self.kept[index])
         try:
-            line = bytes(self.data[self.starts[index] : self.ends[index]]).decode()
-            example = json.loads(line) if self.is_json else {"text": line.rstrip("\r\n")}
-            tokens, labels = self.encode(example)
+            tokens, labels = self.encode(self.rows.row(row))
         except KeyError as e:
-            raise ValueError(f"{where}: has no field {e}") from None
+            raise ValueError(f"{self.rows.name(row)}: has no field {e}") from None
         except Exception as e:  # of any type: the chat template of a tokenizer is code, too
-            raise ValueError(f"{where}: {e}") from e
-        return {
-            "input_ids": torch.tensor(tokens),
-            "attention_mask": torch.ones(len(tokens), dtype=torch.long),
-            "labels": torch.tensor(labels),
-        }
+            raise ValueError(f"{self.rows.name(row)}: {e}") from e
+        return _example(torch.tensor(tokens), torch.tensor(labels))
+
+
+class Blocks(Dataset[dict[str, Tensor]]):
+    """The tokens of a file in blocks of ``size``, whatever documents they are of. The last ones may fill none."""
+
+    def __init__(self, source: Source, size: int):
+        self.source, self.size = source, size
+
+    def __len__(self) -> int:
+        return len(self.source.tokens) // self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        tokens = torch.from_numpy(self.source.tokens[index * self.size :][: self.size].astype(np.int64))
+        return _example(tokens, tokens.clone())
+
+
+def _example(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": tokens, "attention_mask": torch.ones(len(tokens), dtype=torch.long), "labels": labels}
 
 
 class Padded:

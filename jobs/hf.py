@@ -22,7 +22,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from jobs.examples import IGNORED, Encoder, Examples, Padded
+from jobs.examples import IGNORED, Blocks, Encoder, Examples, Padded
+from jobs.rows import damaged, open_rows
+from jobs.tokens import TOKEN_SUFFIXES, Source, open_source
 from orchestrator.job import Job, Split
 
 Task = Literal["causal", "masked", "seq2seq", "classification"]
@@ -32,6 +34,14 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "classification": "AutoModelForSequenceClassification",
 }
+FIELDS: Mapping[Task, tuple[tuple[str, ...], ...]] = {
+    "causal": (("text",), ("prompt", "completion"), ("messages",)),
+    "masked": (("text",),),
+    "seq2seq": (("prompt", "completion"),),
+    "classification": (("text", "label"),),
+}
+"""The fields of an example, of which it has one combination."""
+SHOWN_DAMAGED = 3
 LOOKED_AT = 100
 """The first examples, which are encoded before training to see if they can be."""
 SHOWN_PROMPTS = 3
@@ -45,11 +55,13 @@ class HuggingFace(Job):
     ``config_name``. ``tokenizer_name`` is where the tokenizer is, if not there too. ``peft`` trains only what this
     method adds, such as ``lora``, with ``peft_options``: the fields of its configuration (``use_dora`` for DoRA).
 
-    Data: ``train_file`` is ``.jsonl``, or a text with an example in each line. ``causal`` examples have a ``text``; or
-    a ``prompt`` and a ``completion``, which alone is learned; or ``messages`` for the chat template, of which the last
-    one is learned. ``seq2seq`` has ``prompt`` and ``completion``, ``masked`` a ``text``, ``classification`` a ``text``
-    and a ``label`` from 0. Without ``validation_file``, the last ``validation_split_percentage`` of the examples are
-    held out. Examples are cut to ``block_size`` tokens and padded to it, as pipelines need it; with
+    Data: ``train_file`` is ``.jsonl``, ``.parquet``, a directory of ``datasets.save_to_disk``, or a text with an
+    example in each line; or tokens of ``orchestrator tokenize``, which fill each ``block_size``. ``causal`` examples
+    have a ``text``; or a ``prompt`` and a ``completion``, which alone is learned; or ``messages`` for the chat
+    template, of which the last one is learned. ``seq2seq`` has ``prompt`` and ``completion``, ``masked`` a ``text``,
+    ``classification`` a ``text`` and a ``label`` from 0. Without ``validation_file``, the last
+    ``validation_split_percentage`` of the examples are held out. A damaged example is refused by name, or left out
+    with ``damaged=skip``. Examples are cut to ``block_size`` tokens and padded to it, as pipelines need it; with
     ``pad_to_max_length=false`` only to the longest of the batch.
 
     After evaluations, ``causal`` and ``seq2seq`` models answer the first prompts of the held-out examples, with up to
@@ -65,6 +77,7 @@ class HuggingFace(Job):
     train_file: str | None = None
     validation_file: str | None = None
     validation_split_percentage: int = 5
+    damaged: Literal["refuse", "skip"] = "refuse"
     block_size: int = 512
     pad_to_max_length: bool = True
     num_labels: int = 2
@@ -261,16 +274,38 @@ class HuggingFace(Job):
             raise ValueError(f"{key}: cannot be read ({e.strerror})") from e
         except ValueError as e:
             raise ValueError(f"{key}: {e}") from e
+        if isinstance(examples, Blocks):
+            self._check_tokens(key, examples.source)
+        elif left_out := len(examples.rows) - len(examples):
+            named = [examples.rows.name(i) for i in damaged(examples.rows, FIELDS[self.task])[:SHOWN_DAMAGED]]
+            warnings.warn(f"{key}: {left_out} damaged examples are left out: {'; '.join(named)}", stacklevel=1)
         if not looked_at:
-            raise ValueError(f"{key}: has no examples")
+            raise ValueError(f"{key}: has no examples, or fewer tokens than job.block_size={self.block_size}")
         if self.task != "classification" and not any(bool((e["labels"] != IGNORED).any()) for e in looked_at):
             raise ValueError(
                 f"{key}: the loss counts no token of the first {len(looked_at)} examples; prompts alone may be longer "
                 f"than job.block_size={self.block_size}"
             )
 
-    def _examples(self, name: str) -> Examples:
-        return Examples(Path(getattr(self, name)).expanduser(), Encoder(self, self._tokenizer()))
+    def _check_tokens(self, key: str, source: Source) -> None:
+        known, largest = len(self._tokenizer()), source.largest
+        if largest is None:
+            largest = int(source.tokens.max()) if len(source.tokens) else 0
+        if largest >= known:
+            raise ValueError(
+                f"{key}: holds token {largest}, and the tokenizer has {known}; make the tokens with the tokenizer of "
+                "the model"
+            )
+
+    def _examples(self, name: str) -> Examples | Blocks:
+        path = Path(getattr(self, name)).expanduser()
+        if path.suffix in TOKEN_SUFFIXES:
+            if self.task != "causal":
+                raise ValueError(f"tokens are of no use to job.task={self.task}; set it to examples")
+            return Blocks(open_source(path, dtype="uint16"), self.block_size)
+        rows = open_rows(path)
+        left_out = damaged(rows, FIELDS[self.task]) if self.damaged == "skip" else ()
+        return Examples(rows, Encoder(self, self._tokenizer()), left_out=left_out)
 
     def _tokenizer(self) -> Any:
         place = self.tokenizer_name or self.model_name_or_path or self.config_name

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,6 +116,59 @@ def test_the_loss_counts_answers_and_no_padding(folder: Path) -> None:
     torch.testing.assert_close(losses[2], losses[0])
     chat: Any = HuggingFace(**fields(folder, data="chat.jsonl")).dataset("train")
     assert job._tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
+
+
+def test_tables_have_the_examples_of_lines(folder: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([*({"text": None, **e} for e in SUMS), {"text": "1"}])
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "sums.parquet")
+    expected: Any = HuggingFace(**fields(folder)).dataset("train")
+    for name in ("saved", "sums.parquet"):
+        job = HuggingFace(**{**fields(folder), "train_file": str(tmp_path / name)})
+        job.check()
+        train: Any = job.dataset("train")
+        assert len(train) == len(expected) + 1
+        for index in (0, 7):
+            assert {k: v.tolist() for k, v in train[index].items()} == {
+                k: v.tolist() for k, v in expected[index].items()
+            }
+    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "several")
+    (error,) = errors("jobs.hf.HuggingFace", **{**fields(folder), "train_file": str(tmp_path / "several")})
+    assert f"has several datasets; name one of {tmp_path / 'several' / 'train'}" in error
+
+
+def test_tokens_fill_each_block(folder: Path, tmp_path: Path) -> None:
+    tokens = np.arange(3, 203).astype(np.uint16)
+    np.save(tmp_path / "a.npy", tokens)
+    job = HuggingFace(**{**fields(folder), "train_file": str(tmp_path / "a.npy")})
+    job.check()
+    train: Any = job.dataset("train")
+    assert len(train) == 200 // 16
+    assert train[1]["labels"].tolist() == train[1]["input_ids"].tolist() == tokens[16:32].tolist()
+    tokens[7] = 299
+    np.save(tmp_path / "b.npy", tokens)
+    (error,) = errors("jobs.hf.HuggingFace", **{**fields(folder), "train_file": str(tmp_path / "b.npy")})
+    assert "b.npy: holds token 299, and the tokenizer has 259" in error
+
+
+def test_damaged_lines_are_counted_and_left_out(folder: Path, tmp_path: Path) -> None:
+    lines = ['{"prompt": "1+1=", "completion": "2"}', '{"prompt"', "[1]", "", '{"body": "one"}', '{"text": "3"}']
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    where = {**fields(folder), "train_file": str(tmp_path / "lines.jsonl")}
+    (error,) = errors("jobs.hf.HuggingFace", **where)
+    assert f"{tmp_path}/lines.jsonl, line 2: " in error
+    job = HuggingFace(**where, damaged="skip", validation_split_percentage=0)
+    with pytest.warns(UserWarning, match="3 damaged examples are left out: .*line 2; .*line 3; .*line 5"):
+        job.check()
+    train: Any = job.dataset("train")
+    assert [int(e["input_ids"][0]) for e in train] == [job._tokenizer()(t)["input_ids"][0] for t in "13"]
+
+
+def test_a_file_is_looked_through_once(folder: Path) -> None:
+    job = HuggingFace(**fields(folder))
+    first, second = job._examples("train_file"), job._examples("train_file")
+    assert first.rows is second.rows  # type: ignore[union-attr]
 
 
 def test_a_tokenizer_may_have_no_end(folder: Path, tmp_path: Path) -> None:
