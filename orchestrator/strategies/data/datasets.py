@@ -109,6 +109,11 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
             f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
             "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
         )
+    if type(dataset).__module__.startswith("ray.data."):
+        raise DatasetError(
+            f"{where} returns a ray.data.{kind}, which has no position that a run could continue from; write it "
+            "with write_parquet(), and return datasets.load_dataset('parquet', ...) of the files"
+        )
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
             raise DatasetError(

@@ -78,7 +78,7 @@ RULES = {
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
     "verbs":          ("storage config records strategies exporting corpus tracking display driver.process "
                        "driver.reporting driver.queue driver.submit driver.preflight driver.sweep driver", ""),
-    "jobs":         ("job",                                                                    "torch"),
+    "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip
 
 # Of a package that knows a library, the modules that do.
@@ -96,6 +96,7 @@ KNOWS = {
     ("compat", "hydra"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
     ("corpus", "pyarrow"): {"corpus.pieces"},
+    ("jobs", "pyarrow"): {"jobs.rows"},
 }
 
 

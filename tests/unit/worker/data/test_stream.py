@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray.data
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -291,10 +292,11 @@ def test_datasets_with_an_index_are_none() -> None:
         (None, r"job\.dataset\('train'\) returns None; return a dataset \(only the validation set may be missing\)"),
         (DataLoader(Rows([1])), r"returns a DataLoader; return its \.dataset instead, its collate_fn from"),
         (iter([1]), r"returns a list_iterator, which can be read only once; return an IterableDataset"),
+        (object.__new__(ray.data.Dataset), r"returns a ray\.data\.Dataset, which has no position .* write_parquet\(\)"),
         (Rows([]), r"job\.dataset\('train'\): the dataset is empty"),
         (7, r"int must be map-style, with __len__ and __getitem__, or a stream, with __iter__"),
     ],
-    ids=["none", "loader", "iterator", "empty", "no dataset"],
+    ids=["none", "loader", "iterator", "ray", "empty", "no dataset"],
 )  # fmt: skip
 def test_what_is_no_dataset_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
