@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
@@ -82,11 +83,12 @@ class FSDP(ShardTrainer):
         options = config.strategy
         assert isinstance(options, ShardedConfig)
         notes = super().check_job(config, job, plan, errors)
+        if config.train.compile is not False and not config.train.compiles_blocks:
+            errors.append(
+                f"train.compile={to_cli(config.train.compile)}: strategy={options.name} gathers parameters between the "
+                "blocks of the model; set it to blocks, which compiles each of them"
+            )
         return (*notes, *check_shards(config, job, plan, options.wrap, errors))
-
-    @classmethod
-    def why_not_compiled(cls, plan: Plan) -> str | None:
-        return "its modules gather their parameters between compiled code; set it to false"
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()

@@ -14,7 +14,7 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.wrapping import Wrap
 from orchestrator.strategies.whole_model import WholeModel
@@ -33,6 +33,7 @@ class ShardedModel(WholeModel):
         self.job = job
         self.precision = precision
         self._device = context.device
+        self._train = context.train
         self.divided = DividedModel(constructor_of(job, context.train, precision), context, wrap=wrap)
         self.model = self.divided.model
         self.saved_names = tuple(self.model.state_dict())
@@ -45,6 +46,7 @@ class ShardedModel(WholeModel):
             keep_whole: whether what a step has gathered is kept up to its end.
         """
         self.model = self.divided.renewed()
+        compile_in_place(self.model, self._train)
         self.forward_model = self.unwrapped
         self.divided.divide(self.forward_model, group, keep_whole=keep_whole)
 
