@@ -120,7 +120,7 @@ class RecordedLayers(LayerSequence):
     def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         return {index: self._pieces[index].of(model) for index in indices}
 
-    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+    def uses(self, indices: Collection[int]) -> Callable[[str], bool]:
         return {name for index in indices for name in self._pieces[index].slot_names()}.__contains__
 
 

@@ -91,7 +91,7 @@ class LayerSequence(abc.ABC):
         """Return some of the layers, by index, of an instance of the model."""
 
     @abc.abstractmethod
-    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+    def uses(self, indices: Collection[int]) -> Callable[[str], bool]:
         """Return whether any of these layers uses the tensor of a given name."""
 
     def build_layers(
@@ -107,7 +107,7 @@ class LayerSequence(abc.ABC):
         Returns:
             The layers by index.
         """
-        return self.of(build_part(build, self._uses(indices), seed=seed), indices)
+        return self.of(build_part(build, self.uses(indices), seed=seed), indices)
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class SequentialLayers(LayerSequence):
     def of(self, model: nn.Module, indices: Collection[int]) -> dict[int, nn.Module]:
         return {index: model.get_submodule(self.names[index]) for index in indices}
 
-    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+    def uses(self, indices: Collection[int]) -> Callable[[str], bool]:
         own = {self.names[index] for index in indices}
         return lambda name: name.partition(".")[0] in own
 
@@ -176,7 +176,7 @@ class JobStages(LayerSequence):
         modules = _layers_of(model, self._job)
         return {index: modules[index] for index in indices}
 
-    def _uses(self, indices: Collection[int]) -> Callable[[str], bool]:
+    def uses(self, indices: Collection[int]) -> Callable[[str], bool]:
         return {name for index in indices for name in self._model_names[index].values()}.__contains__
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +43,16 @@ class Stage:
     layers: Mapping[int, nn.Module]
     inputs: Boundary | None
     outputs: Boundary | None
+
+    def of(self, model: nn.Module) -> Stage:
+        """Return the same stage of another instance of the model."""
+        layers = self.sequence.of(model, list(self.layers))
+        before = [layer for layer in self.module.children() if isinstance(layer, Copy)]
+        return dataclasses.replace(
+            self,
+            module=nn.Sequential(*before, *(layers[index] for index in self.layers)),
+            layers={index: layers[index] for index in self.layers},
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the current parameters and persistent buffers by the model's own names."""
@@ -129,26 +141,22 @@ def _has_layers_for(sequence: LayerSequence, num_stages: int) -> bool:
 
 
 def build_stages(
-    build: Callable[[], nn.Module],
+    build_layers: Callable[[Sequence[int]], Mapping[int, nn.Module]],
     sequence: LayerSequence,
     values: Sequence[Any],
     cut: Cut,
     own: Iterable[int],
     *,
-    device: torch.device,
-    seed: int,
     precision: Precision,
 ) -> list[Stage]:
     """Build the stages of one worker.
 
     Args:
-        build: the model's constructor.
+        build_layers: returns the layers of some indices, by index.
         sequence: the layers of the model.
         values: the result of :func:`~orchestrator.model.layers.flow`.
         cut: the division of the layers into stages.
         own: the indices of the stages to build.
-        device: the device for the stages.
-        seed: the seed before the constructor runs.
         precision: what the forward pass is computed in.
 
     Raises:
@@ -157,7 +165,7 @@ def build_stages(
     num_layers = len(sequence.names)
     boundaries = [None, *boundaries_of(sequence, values, cut), None]
     indices = {stage: cut.layers_of(stage, num_layers) for stage in sorted(own)}
-    layers = sequence.build_layers(build, [i for of_stage in indices.values() for i in of_stage], seed=seed)
+    layers = build_layers([i for of_stage in indices.values() for i in of_stage])
 
     def entrance(of_stage: Sequence[int]) -> list[nn.Module]:
         # What a stage receives is a leaf of its autograd graph, and may be the output of a stage on the same worker.
@@ -168,7 +176,7 @@ def build_stages(
     return [
         Stage(
             index=stage,
-            module=nn.Sequential(*entrance(of_stage), *(layers[i] for i in of_stage)).to(device),
+            module=nn.Sequential(*entrance(of_stage), *(layers[i] for i in of_stage)),
             sequence=sequence,
             layers={i: layers[i] for i in of_stage},
             inputs=boundaries[stage],
@@ -194,8 +202,12 @@ def boundaries_of(sequence: LayerSequence, values: Sequence[Any], cut: Cut) -> l
     return [Boundary.of(values[start], after=sequence.names[start - 1]) for start in cut.starts[1:]]
 
 
-def state_of(stages: Sequence[Stage]) -> nn.Module:
+def state_of(stages: Sequence[Stage], parts: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
     """Return a bare module with all tensors of these stages under the model's own names.
+
+    Args:
+        stages: the stages of one rank.
+        parts: what stands for parameters of which the rank has only a part, by name.
 
     Raises:
         ValueError: a module keeps something other than tensors in its ``state_dict()``.
@@ -207,7 +219,7 @@ def state_of(stages: Sequence[Stage]) -> nn.Module:
                 raise ValueError(
                     f"{name} in the model's state_dict() is a {type(tensor).__name__}; only tensors can be saved"
                 )
-            tensors[name] = tensor
+            tensors[name] = parts.get(name, tensor)
     # In the whole model's order, so that the first name of a shared tensor is the same everywhere.
     names = stages[0].sequence.saved_names if stages else ()
     return module_of({name: tensors[name] for name in (*names, *tensors) if name in tensors})

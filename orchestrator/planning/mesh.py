@@ -96,6 +96,14 @@ class Mesh:
         places = (range(1 if other == dimension else self.size(other)) for other in DIMENSIONS)
         return [self.group(dimension, self._rank(Coords(*first))) for first in itertools.product(*places)]
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The groups of workers that have all parameters together."""
+        found: list[list[int]] = [[] for _ in range(self.replicate)]
+        for rank in range(self.num_workers):
+            found[self.coords(rank).replicate].append(rank)
+        return found
+
     def dp_rank(self, global_rank: int) -> int:
         """Return the index of the part of the batch that ``global_rank`` reads; 0 for a server, which reads none."""
         coords = self.coords(global_rank)

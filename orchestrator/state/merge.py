@@ -114,6 +114,7 @@ def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: 
             "optimizer_scalars": scalars,
             "tied": {**state.meta["tied"], **tied},
         },
+        boxes=state.boxes,
     )
 
 

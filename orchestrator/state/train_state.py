@@ -113,8 +113,8 @@ def capture(
         samples_consumed: the number of global samples consumed.
         into: an earlier snapshot that is no longer needed. Its memory is reused where shapes and dtypes fit.
         live: refer to the tensors where they are instead; the next update changes them.
-        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name. The tensors
-            of the optimizer that have the shape of such a part are at the same place.
+        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name; it may have
+            others. The tensors of the optimizer that have the shape of such a part are at the same place.
         left_out: the checksums of frozen parameters that are not copied, by name.
         more: further entries of ``meta``.
 
@@ -175,7 +175,8 @@ def capture(
         parameters, tensors, finite = _on_host(parameters, tensors, finite, into)
     if not bool(finite) and (nonfinite := _first_nonfinite(trained)) is not None:
         meta[NONFINITE] = nonfinite
-    where: dict[Kind, Mapping[str, Box]] = {"model": boxes, "optimizer": optimizer_boxes} if boxes else {}
+    model_boxes = {name: box for name, box in boxes.items() if name in parameters}
+    where: dict[Kind, Mapping[str, Box]] = {"model": model_boxes, "optimizer": optimizer_boxes} if boxes else {}
     return TrainState(model=parameters, optimizer=tensors, meta=meta, boxes=where)
 
 

@@ -39,6 +39,10 @@ class PartTrainer(Trainer):
             group = divided(self.context, self.context.mesh.groups(self._along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
+    @property
+    def writers(self) -> Sequence[int]:
+        return self.context.mesh.replicas[0]
+
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:

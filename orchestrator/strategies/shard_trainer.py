@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.state.merge import merge, without_copies
@@ -13,10 +13,6 @@ from orchestrator.strategies.part_trainer import PartTrainer
 
 class ShardTrainer(PartTrainer):
     """A strategy in which the ranks of a ``shard`` group of the mesh have boxes of the tensors, ``trained.boxes``."""
-
-    @property
-    def writers(self) -> Sequence[int]:
-        return self.context.mesh.groups("shard")[0]
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)

@@ -34,6 +34,7 @@ _COLORS = {
     "model_parallel": "#be123c",
     "pipeline": "#d97706",
     "ddp_pipeline": "#92400e",
+    "fsdp_pipeline": "#a16207",
     "parameter_server": "#15803d",
     "hogwild": "#0d9488",
     "locked_sgd": "#db2777",

@@ -1,4 +1,4 @@
-"""What is particular to parameters that are divided over the ranks: ``fsdp``, and ``ddp`` with shard_optimizer."""
+"""What is particular to parameters that are divided over ranks, in whole models, in stages and in optimizers alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from helpers.exact_evaluation import evaluated_in_slices
 from helpers.gang import Gang
 from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone
 from helpers.quick_jobs import digits
+from helpers.runs import in_campaign
 from helpers.toys import Toy
 from helpers.training import make, steps
 from jobs.gpt import GPT
@@ -25,26 +26,28 @@ from orchestrator.strategies.sharded.fsdp import FSDP
 
 
 class Block(nn.Module):
-    """Counts its calls."""
+    """Counts its calls, if ``counts``."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool) -> None:
         super().__init__()
+        self.counts = counts
         self.layer, self.norm = nn.Linear(10, 10), nn.LayerNorm(10)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.full((10,), 0.5), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        if self.counts:
+            self.calls += 1
         return x + self.norm(self.layer(x).tanh()) * self.scale
 
 
 class Odd(nn.Module):
     """Has tied layers inside and outside of blocks, frozen and unused parameters, and a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool = True) -> None:
         super().__init__()
         self.first, self.last, self.head = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(counts) for _ in range(4))
         self.last.weight = self.first.weight
         self.blocks[2].layer.weight = self.blocks[0].layer.weight
         self.blocks[1].requires_grad_(False)
@@ -61,9 +64,24 @@ class Odd(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class OddToy(Toy):
-    """Calls parts of the model in ``forward``, and gives the model's norms another learning rate."""
+    """Gives the model's norms another learning rate. Its buffers do not change: a call is one of a micro-batch."""
 
     adamw: bool = False
+
+    def model(self) -> nn.Module:
+        return Odd(counts=False)
+
+    def parameter_groups(self, parameters: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        norms = [p for name, p in parameters if "norm" in name]
+        return [{"params": [p for name, p in parameters if "norm" not in name]}, {"params": norms, "lr": self.lr / 2}]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddCalls(OddToy):
+    """Calls parts of the model in ``forward``. Buffers change."""
 
     def model(self) -> nn.Module:
         return Odd()
@@ -74,20 +92,28 @@ class OddToy(Toy):
             x = block(x)
         return model.head(model.last(x)) * model.scale
 
-    def parameter_groups(self, parameters: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        norms = [p for name, p in parameters if "norm" in name]
-        return [{"params": [p for name, p in parameters if "norm" not in name]}, {"params": norms, "lr": self.lr / 2}]
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)
-
 
 @pytest.mark.parametrize("adamw", [False, True])
 def test_any_parameters_have_the_losses_norms_and_values_of_one_worker(gang: Gang, adamw: bool) -> None:
-    case = Case(job=OddToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
+    case = Case(job=OddCalls(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
     rtol = ADAMW if adamw else SGD
     assert_as_alone(gang, case, "fsdp-2", "fsdp-3", "hsdp-2x2", rtol=rtol, want_grad_norm=True)
     assert_as_alone(gang, case, "sharded-ddp-3", rtol=rtol, want_grad_norm=True, find_unused_parameters=True)
+
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reshard"),
+    [("ZBVZeroBubble", False), *in_campaign(*((s, False) for s in SCHEDULES), *((s, True) for s in SCHEDULES[:4]))],
+)
+def test_any_parameters_of_stages_have_the_losses_norms_and_values_of_one_worker(
+    gang: Gang, schedule: str, reshard: bool
+) -> None:
+    case = Case(job=OddToy(lr=0.02), train=having(global_batch_size=32, grad_accumulation=2, clip_norm=0.5))
+    keys = {"schedule": schedule, "num_microbatches": 4, "reshard_after_forward": reshard}
+    assert_as_alone(gang, case, "fsdp-1F1B-2x2", want_grad_norm=True, **keys)
 
 
 @pytest.mark.parametrize(

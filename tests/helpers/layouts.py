@@ -19,6 +19,7 @@ from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
+from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipelineConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
 from orchestrator.strategies.pipelined.pipeline import PipelineConfig
@@ -67,6 +68,23 @@ PARAMETER_SERVER = ParameterServerConfig(
 )
 
 SHARDED_DDP = replace(DDP, shard_optimizer=True)
+
+
+def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -> FSDPPipelineConfig:
+    """Two stages of two workers each."""
+    return FSDPPipelineConfig(
+        name="fsdp_pipeline",
+        num_workers=4,
+        pipeline_parallel_size=2,
+        split="auto",
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+        wrap="auto",
+        reshard_after_forward=reshard,
+    )
+
+
 FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
 HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True)
 
@@ -95,6 +113,8 @@ LAYOUTS = {
     "fsdp-2": layout(FSDP, 2),
     "fsdp-3": layout(FSDP, 3),
     "hsdp-2x2": layout(HSDP, 4),
+    "fsdp-1F1B-2x2": layout(fsdp_pipeline("1F1B", 2, reshard=True), 4),
+    "fsdp-ZBVZeroBubble-2x2": layout(fsdp_pipeline("ZBVZeroBubble", 2), 4),
     "model_parallel-2": layout(MODEL_PARALLEL, 2),
     "GPipe-2": layout(pipeline("GPipe", 4), 2),
     "1F1B-2": layout(pipeline("1F1B", 4), 2),

@@ -138,7 +138,7 @@ SCENARIOS = {
 
 VARIANTS = {
     "sharded-ddp-2", "fsdp-2", "GPipe-2", "1F1B-2", "Interleaved1F1B-2", "LoopedBFS-2", "InterleavedZeroBubble-2",
-    "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2",
+    "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2", "fsdp-1F1B-2x2",
 }  # fmt: skip
 """Layouts that differ from another one in a schedule or a number; they are only in the scenarios :data:`PLAIN`."""
 PLAIN = ("slices and clipping", "language model")

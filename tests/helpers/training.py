@@ -27,7 +27,6 @@ from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.ddp import ShardedDDP
-from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
@@ -154,15 +153,15 @@ def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a shard has none."""
     if isinstance(strategy, Shard):
         return nn.Module()
-    if isinstance(strategy, FSDP):
-        return module_of(gathered(strategy))
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
-    return strategy.passes.model if isinstance(strategy, ShardedDDP) else strategy.trained.module()
+    if isinstance(strategy, ShardedDDP):
+        return strategy.passes.model
+    return module_of(gathered(strategy)) if strategy.trained.boxes else strategy.trained.module()
 
 
-def gathered(strategy: FSDP) -> dict[str, Tensor]:
+def gathered(strategy: Trainer) -> dict[str, Tensor]:
     """The tensors of this rank's replica. Not by torch, which may remember a mesh of the test before."""
     own, context = strategy.trained.module().state_dict(), strategy.context
     ranks: list[dict[str, Tensor]] = [{}] * context.mesh.world_size

@@ -29,7 +29,7 @@ from orchestrator.strategies.measure.job_metrics import (
     loss_reads,
 )
 from orchestrator.strategies.pipelined.forward_pass import forward_only
-from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
+from orchestrator.strategies.pipelined.replica_sums import StageSums
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.reduction import Reduction, Weight, weighted
 from orchestrator.timeline.spans import Span
@@ -54,7 +54,7 @@ class Chain:
         device: torch.device,
         group: dist.ProcessGroup,
         precision: Precision,
-        sums: ReplicaSums,
+        sums: StageSums,
         backward_group: dist.ProcessGroup,
     ):
         """Connect the stages.

@@ -14,17 +14,16 @@ from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.layout import PipelinedConfig, staged
+from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.registry import register
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPPipelineConfig(PipelinedConfig):
+class DDPPipelineConfig(GridConfig):
     """The keys of ``ddp_pipeline``."""
 
     name: Literal["ddp_pipeline"]
-    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
     close: Literal["stages", "replicas"] = option(
         "ranks to place on one node if not all fit: the stages of a pipeline, or the replicas of a stage"
     )
@@ -46,20 +45,13 @@ class DDPPipeline(Pipeline):
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
         options = config.strategy
         assert isinstance(options, DDPPipelineConfig)
-        p = options.pipeline_parallel_size
-        divisible = num_workers % p == 0
-        if not divisible:
-            nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
-            errors.append(
-                f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
-                f"set it to {nearest}"
-            )
+        before = len(errors)
         mesh = Mesh(
-            replicate=max(1, num_workers // p),
-            pipeline=p,
+            replicate=pipelines_of(config, num_workers, errors),
+            pipeline=options.pipeline_parallel_size,
             replicas_close=options.close == "replicas",
         )
-        return staged(config, mesh, errors, valid_mesh=divisible, notes=(_placement(options),))
+        return staged(config, mesh, errors, valid_mesh=len(errors) == before, notes=(_placement(options),))
 
     @classmethod
     def resized(

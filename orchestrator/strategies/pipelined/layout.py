@@ -38,6 +38,27 @@ class PipelinedConfig(StagedConfig):
     stages_per_rank: int | Literal["auto"] = option("stages per worker; auto: as many as the schedule needs", minimum=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GridConfig(PipelinedConfig):
+    """The further keys of a strategy with several workers for each stage."""
+
+    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
+
+
+def pipelines_of(config: Config, num_workers: int, errors: list[str]) -> int:
+    """Return how many pipelines ``num_workers`` workers make; append an error to ``errors`` if some are left over."""
+    options = config.strategy
+    assert isinstance(options, GridConfig)
+    p = options.pipeline_parallel_size
+    if num_workers % p:
+        nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
+        errors.append(
+            f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
+            f"set it to {nearest}"
+        )
+    return max(1, num_workers // p)
+
+
 def one_pipeline(config: Config, num_workers: int, errors: list[str]) -> Layout:
     """Return the layout of a single pipeline over ``num_workers`` workers; append its errors to ``errors``."""
     if num_workers < 2:

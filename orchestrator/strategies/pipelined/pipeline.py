@@ -13,12 +13,13 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.pipelining import sends_one_way
@@ -28,12 +29,12 @@ from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.mesh import even_shares
+from orchestrator.planning.mesh import Dimension, even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
-from orchestrator.state.merge import merge, without_shared
+from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states
 from orchestrator.strategies.base import Context
@@ -46,7 +47,7 @@ from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
 from orchestrator.strategies.pipelined.preflight import check_stages
-from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums, StageSums
 from orchestrator.strategies.pipelined.shared_tensors import Sharing
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.stage_gradients import StageGradients
@@ -76,6 +77,9 @@ class Pipeline(PartTrainer):
     divides_model = True
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
+
+    peers: ClassVar[Dimension] = "replicate"
+    """The dimension of the mesh along which ranks compute the same stages, of other samples."""
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
@@ -147,7 +151,7 @@ class Pipeline(PartTrainer):
         mesh = context.mesh
         pipeline = own_group(context, mesh.groups("pipeline"))
         backward = divided(context, mesh.groups("pipeline")) if self._has_backward_group() else pipeline
-        replicas = own_group(context, mesh.groups("replicate"))
+        peers = own_group(context, mesh.groups(self.peers))
         assert pipeline is not None
         assert backward is not None
         cut = self._agree_on_cut()
@@ -166,21 +170,17 @@ class Pipeline(PartTrainer):
             stage_ranks=self.layout.stage_ranks,
         )
         on_cpu = context.device.type == "cpu"
-        self._host = None if on_cpu else divided(context, mesh.groups("pipeline"), backend="gloo")
-        named = self.trained.module().named_parameters()
-        sums = ReplicaSums(
-            replicas,
-            {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
-            {p: n for n, p in named if p.requires_grad and n not in self._unused},
-        )
+        self._host = None if on_cpu else divided(context, mesh.replicas, backend="gloo")
+        sums = self._sums(peers)
         self._gradients = self.reduction = StageGradients(
             context=context,
             trained=self.trained,
-            replicas=replicas,
+            peers=peers,
+            whole=self._whole_parameters(),
             sums=sums,
             sharing=sharing,
             waits=WaitTimer(context.device),
-            settles=replicas is not None,
+            settles=mesh.replicate > 1,
         )
         self.passes = Chain(
             self.stages,
@@ -193,6 +193,19 @@ class Pipeline(PartTrainer):
             sums=sums,
             backward_group=backward,
         )
+
+    def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
+        """Return the sums over the ranks that compute the same stages."""
+        named = self.trained.module().named_parameters()
+        return ReplicaSums(
+            peers,
+            {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
+            {p: n for n, p in named if p.requires_grad and n not in self._unused},
+        )
+
+    def _whole_parameters(self) -> Collection[nn.Parameter]:
+        """Return the parameters that are whole on this rank."""
+        return list(self.trained.module().parameters())
 
     def _has_backward_group(self) -> bool:
         """Return whether gradients of activations have a process group beside that of activations.
@@ -218,10 +231,6 @@ class Pipeline(PartTrainer):
         self._connected.sync_initial_state()
 
     @property
-    def writers(self) -> Sequence[int]:
-        return self.context.mesh.groups("pipeline")[0]
-
-    @property
     def saved_names(self) -> Sequence[str]:
         return self._names
 
@@ -241,17 +250,19 @@ class Pipeline(PartTrainer):
         return None if states is None else merge(states, order=self._names)
 
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.dp_rank != 0:
+        if self.context.global_rank not in self.writers:
             return None
         sharing = self._connected.sharing
         state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
-        return without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
+        state = without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
+        return state if self._is_first_shard else without_copies(state)
 
     def frozen(self) -> Mapping[str, int]:
-        if self.context.dp_rank != 0:
+        if self.context.global_rank not in self.writers:
             return {}
         elsewhere = self._connected.sharing.saved_elsewhere
-        return {name: value for name, value in self.trained.frozen().items() if name not in elsewhere}
+        sums = {name: value for name, value in self.trained.frozen().items() if name not in elsewhere}
+        return sums if self._is_first_shard else {n: value for n, value in sums.items() if n in self.trained.boxes}
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state, partial=True)
@@ -261,7 +272,12 @@ class Pipeline(PartTrainer):
         context = self.context
         wanted = {*self.trained.module().state_dict(), *self._connected.sharing.first_names.values()}
         state = broadcast_state(
-            state, source=source, rank=context.global_rank, device=context.device, keep=wanted.__contains__
+            state,
+            source=source,
+            rank=context.global_rank,
+            device=context.device,
+            keep=wanted.__contains__,
+            boxes=self.trained.boxes,
         )
         return self.restore_part(state)
 
@@ -305,6 +321,11 @@ class Pipeline(PartTrainer):
 
     def comm_ms(self) -> float | None:
         return self._connected.waited_ms()
+
+    @property
+    def _is_first_shard(self) -> bool:
+        """Whether this is the one of the ranks with parts of a stage that saves what all of them have whole."""
+        return self.context.mesh.coords(self.context.global_rank).shard == 0
 
     @property
     def _connected(self) -> StageGradients:

@@ -1,7 +1,7 @@
-"""The sums of the gradients over the replicas of a rank's stages.
+"""The sums of the gradients of a rank's stages over the ranks that compute the same stages, of other samples.
 
-The sum of a stage begins as soon as the stage has processed its last micro-batch of a step, while the passes of other
-stages go on. All replicas run one schedule, so they begin their sums in the same order.
+Over replicas, the sum of a stage begins as soon as the stage has processed its last micro-batch of a step, while the
+passes of other stages go on. All replicas run one schedule, so they begin their sums in the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,21 @@ from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.update.gradients import begin_sum
 
 
-class ReplicaSums:
-    """The sums of one rank, for steps that each call :meth:`begin_step`, :meth:`passed` and :meth:`finish`."""
+class StageSums:
+    """The sums of one rank, for steps that each call these methods in this order. This class sums nothing."""
+
+    def begin_step(self, *, passes: int) -> None:
+        """Begin a step with so many backward passes through each stage."""
+
+    def passed(self, stage: int) -> None:
+        """Take note of a backward pass through a stage."""
+
+    def finish(self, waits: WaitTimer) -> None:
+        """Wait for the sums, and count that as waiting."""
+
+
+class ReplicaSums(StageSums):
+    """Sums over replicas of the stages, each of which begins after the last backward pass through its stage."""
 
     def __init__(
         self,
@@ -39,7 +52,6 @@ class ReplicaSums:
         self._pending: list[Callable[[], None]] = []
 
     def begin_step(self, *, passes: int) -> None:
-        """Begin a step with so many backward passes through each stage."""
         self._passes_left = dict.fromkeys(self._stages, passes)
         self._stages_left = Counter(p for parameters in self._stages.values() for p in dict.fromkeys(parameters))
         self._pending = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,13 +158,21 @@ class StageBuilder:
             )
         return verdict.note
 
-    def build(self, cut: Cut, *, own: Collection[int], stage_ranks: Sequence[int]) -> BuiltStages:
+    def build(
+        self,
+        cut: Cut,
+        *,
+        own: Collection[int],
+        stage_ranks: Sequence[int],
+        build_layers: Callable[[Sequence[int]], Mapping[int, nn.Module]] | None = None,
+    ) -> BuiltStages:
         """Build the stages ``own``, initialized as in the whole model.
 
         Args:
             cut: where the model is cut.
             own: the indices of this rank's stages.
             stage_ranks: the ``pp_rank`` of each stage.
+            build_layers: returns the layers of some indices, by index; by default, with all their tensors.
 
         Raises:
             ValueError: something other than tensors flows between two stages, or stages on different ranks share a
@@ -175,16 +183,14 @@ class StageBuilder:
             changing = changing_tensors(self.sequence, self.inputs, precision=self.precision)
             _check_shared(shared, changing, stage_ranks)
         stages = build_stages(
-            self.constructor,
-            self.sequence,
-            self.values,
-            cut,
-            own,
-            device=self.device,
-            seed=self.seed,
-            precision=self.precision,
+            build_layers or self._build_layers, self.sequence, self.values, cut, own, precision=self.precision
         )
         return BuiltStages(stages=stages, shared=shared)
+
+    def _build_layers(self, indices: Sequence[int]) -> Mapping[int, nn.Module]:
+        layers = self.sequence.build_layers(self.constructor, indices, seed=self.seed)
+        nn.ModuleList(layers.values()).to(self.device)
+        return layers
 
     def _loss(self, output: Any) -> Tensor:
         return self.job.loss(self.precision.outputs(output), self.target)

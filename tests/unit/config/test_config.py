@@ -402,7 +402,7 @@ def test_a_config_error_survives_pickling() -> None:
         (["job.x=[1,2]"], [["job.x=[1,2]"]]),
         (["job.x=[1,2],[3]"], [["job.x=[1,2]"], ["job.x=[3]"]]),
         (["job.x={a:1,b:2}"], [["job.x={a:1,b:2}"]]),
-        (["strategy=glob(*pipe*)"], [["strategy=ddp_pipeline"], ["strategy=pipeline"]]),
+        (["strategy=glob(*pipe*)"], [[f"strategy={s}"] for s in ("ddp_pipeline", "fsdp_pipeline", "pipeline")]),
         (["strategy=glob([d*,h*],exclude=*p*)"], [["strategy=hogwild"]]),
         (["train.steps=choice(5,6)"], [["train.steps=5"], ["train.steps=6"]]),
         (["seed=range(0,3)"], [["seed=0"], ["seed=1"], ["seed=2"]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +167,8 @@ def test_a_stage_may_change_its_input_behind_a_layer_that_passes_it_on(passes_on
     sequence = layers_of(build, num_stages=2, inputs=inputs)
     values = flow(sequence, inputs, precision=precision)
     cut = Cut(starts=(0, 1))
-    (stage,) = build_stages(build, sequence, values, cut, own=[1], device=CPU, seed=0, precision=precision)
+    layers = functools.partial(sequence.build_layers, build, seed=0)
+    (stage,) = build_stages(layers, sequence, values, cut, own=[1], precision=precision)
     received = torch.randn(2, 10, requires_grad=True)
     before = received.detach().clone()
     stage.module(received).sum().backward()

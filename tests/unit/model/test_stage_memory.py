@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,8 @@ def stage(number: int) -> object:
     fresh = sequence_of(model, inputs, CPU, split=(), num_stages=2, job=NotByHand()).modules
     costs(fresh, values, inputs, precision=Precision(), loss=lambda out: out.square().mean())
     cut = Cut(tuple(range(0, LAYERS, LAYERS // STAGES)))
-    return build_stages(model, sequence, values, cut, [number], device=CPU, seed=1, precision=Precision())
+    layers = functools.partial(sequence.build_layers, model, seed=1)
+    return build_stages(layers, sequence, values, cut, [number], precision=Precision())
 
 
 @pytest.mark.slow

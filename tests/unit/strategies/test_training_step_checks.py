@@ -30,6 +30,7 @@ OTHERS = [
     "dp",
     "fsdp",
     "hsdp",
+    "fsdp_pipeline",
     "model_parallel",
     "pipeline",
     "ddp_pipeline",

@@ -1,0 +1,215 @@
+"""``fsdp_pipeline``: stages whose tensors are divided, on a grid of strategy.pipeline_parallel_size x shards workers.
+
+The workers that have one stage together, its shards, each train on a part of the batch. The blocks of a stage are
+gathered while micro-batches pass through them. The gradients of a step are kept whole on each worker and summed into
+the parts once, after its last backward pass, so that schedules may compute backward passes in halves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.job import Job
+from orchestrator.model.cut import Cut
+from orchestrator.model.stages import Stage, state_of
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Dimension, Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.pipelined.replica_sums import StageSums
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.sharded.divided_model import DividedModel
+from orchestrator.strategies.sharded.fsdp import ShardedConfig
+from orchestrator.strategies.sharded.preflight import check_shards
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.gradients import sum_over
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPipelineConfig(GridConfig, ShardedConfig):
+    """The keys of ``fsdp_pipeline``."""
+
+    elastic = False
+
+    name: Literal["fsdp_pipeline"]
+
+
+@register("fsdp_pipeline")
+class FSDPPipeline(Pipeline):
+    """A part of each tensor of one stage, or of several."""
+
+    config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
+    size_key = "strategy.pipeline_parallel_size"
+    peers: ClassVar[Dimension] = "shard"
+    evaluates_padding = True
+
+    @classmethod
+    def replica_size(cls, options: StrategyConfig) -> int:
+        assert isinstance(options, FSDPPipelineConfig)
+        return options.pipeline_parallel_size
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        options = config.strategy
+        assert isinstance(options, FSDPPipelineConfig)
+        p, before = options.pipeline_parallel_size, len(errors)
+        shards = pipelines_of(config, num_workers, errors)
+        if shards == 1 and len(errors) == before:
+            errors.append(
+                f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
+                f"set it to {2 * p} or more, or use strategy=pipeline"
+            )
+        if options.reshard_after_forward and SCHEDULES[options.schedule].splits_backward:
+            errors.append(
+                f"strategy.reshard_after_forward=true: {options.schedule} computes the gradients of parameters in "
+                "passes of their own, which gather nothing; set it to false, or use strategy.schedule=1F1B or "
+                "Interleaved1F1B"
+            )
+        mesh = Mesh(pipeline=p, shard=shards, replicas_close=True)
+        return staged(config, mesh, errors, valid_mesh=len(errors) == before)
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        options = config.strategy
+        assert isinstance(options, FSDPPipelineConfig)
+        before = len(errors)
+        notes = super().check_job(config, job, plan, errors)
+        if len(errors) == before:
+            check_shards(config, job, plan, options.wrap, errors)  # its notes are on whole models
+        return notes
+
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        return "its modules gather their parameters between compiled code; set it to false"
+
+    def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
+        sequence, options = builder.sequence, self.context.options
+        assert isinstance(options, FSDPPipelineConfig)
+        divided: list[DividedModel] = []
+
+        def build_layers(indices: Sequence[int]) -> Mapping[int, nn.Module]:
+            wanted = sequence.uses(indices)
+            divided.append(DividedModel(builder.constructor, self.context, wrap=options.wrap, wanted=wanted))
+            return sequence.of(divided[0].model, indices)
+
+        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
+        self._shared = built.shared
+        own = self._divided = DividedStages(divided[0], built.stages, keep_whole=not options.reshard_after_forward)
+        optimizer = optimizer_of_part(self.job, sequence.whole.model, own.module())
+        self.trained = Trained(
+            self.job,
+            self.context,
+            [stage.module for stage in own.stages],
+            {"": optimizer},
+            train_set,
+            module=own.module,
+            boxes=own.model.boxes,
+        )
+        self._cut = cut
+
+    def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
+        assert peers is not None
+        self._divided.divide(peers)
+        self.stages = self._divided.called
+        self.trained.use([stage.module for stage in self.stages])
+        return PartSums(self._divided.model, peers)
+
+    def _whole_parameters(self) -> Collection[nn.Parameter]:
+        return self._divided.model.scalars
+
+    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        try:
+            return super().evaluate(batch, valid)
+        finally:
+            self._divided.model.wrapped.free()
+
+    def close(self) -> None:
+        super().close()
+        if self._cut is not None:
+            self._divided.model.close()
+            self.stages = ()
+
+
+class DividedStages:
+    """The stages of a rank, of whose parameters it has a part.
+
+    Attributes:
+        model: the parts.
+        stages: the stages, in ascending order.
+        called: the same, as a schedule calls them, from :meth:`divide` on.
+    """
+
+    def __init__(self, model: DividedModel, stages: Sequence[Stage], *, keep_whole: bool):
+        """Take ``stages`` of the model; ``keep_whole``: as ``DividedModel.divide`` takes it."""
+        self.model = model
+        self.stages = stages
+        self.called: Sequence[Stage] = ()
+        self._keep_whole = keep_whole
+
+    def divide(self, group: dist.ProcessGroup) -> None:
+        """Divide the stages over the ranks of ``group``."""
+        model = self.model.renewed()
+        self.stages = [stage.of(model) for stage in self.stages]
+        root = _Together([stage.module for stage in self.stages])
+        self.model.divide(root, group, keep_whole=self._keep_whole, calls=[stage.module for stage in self.stages])
+        self.model.wrapped.keep_gradients()
+        self.called = [
+            dataclasses.replace(stage, module=_Called(root, number)) for number, stage in enumerate(self.stages)
+        ]
+
+    def module(self) -> nn.Module:
+        """Return a bare module with this rank's parts, and the buffers that are saved, under the model's own names."""
+        return state_of(self.stages, self.model.parts)
+
+
+class PartSums(StageSums):
+    """Sums into the parts of each tensor, made once after all backward passes of a step."""
+
+    def __init__(self, model: DividedModel, peers: dist.ProcessGroup):
+        """Prepare for the sums over ``peers``, which have all parts of ``model`` together."""
+        self._model = model
+        self._peers = peers
+
+    def finish(self, waits: WaitTimer) -> None:
+        with waits.waiting():
+            self._model.wrapped.sum_gradients()
+            self._model.take_gradients()
+            sum_over(self._peers, [scalar.grad for scalar in self._model.scalars if scalar.grad is not None])
+
+
+class _Together(nn.Module):
+    """The stages of a rank as one module, which gathers what is outside of blocks, and what several stages have."""
+
+    def __init__(self, stages: Sequence[nn.Module]):
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, number: int, value: Any) -> Any:
+        return self.stages[number](value)
+
+
+class _Called(nn.Module):
+    """A stage as its schedule calls it. To torch's pipelines it is a plain module: they would make sums themselves."""
+
+    def __init__(self, root: _Together, number: int):
+        super().__init__()
+        self.stage = root.stages[number]
+        self._call = functools.partial(root, number)  # without being a module of this one
+
+    def forward(self, value: Any) -> Any:
+        return self._call(value)
