@@ -168,16 +168,15 @@ SPARSE = SparseLogistic(features=200, samples=600, words=20, lr=0.1)
 
 
 @pytest.mark.parametrize(
-    "job",
+    ("job", "clip_norm"),
     [
-        SPARSE,
-        replace(SPARSE, algorithm="sgd"),
-        replace(SPARSE, features=140_000),
-        MatrixCompletion(size=60, rank=3, observed=600),
+        (SPARSE, 0.5),
+        (replace(SPARSE, algorithm="sgd"), None),
+        (replace(SPARSE, features=140_000), None),
+        (MatrixCompletion(size=60, rank=3, observed=600), 0.5),
     ],
     ids=["adagrad", "sgd", "long table", "two tables"],
 )
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_sparse_gradients(gang: Gang, job: Any, clip_norm: float | None) -> None:
     case = Case(job=job, train=having(global_batch_size=24, clip_norm=clip_norm, steps=30))
     assert_as_alone(gang, case, (2, 2), (3, 1), rtol=1e-4)
