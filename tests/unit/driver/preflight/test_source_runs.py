@@ -1,0 +1,89 @@
+"""Runs that begin with a checkpoint of another run: to evaluate it, or to train on from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from helpers.earlier_runs import JOB, an_earlier_run, config_of, refused, save_steps
+from jobs.digits import Digits
+from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
+from orchestrator.records.process import this_process
+from orchestrator.state.best import BestSoFar
+
+
+def source(tmp_path: Path, *words: str, warnings: list[str] | None = None) -> Resume | None:
+    warnings = [] if warnings is None else warnings
+    return find_source(config_of(tmp_path, *words), JOB, warnings=warnings, redactor=Redactor())
+
+
+@pytest.mark.parametrize("key", ["evaluate", "start_from"])
+def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_path: Path, key: str) -> None:
+    run = an_earlier_run(tmp_path, steps=(), driver=this_process(), state="running")
+    save_steps(run, [3, 5], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
+    word = f"{key}={run.path.parent.name}/{run.path.name}"
+    for end, step in (("", 5), ("/checkpoints/best", 3), ("/checkpoints/step-00000003", 3)):
+        found = source(tmp_path, word + end, "train.steps=9")
+        assert found is not None
+        assert (found.run_dir.path, found.step) == (run.path, step)
+        assert found.train.steps == (step if key == "evaluate" else 9)
+        assert found.checkpoint == run.checkpoints / f"step-{step:08d}"
+    assert source(tmp_path) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrolling(Digits):
+    """Its model leaves a file for each process that builds it."""
+
+    folder: str
+
+    def model(self) -> nn.Sequential:
+        (Path(self.folder) / str(os.getpid())).touch()
+        return super().model()
+
+
+@pytest.mark.parametrize("key", ["resume", "evaluate"])
+def test_a_model_is_compared_with_the_checkpoint_in_another_process(tmp_path: Path, key: str) -> None:
+    run = an_earlier_run(tmp_path / "runs")
+    config, job = config_of(tmp_path / "runs", f"{key}={run.path}"), Enrolling(hidden=4, folder=str(tmp_path))
+    find = find_source if key == "evaluate" else find_resume
+    assert find(config, job, warnings=[], redactor=Redactor()) is not None
+    (built_in,) = (path.name for path in tmp_path.iterdir() if path.name.isdigit())
+    assert built_in != str(os.getpid())
+
+
+def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=(5,))
+    best = f"evaluate={run.path}/checkpoints/best"
+    with pytest.raises(ConfigError, match=r"evaluate=.*trained without checkpoint\.best; name another checkpoint"):
+        source(tmp_path, best)
+    save_steps(run, [6], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
+    with pytest.raises(ConfigError, match=r"step-00000003: no such directory; the run has the checkpoints .*-00000006"):
+        source(tmp_path, best)
+    with pytest.raises(ConfigError, match=r"evaluate=nothing: no run directory there"):
+        source(tmp_path, "evaluate=nothing")
+    empty = an_earlier_run(tmp_path, steps=())
+    with pytest.raises(ConfigError, match="it has no checkpoint"):
+        source(tmp_path, f"evaluate={empty.path}")
+
+
+def test_a_run_that_continues_from_another_one_is_told_what_differs_and_what_to_type(tmp_path: Path) -> None:
+    run = an_earlier_run(tmp_path, steps=(5,))
+    run.update_record(params={"job.lr": 0.5})
+    warnings: list[str] = []
+    assert source(tmp_path, f"start_from={run.path}", "train.steps=6", warnings=warnings) is not None
+    assert warnings == [
+        f"job.lr was 0.5 before; it is {JOB.lr} from now on",
+        "the optimizer keeps its settings from the checkpoint, including the learning rate",
+    ]
+    with pytest.raises(ConfigError, match=r"train\.steps=5: start_from=.* already has 5 steps; raise it"):
+        source(tmp_path, f"start_from={run.path}", "train.steps=5")
+    named = f"{run.path}/checkpoints/step-00000005"
+    (error,) = refused(config_of(tmp_path, f"resume={named}"))
+    assert error.endswith(f"set start_from={named}, and leave out resume")
