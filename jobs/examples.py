@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from jobs.rows import Rows
-from jobs.tokens import Source
+from jobs.tokens import IGNORED, Source
 
 if TYPE_CHECKING:
     from jobs.hf import HuggingFace
-
-IGNORED = -100
-"""The label of what the loss leaves out."""
 
 Encode = Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]
 """From an example to its tokens and its labels."""

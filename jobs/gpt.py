@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from jobs.pretrained import architecture_of, check_weights, load, save, save_tokenizer
-from jobs.tokens import BYTES, TOKEN_SUFFIXES, Source, Windows, help_texts, open_source
+from jobs.tokens import BYTES, IGNORED, TOKEN_SUFFIXES, Documents, Source, Windows, help_texts, open_source
 from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
 
@@ -52,7 +52,8 @@ class GPT(Job):
     Data: ``path`` is one or several files of tokens (``.npy``; ``.bin`` of ``dtype``) or texts, whose tokens are their
     bytes; null is the help texts that Python ships in ``pydoc_data.topics``. With ``path_weights``, files are drawn in
     these proportions. ``val_path`` is held out; null holds out the last tenth of each file. ``end_token`` is the token
-    between documents, which are packed into samples, but then do not see each other; null for one long text.
+    between documents, which are packed into samples, but then do not see each other; null for one long text. With
+    ``documents=padded``, each has samples of its own, which are padded.
 
     Training: AdamW, with ``weight_decay`` for matrices only. The rate warms up for ``warmup_steps``; then ``cosine``
     decays it to a tenth of ``lr`` over the rest, ``wsd`` (https://arxiv.org/abs/2404.06395) over the last fifth.
@@ -80,6 +81,7 @@ class GPT(Job):
     val_path: str | tuple[str, ...] | None = None
     dtype: Literal["uint16", "uint32"] = "uint16"
     end_token: int | None = None
+    documents: Literal["packed", "padded"] = "packed"
     tokenizer: str | None = None
     lr: float = 3e-3
     weight_decay: float = 0.1
@@ -96,12 +98,12 @@ class GPT(Job):
         return model
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
-        return self._windows(split)
+        return self._samples(split)
 
     def sample_weights(self, split: Split) -> Tensor | None:
         if self.path_weights is None:
             return None
-        counts = torch.tensor(self._windows(split).counts)
+        counts = torch.tensor(self._samples(split).counts)
         return torch.repeat_interleave(torch.tensor(self.path_weights) / counts, counts)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -135,8 +137,12 @@ class GPT(Job):
         return LambdaLR(optimizer, factor)
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        correct = output.argmax(dim=-1) == target
-        return {"accuracy": correct.float().mean(dim=-1).sum()}  # each sample's fraction of correct tokens
+        correct = (output.argmax(dim=-1) == target).float()
+        # By token if weight() counts tokens, and otherwise by sample: its fraction of correct ones.
+        return {"accuracy": correct.sum() if self.documents == "padded" else correct.mean(dim=-1).sum()}
+
+    def weight(self, target: Tensor) -> Tensor | None:
+        return (target != IGNORED).sum() if self.documents == "padded" else None
 
     @property
     def tokens_per_sample(self) -> int:
@@ -165,7 +171,7 @@ class GPT(Job):
 
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
         origin = None if self.weights is None else Path(self.weights).expanduser()
-        save(weights, self.architecture(), directory, origin=origin)
+        save(weights, replace(self.architecture(), end_token=self.end_token), directory, origin=origin)
         if self.tokenizer is not None:
             save_tokenizer(Path(self.tokenizer).expanduser(), directory, end_token=self.end_token)
 
@@ -198,8 +204,13 @@ class GPT(Job):
             tied=base.tied if self.tied is None else self.tied,
             bias=base.bias and variant == "gpt2",
             dropout=self.dropout,
-            end_token=self.end_token,
+            end_token=self._seen_end_token,
         )
+
+    @property
+    def _seen_end_token(self) -> int | None:
+        """The token at which the model keeps documents apart; None if no sample has several."""
+        return self.end_token if self.documents == "packed" else None
 
     def check(self) -> None:
         least = {"layers": 1, "width": 1, "heads": 1, "kv_heads": 1, "hidden": 1, "context": 1, "vocabulary": 2}
@@ -211,6 +222,8 @@ class GPT(Job):
         if self.end_token is not None and not 0 <= self.end_token < self.architecture().vocabulary:
             vocabulary = self.architecture().vocabulary
             raise ValueError(f"job.end_token={self.end_token}: the model knows the tokens from 0 to {vocabulary - 1}")
+        if self.documents == "padded" and self.end_token is None:
+            raise ValueError("job.documents=padded: needs job.end_token, the token after each document")
         for name in ("lr", "temperature"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name}={getattr(self, name):g}: must be greater than 0")
@@ -259,7 +272,7 @@ class GPT(Job):
     def _architecture_of_weights(self, directory: Path) -> Architecture:
         key = f"job.weights={self.weights}"
         try:
-            a = replace(architecture_of(directory, dropout=self.dropout), end_token=self.end_token)
+            a = replace(architecture_of(directory, dropout=self.dropout), end_token=self._seen_end_token)
         except (OSError, ValueError, KeyError) as e:
             raise ValueError(f"{key}: {e}; set it to a directory of Hugging Face with a GPT-2 or a Llama") from e
         for name in ("variant", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "tied"):
@@ -272,11 +285,14 @@ class GPT(Job):
             raise ValueError(f"{key}: its tokens are not bytes; set job.path to .bin or .npy files of its tokenizer")
         return a
 
-    def _windows(self, split: Split) -> Windows:
+    def _samples(self, split: Split) -> Windows | Documents:
         held_out, parts = self.val_path is None, []
         for source in self._sources("val_path" if split == "val" and not held_out else "path"):
             train, val = source.split(VAL_PERCENT if held_out else 0)
             parts.append(val if split == "val" and held_out else train)
+        if self.documents == "padded":
+            assert self.end_token is not None
+            return Documents(parts, context=self.tokens_per_sample, end_token=self.end_token)
         return Windows(parts, context=self.tokens_per_sample, vocabulary=self.architecture().vocabulary)
 
     def _sources(self, field: Literal["path", "val_path"]) -> Sequence[Source]:
@@ -322,7 +338,7 @@ class GPT(Job):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy, computed for some rows at a time.
+    """The mean cross-entropy of the labels that are not ignored, computed for some rows at a time.
 
     It keeps the gradient of the logits, in their type, in place of several tensors of the same size in float32.
     """
@@ -332,16 +348,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Return the mean over the rows of ``logits``, of shape (rows, classes); ``rows`` at a time."""
         gradient = torch.empty_like(logits) if logits.requires_grad else None
         total = torch.zeros((), device=logits.device)
+        counted = (labels != IGNORED)[:, None]
+        count = counted.sum()
         for start in range(0, len(logits), rows):
-            part, wanted = logits[start : start + rows].float(), labels[start : start + rows, None]
+            part, wanted = logits[start : start + rows].float(), labels[start : start + rows, None].clamp(min=0)
+            counts = counted[start : start + rows]
             log_probabilities = part.log_softmax(dim=-1)
-            total -= log_probabilities.gather(1, wanted).sum()
+            total -= (log_probabilities.gather(1, wanted) * counts).sum()
             if gradient is not None:
                 slope = log_probabilities.exp_()
                 slope.scatter_add_(1, wanted, -torch.ones_like(slope[:, :1]))
-                gradient[start : start + rows] = slope / len(logits)
+                gradient[start : start + rows] = slope * counts / count
         ctx.save_for_backward(gradient)
-        return total / len(logits)
+        return total / count
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None]:

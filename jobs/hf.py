@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from jobs.examples import IGNORED, Blocks, Encoder, Examples, Padded
+from jobs.examples import Blocks, Encoder, Examples, Padded
 from jobs.rows import damaged, open_rows
-from jobs.tokens import TOKEN_SUFFIXES, Source, open_source
+from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
 from orchestrator.job import Job, Split
 
 Task = Literal["causal", "masked", "seq2seq", "classification"]

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+IGNORED = -100
+"""The label of what the loss leaves out."""
+
 BYTES = 256
 """The number of different tokens of a text."""
 
@@ -127,3 +130,47 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             )
         tokens = torch.from_numpy(window)
         return tokens[:-1], tokens[1:]
+
+
+class Documents(Dataset[tuple[Tensor, Tensor]]):
+    """The documents of sources, each padded: ``(input, target)``, both int64 of shape (context,).
+
+    A document begins with the ``end_token`` of the one before it, and is cut after each ``context`` tokens. The target
+    is the input shifted by one token, and ``IGNORED`` where the input is padding.
+    """
+
+    def __init__(self, sources: Sequence[Source], *, context: int, end_token: int):
+        self.sources, self.context, self.end_token = sources, context, end_token
+        self._first = [_document_starts(source.tokens, end_token) for source in sources]
+        parts = [-(-np.diff(first) // context) for first in self._first]
+        self._parts = [np.cumsum(each) for each in parts]
+        self.counts = [int(each.sum()) for each in parts]
+        self.ends = list(accumulate(self.counts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self.ends, index)
+        first, parts = self._first[number], self._parts[number]
+        part = index - self.ends[number] + self.counts[number]
+        document = int(np.searchsorted(parts, part, side="right"))
+        part -= int(parts[document - 1]) if document else 0
+        start = int(first[document]) + part * self.context
+        stop = min(start + self.context, int(first[document + 1]))
+        tokens = self.sources[number].tokens[max(start, 0) : stop + 1].astype(np.int64)
+        if start < 0:  # no document comes before the first one
+            tokens = np.concatenate([[self.end_token], tokens])
+        inputs = torch.full((self.context,), self.end_token)
+        target = torch.full((self.context,), IGNORED)
+        inputs[: stop - start] = torch.from_numpy(tokens[:-1])
+        target[: stop - start] = torch.from_numpy(tokens[1:])
+        return inputs, target
+
+
+def _document_starts(tokens: Tokens, end_token: int) -> npt.NDArray[np.int64]:
+    """Return the place of the token before each document, -1 for the first one, and of the last token."""
+    ends = np.flatnonzero(tokens == end_token).astype(np.int64)
+    return np.unique(np.concatenate([[-1], ends, [len(tokens) - 1]]))

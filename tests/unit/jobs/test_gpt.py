@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from helpers.job_trials import errors, trained
 from jobs import gpt
 from jobs.gpt import GPT
+from jobs.tokens import IGNORED
 from jobs.transformer import SIZES, transformer
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16}
@@ -68,6 +70,33 @@ def test_documents_in_a_sample_do_not_see_each_other(fields: dict[str, Any]) -> 
     joined.load_state_dict(model.state_dict())
     tokens = torch.cat([documents[0], end, documents[1]], dim=1)
     assert not torch.allclose(joined(tokens)[:, 6:], model(tokens)[:, 6:], atol=0.1)
+
+
+@both
+def test_padded_documents_have_the_predictions_of_packed_ones(tmp_path: Path, fields: dict[str, Any]) -> None:
+    text = np.random.default_rng(0).integers(1, 256, 640)
+    text[[3, 10, 11, 19, 30, 36, 300]] = 0
+    np.save(tmp_path / "a.npy", text.astype(np.uint16))
+    paths = {"path": str(tmp_path / "a.npy"), "val_path": str(tmp_path / "a.npy"), "end_token": 0, "vocabulary": 256}
+    job = GPT(**{**fields, "context": 32}, **paths, documents="padded")  # type: ignore[arg-type]
+    packed = replace(job, documents="packed")
+    job.check()
+    padded: Any = job.dataset("train")
+    samples = [padded[i] for i in range(len(padded))]
+    learned = torch.cat([target[target != IGNORED] for _, target in samples])
+    assert learned.tolist() == text.tolist(), "each token is predicted once, in order"
+    assert all((inputs[0] == 0) == first for (inputs, _), first in zip(samples, [True] * 7 + [False], strict=False))
+    torch.manual_seed(0)
+    model, other = packed.model().eval(), job.model().eval()
+    other.load_state_dict(model.state_dict())
+    window = torch.from_numpy(np.concatenate([[0], text[:31]]))[None]
+    inputs, target = (torch.stack(parts) for parts in zip(*samples[:5], strict=True))
+    with torch.no_grad():
+        together, apart = model(window)[0], other(inputs)
+    torch.testing.assert_close(apart[target != IGNORED], together[: int((target != IGNORED).sum())])
+    assert int(job.weight(target)) == 31  # type: ignore[arg-type]
+    _, losses = trained(job, steps=10, batch=8)
+    assert losses[-1] < losses[0]
 
 
 def test_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
@@ -219,6 +248,7 @@ def test_wsd_stays_and_then_falls() -> None:
 def test_the_loss_in_chunks_is_the_loss(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     target = torch.randint(50, (3, 7))
+    target[0, 2:] = IGNORED
     results = []
     for elements in (10**9, 500):
         monkeypatch.setattr(gpt, "LOSS_ELEMENTS", elements)

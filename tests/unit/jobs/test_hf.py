@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from helpers.job_trials import errors, trained
-from jobs.examples import IGNORED, Padded
+from jobs.examples import Padded
 from jobs.hf import HuggingFace
+from jobs.tokens import IGNORED
 
 pytestmark = pytest.mark.slow  # the import of transformers
 
