@@ -105,21 +105,37 @@ def test_a_run_starts_with_what_is_free_and_grows(run: Any, tmp_path: Path, undi
 
 
 @pytest.mark.campaign
-def test_pipelines_lose_and_gain_whole_replicas(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("words", "least"), [(GRID, 2), (("strategy=hsdp", "strategy.shard_size=2", "cluster.cpus_per_worker=0.5"), 4)]
+)
+def test_replicas_are_lost_and_gained_as_a_whole(
+    run: Any, tmp_path: Path, undisturbed: dict[int, float], words: tuple[str, ...], least: int
+) -> None:
+    most = least + 2
     with slow_until(tmp_path, recoveries=2) as slow:
-        result = run(*WORDS, *GRID, *slow, "strategy.num_workers=[2,4]", "recovery.chaos=[kill@20:3]")
+        result = run(*WORDS, *words, *slow, f"strategy.num_workers=[{least},{most}]", "recovery.chaos=[kill@20:3]")
     assert result.exit_code == 0, result.reason
-    assert sizes(result.run_dir) == [(4, 2, None), (2, 4, "growing")]
+    assert sizes(result.run_dir) == [(most, least, None), (least, most, "growing")]
     assert result.summary["steps_lost"] == 0
     assert_same_curve(result.run_dir, undisturbed)
 
 
 @pytest.mark.campaign
-def test_a_pipeline_is_cut_anew_from_its_checkpoint(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ("strategy=pipeline", "strategy.num_microbatches=4"),
+        ("strategy=fsdp",),
+        ("strategy=ddp", "strategy.shard_optimizer=true"),
+    ],
+)
+def test_a_model_is_divided_anew_from_its_checkpoint(
+    run: Any, tmp_path: Path, undisturbed: dict[int, float], strategy: tuple[str, ...]
+) -> None:
     words = [w for w in WORDS if not w.startswith("checkpoint")]
-    pipeline = ("strategy=pipeline", "strategy.num_workers=[2,3]", "strategy.num_microbatches=4")
+    divided = (*strategy, "strategy.num_workers=[2,3]")
     with slow_until(tmp_path, recoveries=2) as slow:
-        result = run(*words, *pipeline, *slow, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
+        result = run(*words, *divided, *slow, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     (shrunk, grown) = events(result.run_dir, "recovered")

@@ -57,6 +57,8 @@ class ShardedConfig(StrategyConfig):
 class FSDPConfig(ShardedConfig):
     """The keys of ``fsdp``."""
 
+    elastic = True
+
     name: Literal["fsdp"]
 
 

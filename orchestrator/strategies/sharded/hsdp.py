@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.fsdp import FSDP, ShardedConfig
 
@@ -23,6 +24,8 @@ LEAST_SIZE = 2
 @dataclass(frozen=True, kw_only=True)
 class HSDPConfig(ShardedConfig):
     """The keys of ``hsdp``."""
+
+    elastic = True
 
     name: Literal["hsdp"]
     shard_size: int | Literal["auto"] = option(
@@ -70,6 +73,13 @@ class HSDP(FSDP):
             f"strategy.shard_size={requested}: parameters go through the network, because not every replica has room "
             f"on one node; strategy.shard_size={best} keeps each on one",
         )
+
+    @classmethod
+    def resized(
+        cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
+    ) -> StrategyConfig | None:
+        """Keep the parts: a run loses and gains whole replicas."""
+        return replace(_options(options), num_workers=num_workers, shard_size=mesh.shard)
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:

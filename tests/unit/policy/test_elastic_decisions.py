@@ -90,6 +90,17 @@ def test_replicas_are_lost_and_gained_as_a_whole() -> None:
     assert before(grid(1), GRID, [0, 1], 4) == (0, 1, None, None, None, None)
 
 
+def test_replicas_of_parts_are_lost_and_gained_as_a_whole() -> None:
+    """Ranks 0, 2, 4 have the first part, 1, 3, 5 the second."""
+    words = ("strategy=hsdp", "strategy.shard_size=2")
+    parts = sizes_of(*(plan_of(LAPTOP, *words, f"strategy.num_workers={n}", embedded=True) for n in (4, 6)))
+    assert before(parts.largest, parts, [0, 1, 2, 4, 5], 0) == (0, 1, 2, 5)
+    assert before(parts.plan(parts.smallest), parts, [0, 1, 2, 3], 2) == (0, 1, 2, 3, None, None)
+    without_a_part = find_rank_assignment(parts.largest, parts, [0, 2, 4, 5], ready=0)
+    assert without_a_part is not None
+    assert without_a_part.state_sources is None
+
+
 def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
     rank_assignment = find_rank_assignment(GRID.largest, GRID, [1, 3, 5], ready=0)
     assert rank_assignment == RankAssignment(plan=GRID.plan(GRID.smallest), before=(1, 3), state_sources=None)
@@ -109,7 +120,9 @@ def test_stages_are_found_by_their_rank_whichever_way_ranks_are_numbered() -> No
     assert before(close.largest, close, [0, 2, 3, 4, 5], 0) == (0, 2, 3, 4)
 
 
-@pytest.mark.parametrize("strategy", [("strategy=pipeline",), ("strategy=ddp", "strategy.shard_optimizer=true")])
+@pytest.mark.parametrize(
+    "strategy", [("strategy=pipeline",), ("strategy=fsdp",), ("strategy=ddp", "strategy.shard_optimizer=true")]
+)
 def test_a_model_that_is_divided_anew_keeps_nothing(strategy: tuple[str, ...]) -> None:
     pipelines = tuple(plan_of(LAPTOP, *strategy, f"strategy.num_workers={n}", embedded=True) for n in (2, 3))
     sizes = sizes_of(*pipelines)
@@ -180,6 +193,10 @@ def test_every_number_of_workers_between_the_two_is_a_size() -> None:
     assert offered("strategy.num_workers=[2,4]") == [(2, None), (3, None), (4, None)]
     assert offered("strategy.num_workers=3") == [(3, None)]
     assert offered("strategy=pipeline", "strategy.num_workers=[2,3]", "train.global_batch_size=24") == [(2, 4), (3, 6)]
+    assert offered("strategy=fsdp", "strategy.num_workers=[1,4]") == [(2, None), (3, None), (4, None)]
+    hsdp = ("strategy=hsdp", "strategy.num_workers=[2,8]")
+    assert offered(*hsdp, "strategy.shard_size=2") == [(4, None), (6, None), (8, None)]
+    assert offered(*hsdp, "strategy.shard_size=auto") == [(8, None)], "replicas of four, which leave as a whole"
 
 
 @pytest.mark.parametrize(("strategy", "numbers"), [("ddp", [4]), ("pipeline", [3, 2])])
