@@ -68,6 +68,12 @@ LAYOUTS = {
     "ddp_pipeline": Layout(
         overrides=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
     ),
+    "ddp, divided optimizer": Layout(
+        overrides=("strategy=ddp", "strategy.shard_optimizer=true", "recovery.peer_copy_every=4"), ranks=2
+    ),
+    "fsdp": Layout(overrides=("strategy=fsdp",), ranks=2),
+    "fsdp with copies": Layout(overrides=("strategy=fsdp", "recovery.peer_copy_every=4"), ranks=2),
+    "hsdp": Layout(overrides=("strategy=hsdp", "strategy.num_workers=4", "strategy.shard_size=2"), ranks=4),
     "hogwild": Layout(overrides=("strategy=hogwild",), ranks=2, tolerance=None),
     "parameter_server": Layout(overrides=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
     "parameter_server, stale": Layout(

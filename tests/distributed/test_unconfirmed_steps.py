@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from helpers.cases import Case, assignment, having
 from helpers.gang import SOON_S, Gang
@@ -113,12 +113,31 @@ def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tupl
     return found, watched(strategy, steps(strategy, first=found + 1))
 
 
+class Mean(nn.Module):
+    """Keeps a moving average of what it sees, in another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centred(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Mean(), nn.Linear(10, 4))
+
+
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
     "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
     "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
     "parts": LAYOUTS["fsdp-2"].of(Case(job=Normed(), train=SHORT)),
+    "parts, other buffers": LAYOUTS["fsdp-2"].of(Case(job=Centred(), train=SHORT)),
     "parts that are updated": LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT)),
     "own updates": Case(job=NormedGAN(), train=SHORT),
 }
