@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.schema import Config
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.lease import restored_within_s
@@ -39,7 +40,7 @@ class Checkpoints:
         self._outbox = outbox
         self._warner = warner
         self._timeout_s = config.recovery.hang_max_s
-        self._lost_timeout_s = config.cluster.heartbeat_timeout_s
+        self._lost_timeout_s = lost_timeout_s(config)
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
         self._writers: Writers | None = None  # None if rank 0 writes alone
         self._num_saves = 0
@@ -208,3 +209,11 @@ def nothing_written(seconds: float) -> str:
 def not_uploaded(seconds: float, problem: str, staged: str) -> str:
     """Return why the upload of a checkpoint was given up, and where it is: ``staged``."""
     return f"nothing was uploaded for {seconds:g} s ({problem}); it is in {staged}; {_LIMIT}"
+
+
+def lost_timeout_s(config: Config) -> float:
+    """Return how long a part that a rank of an ended generation writes may make no progress, in seconds.
+
+    The rank may be lost. The last checkpoint of the run waits for this one, for ``recovery.hang_max_s`` at most.
+    """
+    return min(config.cluster.heartbeat_timeout_s, config.recovery.hang_max_s / 2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.cases import SINGLE, Case, assignment
+from helpers.cases import CLUSTER, RECOVERY, SINGLE, Case, assignment, config_of
 from helpers.quick_jobs import digits
 from helpers.training import close_strategies, make
 from orchestrator.config.redact import Redactor
@@ -18,7 +19,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.reports import checkpoints
-from orchestrator.worker.reports.checkpoints import Checkpoints
+from orchestrator.worker.reports.checkpoints import Checkpoints, lost_timeout_s
 
 CASE = Case(job=digits(), options=SINGLE)
 
@@ -88,3 +89,17 @@ def test_each_checkpoint_is_reported_with_its_own_stall(
     assert saving.finish(timeout_s=10) is None
     stalls_ms = {event.step: event.stall_ms for event in reported(outbox) if isinstance(event, CheckpointSaved)}
     assert stalls_ms[1] < 400 < stalls_ms[2], "the second waited for the first"
+
+
+@pytest.mark.parametrize(("heartbeat_timeout_s", "hang_max_s"), [(60, 20), (5, 20)])
+def test_the_last_checkpoint_does_not_give_up_before_one_that_lacks_the_part_of_a_lost_rank(
+    heartbeat_timeout_s: float, hang_max_s: float
+) -> None:
+    config = config_of(
+        CASE,
+        1,
+        cluster=replace(CLUSTER, heartbeat_timeout_s=heartbeat_timeout_s),
+        recovery=replace(RECOVERY, hang_max_s=hang_max_s),
+    )
+    assert lost_timeout_s(config) < hang_max_s
+    assert lost_timeout_s(config) <= heartbeat_timeout_s
