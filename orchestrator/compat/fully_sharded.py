@@ -7,7 +7,7 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+
+Timed = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class _Timed:
+    def __init__(self, timed: Timed):
+        self._timed = timed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class _AllGather(_Timed, DefaultAllGather):
+    pass
+
+
+class _ReduceScatter(_Timed, DefaultReduceScatter):
+    pass
 
 
 class FullySharded:
@@ -29,6 +49,8 @@ class FullySharded:
         *,
         keep_whole: bool,
         undivided: Sequence[nn.Parameter],
+        gathering: Timed,
+        scattering: Timed,
     ):
         """Prepare for :meth:`gather_together`, which the ``root`` is given to last.
 
@@ -39,11 +61,14 @@ class FullySharded:
             keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
                 slices before they are summed over the ranks.
             undivided: parameters that stay as they are.
+            gathering: returns a context around each gathering of parameters, on the stream that gathers.
+            scattering: the same of each sum of gradients.
         """
         self._root: Any = root
         self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         self._keep_whole = keep_whole
         self._undivided = set(undivided)
+        self._gather, self._scatter = _AllGather(gathering), _ReduceScatter(scattering)
 
     def gather_together(self, modules: Sequence[nn.Module]) -> None:
         """Divide the parameters of ``modules`` that are not divided yet, and gather them together when they are used.
@@ -62,6 +87,8 @@ class FullySharded:
             # Neither setter reaches the modules below.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            module.set_custom_all_gather(self._gather)
+            module.set_custom_reduce_scatter(self._scatter)
 
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:

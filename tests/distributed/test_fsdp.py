@@ -182,6 +182,21 @@ def test_each_rank_of_ddp_holds_its_part_of_the_optimizer_state_and_all_paramete
     assert max(size["optimizer state"] for size in sizes) <= 1.02 * total / 3
 
 
+def waits(rank: int, case: Case) -> tuple[float | None, dict[str, float]]:
+    strategy = make(case, rank)
+    list(steps(strategy, last=2))
+    return strategy.comm_ms(), {name: metric.value for name, metric in strategy.metrics().items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp-2", "hsdp-2x2"])
+def test_the_time_of_communication_is_told_by_operation(gang: Gang, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=digits(depth=3)))
+    for total, parts in gang.run(waits, case, world_size=LAYOUTS[name].world_size):
+        assert parts.keys() == {f"perf/{what}_ms" for what in ("all_gather", "reduce_scatter", "all_reduce")}
+        assert min(parts.values()) > 0
+        assert total == pytest.approx(sum(parts.values()))
+
+
 class Meaned(nn.Module):
     """Returns a number for the whole batch beside the rows."""
 

@@ -14,6 +14,7 @@ from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.state.boxes import Box
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.wrapping import Wrap, groups_of
 
 
@@ -26,6 +27,8 @@ class DividedModel:
         distinct: the parts, each once.
         boxes: where the parts are, by each name of a parameter.
         scalars: the parts that are whole parameters, because they have no dimension.
+        gathers: the time that gathering parameters takes.
+        scatters: the time that summing gradients into the parts takes.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class DividedModel:
         self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if named[name].ndim > 0}
         self.distinct = list(own.values())
         self.scalars = [part for part in self.distinct if part.ndim == 0]
+        self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         self._build = build
         self._device = context.device
         self._wrap = wrap
@@ -113,7 +117,15 @@ class DividedModel:
                     slot.fill(memory)
 
         filled: set[int] = set()
-        self._wrapped = wrapped = FullySharded(root, group, self._device, keep_whole=keep_whole, undivided=self.scalars)
+        self._wrapped = wrapped = FullySharded(
+            root,
+            group,
+            self._device,
+            keep_whole=keep_whole,
+            undivided=self.scalars,
+            gathering=self.gathers.waiting,
+            scattering=self.scatters.waiting,
+        )
         together = [
             modules
             for modules in groups_of(self.model, self._wrap, root)

@@ -7,7 +7,8 @@ it; gradients are summed into the parts. Rajbhandari et al., SC 2020, "ZeRO"; Zh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,10 +25,12 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU, broadcast_tensors
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import own_group
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.shard_trainer import ShardTrainer
@@ -37,6 +40,11 @@ from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+
+ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
+    MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
+    for operation in ("all_gather", "reduce_scatter", "all_reduce")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +135,23 @@ class FSDP(ShardTrainer):
             boxes=passes.divided.boxes,
         )
 
+    def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
+        for timer in self._timers.values():
+            timer.restart()
+        return super().around_step(logged=logged)
+
+    def comm_ms(self) -> float | None:
+        return math.fsum(timer.total_ms() for timer in self._timers.values())
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {**super().metrics(), **measured({spec: timer.total_ms() for spec, timer in self._timers.items()})}
+
+    @property
+    def _timers(self) -> Mapping[MetricSpec, WaitTimer]:
+        assert isinstance(self.reduction, InParts)
+        divided = self.passes.divided
+        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, ALL_REDUCE_MS: self.reduction.sums}
+
     def sync_initial_state(self) -> None:
         assert isinstance(self.reduction, InParts)
         self.reduction.sync_initial_state()
@@ -143,7 +168,11 @@ class FSDP(ShardTrainer):
 
 
 class InParts(Reduction):
-    """Gradients are summed while they are divided, in the backward passes, and then over the replicas of each part."""
+    """Gradients are summed while they are divided, in the backward passes, and then over the replicas of each part.
+
+    Attributes:
+        sums: the time that sums over replicas, and of what is not divided, take.
+    """
 
     def __init__(self, divided: DividedModel, trained: Trained, context: Context, replicas: dist.ProcessGroup | None):
         """Prepare for the sums. ``replicas``: the ranks that have the same parts; None if no other has them."""
@@ -152,6 +181,7 @@ class InParts(Reduction):
         self._context = context
         self._replicas = replicas
         self.settles = replicas is not None
+        self.sums = WaitTimer(context.device)
 
     def sync_initial_state(self) -> None:
         """Give all replicas the parts of the first, and all ranks the tensors that are not divided.
@@ -172,11 +202,12 @@ class InParts(Reduction):
 
     def finish(self) -> None:
         self._divided.take_gradients()
-        if self._replicas is not None:
-            parts = self._divided.distinct
-            sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
-        sum_over(_world(), [scalar.grad for scalar in self._divided.scalars if scalar.grad is not None])
-        broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
+        with self.sums.waiting():
+            if self._replicas is not None:
+                parts = self._divided.distinct
+                sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
+            sum_over(_world(), [scalar.grad for scalar in self._divided.scalars if scalar.grad is not None])
+            broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         mesh, scalars = self._context.mesh, {*self._divided.scalars}

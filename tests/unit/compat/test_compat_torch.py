@@ -293,13 +293,14 @@ assert pipelining.sends_one_way("ZBVZeroBubble") and not pipelining.sends_one_wa
 
 FULLY_SHARDED_IMPORT = "from orchestrator.compat.fully_sharded import FullySharded"
 FULLY_SHARDED = """
-import gc, weakref
+import contextlib, gc, weakref
 local_part = FullySharded.local_part
 
 model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
 model[0].scale = torch.nn.Parameter(torch.ones(()))
 group = dist.group.WORLD
-sharded = FullySharded(model, group, torch.device("cpu"), keep_whole=True, undivided=[model[0].scale])
+timed = {"gathering": contextlib.nullcontext, "scattering": contextlib.nullcontext}
+sharded = FullySharded(model, group, torch.device("cpu"), keep_whole=True, undivided=[model[0].scale], **timed)
 sharded.gather_together([model[1]])
 sharded.gather_together([model])
 part = local_part(model[0].weight).fill_(1)
