@@ -66,14 +66,16 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
         return _search(overrides, preset, redactor)
     if len(runs) > 1:
         return _sweep(overrides, runs, redactor)
-    from orchestrator.driver.candidates import check_all
+    from orchestrator.driver.process.early_start import early_start
     from orchestrator.driver.process.signals import StopSignals
-    from orchestrator.driver.session import run_all
-    from orchestrator.records.process import process_started_at
 
-    candidates = check_all(runs, redactor)
-    with StopSignals(owns_process=True) as stop:
-        results = run_all(candidates, stop, started_at=process_started_at())
+    with StopSignals(owns_process=True) as stop, early_start(runs[0]):
+        # Imported here because this takes seconds, in which Ray's processes start.
+        from orchestrator.driver.candidates import check_all
+        from orchestrator.driver.session import run_all
+        from orchestrator.records.process import process_started_at
+
+        results = run_all(check_all(runs, redactor), stop, started_at=process_started_at())
     return max((result.exit_code for result in results), default=0)
 
 

@@ -11,12 +11,17 @@ import pytest
 from helpers.commands import environment
 
 SCRIPT = """
+import contextlib
 import multiprocessing
+import os
+import sys
+import time
 
 import psutil
 
 from helpers.cases import CLUSTER
-from orchestrator.driver.process.cluster import embedded
+from orchestrator.compat.ray.connection import session_folder
+from orchestrator.driver.process.cluster import embedded, started_early
 
 multiprocessing.cpu_count = lambda: 16  # Ray starts no more processes at once than there are cores
 
@@ -26,26 +31,50 @@ def is_worker(process):
     return "ray::IDLE" in command or any(part.endswith("default_worker.py") for part in command)
 
 
-with embedded(CLUSTER, num_cpus=2 * 4, num_gpus=0, num_processes=2):
-    (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
-    print("started in advance:", sum(map(is_worker, raylet.children())))
-    agents = [child for child in raylet.children() if not is_worker(child)]
-    print("services:", *sorted(child.name() for child in psutil.Process().children()), len(agents))
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    connections = [connection for process in processes for connection in process.net_connections("inet")]
-    print("listens on:", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
-_, alive = psutil.wait_procs([p for p in processes if p.pid != psutil.Process().pid], timeout=30)
-print("left:", *(process.cmdline() for process in alive))
+def leftovers():
+    return psutil.wait_procs(everyone, timeout=30)[1]
+
+
+with contextlib.ExitStack() as stack:
+    if sys.argv[1] == "early":
+        with started_early(num_workers=2):
+            everyone = psutil.Process().children(recursive=True)
+        print("refused:", len(everyone) >= 2, leftovers(), *session_folder().glob(f"session_*_{os.getpid()}"))
+        stack.enter_context(started_early(num_workers=2))
+        (early,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+    with embedded(CLUSTER, num_cpus=2 * 4, num_gpus=0, num_processes=2):
+        (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+        if sys.argv[1] == "early":
+            print("adopted:", raylet == early)
+            # Workers that no job has asked for appear when they have started.
+            deadline = time.monotonic() + 60
+            while sum(map(is_worker, raylet.children())) < 2 and time.monotonic() < deadline:
+                time.sleep(0.1)
+        print("started in advance:", sum(map(is_worker, raylet.children())))
+        agents = [child for child in raylet.children() if not is_worker(child)]
+        print("services:", *sorted(child.name() for child in psutil.Process().children()), len(agents))
+        everyone = psutil.Process().children(recursive=True)
+        processes = [psutil.Process(), *everyone]
+        connections = [connection for process in processes for connection in process.net_connections("inet")]
+        print("listens on:", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
+print("left:", *leftovers())
 """
 
 
 @pytest.mark.timeout(100)
-def test_it_starts_only_what_workers_need_listens_on_loopback_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", ["early", "late"])
+def test_it_starts_only_what_workers_need_listens_on_loopback_and_leaves_nothing(tmp_path: Path, begun: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", SCRIPT, begun],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert done.returncode == 0, done.stderr
-    in_advance, services, listening, left = done.stdout.splitlines()
+    *early, in_advance, services, listening, left = done.stdout.splitlines()
+    assert early == (["refused: True []", "adopted: True"] if begun == "early" else [])
     assert in_advance == "started in advance: 2"
     assert services == "services: gcs_server raylet 2"  # the agents of runtime environments, and of no dashboard
     assert left == "left:"

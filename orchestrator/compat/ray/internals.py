@@ -22,6 +22,9 @@ class Internal(StrEnum):
 
     SET_SIGTERM_HANDLER = "ray._private.utils.set_sigterm_handler"
     POPEN = "ray._private.services.ConsolePopen"
+    NODE_CLASS = "ray._private.node.Node"
+    CONNECT = "ray._private.worker.connect"
+    GET_NODE = "ray._private.services.get_node"
     START_API_SERVER = "ray._private.node.Node.start_api_server"
     START_AUTOSCALER = "ray._private.node.Node.start_monitor"
     START_LOG_MONITOR = "ray._private.node.Node.start_log_monitor"

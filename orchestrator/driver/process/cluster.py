@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import logging
 import math
@@ -17,6 +18,7 @@ import ray
 import ray.exceptions
 from ray.job_config import JobConfig
 
+from orchestrator.compat.ray import early_node
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
     gcs_of_raylets_here,
@@ -45,6 +47,8 @@ BUSY_TIMEOUT_S = 15.0
 """The time for a GCS server to answer that has let :data:`CONNECT_TIMEOUT_S` pass: its machine may be busy."""
 HTTP_TIMEOUT_S = 1.0
 LOOPBACK = "127.0.0.1"
+EARLY_CPUS = 10_000
+"""More than any run on one machine asks for."""
 
 EMBEDDED_ENVIRONMENT = {
     # An embedded Ray needs no usage reports or metrics, and collecting them takes CPU time from the training.
@@ -98,7 +102,8 @@ def embedded(
     at_once = {"RAY_worker_maximum_startup_concurrency": str(min(num_processes, len(os.sched_getaffinity(0))))}
     with environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
         try:
-            with loopback_accepted(), contextlib.nullcontext() if config.dashboard else without_services():
+            services = contextlib.nullcontext() if config.dashboard else without_services()
+            with loopback_accepted(), services, early_node.adopted(num_gpus=num_gpus):
                 _init(
                     address="local",
                     _node_ip_address=LOOPBACK,
@@ -117,6 +122,30 @@ def embedded(
                 [f"cluster=local: Ray does not start on this machine: {_in_one_line(e)}; {remedy}"]
             ) from e
         yield
+
+
+@contextlib.contextmanager
+def started_early(num_workers: int) -> Iterator[None]:
+    """Start the processes of a Ray for :func:`embedded`, with ``num_workers`` processes of workers, and do not wait.
+
+    On exit, they end without a trace if it has not connected to them.
+    """
+    cores = str(len(os.sched_getaffinity(0)))
+    environment = {"RAY_worker_maximum_startup_concurrency": cores, "RAY_enable_worker_prestart": "1"}
+    # Which CPUs a run needs is not known yet. Ray counts them only to place actors, of which there are no others.
+    options = {"num_cpus": EARLY_CPUS, "include_dashboard": False}
+    init = functools.partial(_init, address="local", _node_ip_address=LOOPBACK, **options)
+    with (
+        contextlib.suppress(Exception),  # what is wrong, embedded() finds as well
+        environment_defaults(EMBEDDED_ENVIRONMENT | environment),
+        loopback_accepted(),
+        without_services(),
+    ):
+        early_node.start(init, num_workers=num_workers)
+    try:
+        yield
+    finally:
+        early_node.end()
 
 
 def address_error(address: str, *, key: str | None = None) -> str | None:
