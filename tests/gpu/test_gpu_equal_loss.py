@@ -35,7 +35,17 @@ def test_every_layout_with_accumulation(gang: Gang, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ddp-2", "sharded-ddp-2", "fsdp-2", "hsdp-2x2", "1F1B-2", "Interleaved1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2"],
+    [
+        "ddp-2",
+        "sharded-ddp-2",
+        "fsdp-2",
+        "hsdp-2x2",
+        "1F1B-2",
+        "Interleaved1F1B-2",
+        "ZBVZeroBubble-2",
+        "GPipe-2x2",
+        "fsdp-1F1B-2x2",
+    ],
 )
 def test_a_language_model_with_adamw_and_clipping(gang: Gang, name: str) -> None:
     """If it fails, gradients are summed, clipped or applied wrongly on a GPU."""
