@@ -21,7 +21,7 @@ from orchestrator.compat.ray.internals import Internal, find_internal, owner_of,
 
 _READY_TIMEOUT_S = 30.0
 """The time in which ``ray.init`` itself wants to see a node."""
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _PORTS = (
     "node_manager_port",
