@@ -90,6 +90,8 @@ def test_auto_leaves_a_gpu_for_each_spare(run: Callable[..., Any], one_gpu_for_a
 
 STRATEGIES = {
     "ddp": ("strategy=ddp", "strategy.num_workers=2"),
+    "ddp, divided optimizer": ("strategy=ddp", "strategy.shard_optimizer=true", "strategy.num_workers=2"),
+    "fsdp": ("strategy=fsdp", "strategy.num_workers=2"),
     "pipeline": ("strategy=pipeline", "strategy.num_workers=2"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.num_workers=4"),
     "hsdp": ("strategy=hsdp", "strategy.shard_size=2", "strategy.num_workers=4"),

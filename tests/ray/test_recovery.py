@@ -250,6 +250,16 @@ def test_a_part_of_the_model_comes_from_its_replica(run: Any, reference: Any, st
 
 
 @pytest.mark.campaign
+def test_two_parts_that_are_lost_at_once_come_from_their_replicas(run: Any, reference: Any) -> None:
+    words = ("strategy=hsdp", "strategy.num_workers=4", "strategy.shard_size=2", "job.depth=3")
+    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1,kill@13:2]")
+    assert result.exit_code == 0, result.reason
+    assert_same_weights(result.run_dir, reference(*words)[0])
+    assert result.summary["steps_lost"] == 0
+    assert {rank for e in events(result.run_dir, "recovered") for rank in e["replaced"]} == {1, 2}
+
+
+@pytest.mark.campaign
 def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
     words = ("train.steps=36", "train.log_every=2", "train.eval_every=0")
     result = run("job._target_=helpers.straggling_job.Straggling", *words)
