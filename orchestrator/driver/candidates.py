@@ -21,6 +21,7 @@ from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.code import packages
 from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_job
 from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
@@ -141,7 +142,8 @@ def planned_on(
 def this_machine() -> Node:
     """Return this machine as the only node of an embedded Ray."""
     cores = len(os.sched_getaffinity(0))
-    return Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=torch.cuda.device_count())
+    here = Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=torch.cuda.device_count())
+    return with_memory_here(here)
 
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:

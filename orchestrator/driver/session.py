@@ -26,6 +26,7 @@ from orchestrator.driver.candidates import Candidate, planned_on, this_machine, 
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode
 from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.nodes.node_reports import with_memory
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.driver.preflight.nodes import fit_nodes
 from orchestrator.driver.preflight.paths import output_dir
@@ -203,6 +204,8 @@ def _ray(
             if not config.plan:
                 modules = {c.config.job_module for c in candidates if c.given is None}
                 nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
+            else:
+                nodes = with_memory(nodes, timeout_s=config.cluster.pending_timeout_s)
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 
@@ -112,6 +113,11 @@ class LayoutRules:
             num_workers: the number of its workers.
         """
         return 0
+
+    @classmethod
+    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division | None:
+        """Return over how many workers the model and its training state are divided; None if they have other places."""
+        return Division.of(mesh) if cls.is_synchronous(options) and not mesh.num_servers else None
 
     @classmethod
     def resized(

@@ -11,6 +11,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
+from orchestrator.planning.memory import UNKNOWN, MemoryLimit
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.room import Resources, node_room, total_room
 from orchestrator.planning.schedules import PipelineLayout
@@ -18,13 +19,18 @@ from orchestrator.planning.schedules import PipelineLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node of the cluster, its IP address, and its total resources, free or in use."""
+    """A node of the cluster, its IP address, and its total resources, free or in use.
+
+    ``memory_bytes`` and ``gpu_memory_bytes``, that of its smallest GPU, are 0 if they are unknown.
+    """
 
     node_id: str
     name: str
     cpus: float
     gpus: int
     address: str = ""
+    memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
 
     @property
     def place(self) -> str:
@@ -58,8 +64,8 @@ class Plan:
     """Everything that is decided before Ray starts an actor.
 
     ``workers`` has an entry for each rank, in order. ``split`` names the layers at which the stages after the first
-    begin; None to balance them by measured time. ``processes_per_core`` counts shards and spares too. ``faults`` are
-    those to inject, ``notes`` remarks for the user.
+    begin; None to balance them by measured time. ``processes_per_core`` counts shards and spares too. ``memory`` is
+    what a worker has. ``faults`` are those to inject, ``notes`` remarks for the user.
     """
 
     run_name: str
@@ -81,6 +87,7 @@ class Plan:
     pipeline: PipelineLayout | None = None
     split: tuple[str, ...] | None = None
     processes_per_core: float = 1.0
+    memory: MemoryLimit = UNKNOWN
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -163,6 +170,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         pipeline=layout.pipeline,
         split=layout.split,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
+        memory=_memory(config, nodes, device, layout.mesh.num_workers),
         faults=faults,
         notes=tuple(notes),
     )
@@ -231,6 +239,15 @@ def _room(
     largest = max(room, default=0) or num_workers
     missing = max(0, num_workers - sum(room))
     return room + [largest] * math.ceil(missing / largest)
+
+
+def _memory(config: Config, nodes: tuple[Node, ...], device: str, num_workers: int) -> MemoryLimit:
+    """Return the memory of the smallest GPU, or on CPUs the part of a worker in the memory of all nodes."""
+    if device == "cuda":
+        return MemoryLimit(worker_bytes=min((n.gpu_memory_bytes for n in nodes if n.gpus), default=0), shared=False)
+    known = not config.cluster.autoscaling and all(node.memory_bytes for node in nodes)
+    total = sum(node.memory_bytes for node in nodes) if known else 0
+    return MemoryLimit(worker_bytes=total / num_workers, shared=True)
 
 
 def _gpus_per_worker(layout: Layout, device: str) -> int:

@@ -34,7 +34,8 @@ class NodeReport(_OfNode):
         sees_output_dir: whether the file that the driver wrote into the directory of runs is there; None if not asked.
         write_error: why no file can be written to the directory of runs; None if one can, or if not asked.
         max_open_files: the hard limit of open files of a process; None without a limit.
-        memory_bytes: the memory of the machine.
+        memory_bytes: the memory of the machine, or of its container.
+        gpu_memory_bytes: the memory of its smallest GPU; 0 without a GPU, or if unknown.
         gpus: the names of the GPUs that torch sees; None if it was not asked.
         gpu_error: which of them torch cannot compute on, and why; None if it can compute on all.
     """
@@ -53,6 +54,7 @@ class NodeReport(_OfNode):
     write_error: str | None = None
     max_open_files: int | None = None
     memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
     gpus: Sequence[str] | None = None
     gpu_error: str | None = None
 

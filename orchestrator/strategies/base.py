@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -23,8 +25,9 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.constructor import blocks_note, lazy_names
+from orchestrator.strategies.constructor import blocks_note, constructor_of, lazy_names
 from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.timeline.spans import Span
@@ -148,7 +151,26 @@ class Strategy(LayoutRules, abc.ABC):
             )
             return ()
         note = blocks_note(job, config.train)
-        return (*cls.check_job(config, job, plan, errors), *([] if note is None else [note]))
+        notes = cls.check_job(config, job, plan, errors)
+        return (*notes, *cls._memory_notes(config, job, plan, errors), *([] if note is None else [note]))
+
+    @classmethod
+    def _memory_notes(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Compute the memory of a worker; nothing after an error, or if the strategy or the model tells nothing."""
+        division = cls.division(config.strategy, plan.mesh)
+        if errors or division is None or has_training_step(job):
+            return ()
+        precision = Precision.named(config.train.precision, "cpu")
+        model = on_meta_device(constructor_of(job, config.train, precision))
+        if model is None:
+            return ()
+        gathered = cls.gathered_bytes(config.strategy, model)
+        return memory_notes(config, job, plan, model, division, gathered, errors)
+
+    @classmethod
+    def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
+        """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
+        return 0.0
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def reports_in_time(pending: dict[Any, Node], timeout_s: float) -> dict[Node, No
 
 def _no_report(node: Node, reason: str) -> NoReport:
     return NoReport(name=node.name, address=node.address, reason=reason)
+
+
+def with_memory_here(node: Node) -> Node:
+    """Return ``node``, which is this machine, with its memory."""
+    return replace(node, **node_facts.memory())
+
+
+def with_memory_of(node: Node, report: NodeReport | NoReport) -> Node:
+    """Return ``node`` with the memory that it has reported."""
+    if isinstance(report, NoReport):
+        return node
+    return replace(node, memory_bytes=report.memory_bytes, gpu_memory_bytes=report.gpu_memory_bytes)
+
+
+def with_memory(nodes: Sequence[Node], *, timeout_s: float) -> tuple[Node, ...]:
+    """Return the nodes with their memory, for which each of them is asked; it is unknown if a node does not answer."""
+    pending = on_nodes(node_facts.memory, {node: {} for node in nodes})
+    answers = node_answers(pending, timeout_s, wanted="the memory", errors={})
+    return tuple(replace(node, **answers.get(node, {})) for node in nodes)
 
 
 def on_nodes(

@@ -9,7 +9,7 @@ import ray
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.nodes.node_reports import driver_report, node_reports
+from orchestrator.driver.nodes.node_reports import driver_report, node_reports, with_memory_here, with_memory_of
 from orchestrator.driver.process import cluster
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import node_errors
@@ -23,14 +23,14 @@ def fit_nodes(
     This machine is not asked if workers may start on it alone.
 
     Returns:
-        The nodes without those that Ray has found dead meanwhile.
+        The nodes with their memory, without those that Ray has found dead meanwhile.
 
     Raises:
         ConfigError: some nodes cannot, or do not answer within ``cluster.pending_timeout_s``.
     """
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
-        return nodes
+        return tuple(with_memory_here(node) if node in asked else node for node in nodes)
     reports = node_reports(
         asked,
         timeout_s=config.pending_timeout_s,
@@ -42,4 +42,6 @@ def fit_nodes(
     of_living = [report for node, report in zip(asked, reports, strict=True) if node.node_id in alive]
     if errors := node_errors(of_living, driver_report()):
         raise ConfigError(errors)
-    return tuple(node for node in nodes if node.node_id in alive)
+    reported = dict(zip((node.node_id for node in asked), reports, strict=True))
+    living = (node for node in nodes if node.node_id in alive)
+    return tuple(with_memory_of(node, reported[node.node_id]) if node.node_id in reported else node for node in living)

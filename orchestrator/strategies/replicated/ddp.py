@@ -26,6 +26,7 @@ from orchestrator.compat.torch import (
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import Layout
+from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
@@ -69,6 +70,10 @@ class DDP(Trainer):
         options = config.strategy
         assert isinstance(options, DDPConfig)
         return Layout(mesh=Mesh(shard=num_workers) if options.shard_optimizer else Mesh(replicate=num_workers))
+
+    @classmethod
+    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
+        return Division(optimizer=mesh.shard)
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

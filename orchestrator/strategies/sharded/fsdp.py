@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, option
@@ -35,7 +35,7 @@ from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.preflight import check_shards
+from orchestrator.strategies.sharded.preflight import check_shards, gathered_bytes
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
@@ -99,6 +99,11 @@ class FSDP(ShardTrainer):
                 "blocks of the model; set it to blocks, which compiles each of them"
             )
         return (*notes, *check_shards(config, job, plan, options.wrap, errors))
+
+    @classmethod
+    def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
+        assert isinstance(options, ShardedConfig)
+        return gathered_bytes(model, options.wrap, keep_whole=not options.reshard_after_forward)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
@@ -17,8 +15,8 @@ from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
+from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
-from orchestrator.state.boxes import Box
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.sharded.wrapping import Group, Wrap, groups_of
 from orchestrator.strategies.update.elementwise import elementwise_errors
@@ -47,16 +45,23 @@ def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[
         errors.append(str(e))
         return ()
     errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in _parameters(whole.model).items()}
+    own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in whole.model.named_parameters()}
     optimizer = optimizer_of_part(job, whole.model, module_of(own))
     errors += elementwise_errors(name, optimizer, otherwise="strategy=ddp")
     if errors:
         return ()
-    notes = [_memory_note(whole.model, groups, optimizer, own, workers=plan.mesh.shard)]
+    notes = []
     if not groups:
         notes.append(
             "the model has no repeated blocks, so each worker gathers all of it at once; name the classes of modules "
             "to gather one by one in strategy.wrap"
+        )
+    elif len(groups) < plan.mesh.shard:
+        largest = max(sum(p.nbytes for p in parameters) for parameters in _divided(whole.model, groups)[:-1])
+        notes.append(
+            f"the model has {len(groups)} groups of modules for {plan.mesh.shard} workers: a worker gathers up to "
+            f"{size_text(largest)} at once, more than its own part, and more workers do not change that; name classes "
+            "of smaller modules in strategy.wrap"
         )
     if whole.full_build_reason is not None:
         notes.append(
@@ -108,40 +113,14 @@ def _divided(model: nn.Module, groups: Sequence[Group]) -> list[list[nn.Paramete
     return found
 
 
-def _memory_note(
-    model: nn.Module, groups: Sequence[Group], optimizer: Optimizer, own: Mapping[str, nn.Parameter], *, workers: int
-) -> str:
-    """Return the memory of the worker that has most, by what it is for.
+def gathered_bytes(model: nn.Module, wrap: Wrap, *, keep_whole: bool) -> float:
+    """Return what a worker gathers at the same time: two groups, and what belongs to none; with a group's gradients.
 
-    ``own``: stand-ins of two elements for all parameters, which ``optimizer`` updates.
+    Args:
+        model: the model, which may be of fake tensors.
+        wrap: the classes of the modules that are gathered one by one, or ``auto``.
+        keep_whole: whether what a step has gathered is kept up to its end.
     """
-    for parameter in own.values():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    kept, gradients, states = 0, 0, 0.0
-    for name, parameter in _parameters(model).items():
-        share = math.prod(Box.shard(parameter.shape, 0, workers).shape) if parameter.ndim else 1
-        kept += share * parameter.element_size()
-        gradients += share * parameter.element_size() * parameter.requires_grad
-        state = optimizer.state.get(own[name], {}).values()
-        states += share * sum(parameter.element_size() for t in state if isinstance(t, Tensor) and t.numel() == 2)
-    *of_groups, rest = (sum(p.nbytes for p in parameters) for parameters in _divided(model, groups))
-    total = sum(of_groups) + rest
-    gathered = (
-        f"{len(of_groups)} groups of up to {_mib(max(of_groups))}, and the other {_mib(rest)}" if groups else "all"
-    )
-    dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters())
-    return (
-        f"each worker keeps {_mib(kept)} of {_mib(total)} of parameters, {_mib(gradients)} of gradients and "
-        f"{_mib(states)} of optimizer state; it gathers {gathered}; parameters are gathered, and gradients summed, in "
-        f"{' and '.join(dtypes)}"
-    )
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
-def _mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:.3g} MiB"
+    *of_groups, rest = (sum(p.nbytes for p in parameters) for parameters in _divided(model, groups_of(model, wrap)))
+    largest = sorted(of_groups)[-2:] or [0]
+    return rest + (sum(of_groups) if keep_whole else sum(largest)) + max(largest[-1], rest)

@@ -6,6 +6,7 @@ of it. It therefore refers to nothing of ours, and imports what may be missing i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 GPU_TIMEOUT_S = 60.0
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""The limits of a container, in cgroups of version 2 and 1."""
 # In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
 import json, sys, torch
@@ -76,10 +79,25 @@ def node_facts(
         "sees_output_dir": None if output_dir is None or nonce is None else (Path(output_dir) / nonce).exists(),
         "write_error": None if output_dir is None else _write_error(Path(output_dir)),
         "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        **memory(),
         "gpus": gpus,
         "gpu_error": gpu_error,
     }
+
+
+def memory() -> dict[str, Any]:
+    """Return the memory of this machine or container, and that of its smallest GPU; 0 without a GPU, in bytes."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # it is "max" without a limit
+            sizes.append(int(Path(file).read_text()))
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    gpus = [0]
+    if shutil.which(command[0]) is not None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True)
+            gpus = [int(line) * 2**20 for line in done.stdout.split()] or gpus
+    return {"memory_bytes": min(sizes), "gpu_memory_bytes": min(gpus)}
 
 
 def wall_clock() -> float:

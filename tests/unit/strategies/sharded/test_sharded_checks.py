@@ -71,13 +71,22 @@ def checked(job: Built, options: StrategyConfig = FSDP, *, workers: int = 2) -> 
 
 
 def test_the_memory_of_a_worker() -> None:
-    errors, [note] = checked(Built(), workers=3)
+    errors, notes = checked(Built(), workers=3)
     assert errors == []
     # Rows 4 of 10 on the first of three workers, 2 of 4 in the head; AdamW keeps two tensors for each.
     elements = 2 * (4 * 10 + 4 + 4 + 4) + 2 * 10 + 2
-    assert f"each worker keeps {4 * elements / 2**20:.3g} MiB of" in note
-    assert f"{8 * elements / 2**20:.3g} MiB of optimizer state" in note
-    assert f"2 groups of up to {4 * 130 / 2**20:.3g} MiB" in note
+    assert f"{4 * elements / 2**20:.3g} MiB of parameters, {4 * elements / 2**20:.3g} MiB of gradients" in notes[-1]
+    assert f"{8 * elements / 2**20:.3g} MiB of optimizer state" in notes[-1]
+    # Two blocks and the head at once, and the gradients of a block.
+    assert f"{4 * (3 * 130 + 44) / 2**20:.3g} MiB gathered from other workers" in notes[-1]
+    assert "in float32" in notes[-1]
+
+
+def test_blocks_that_are_larger_than_the_part_of_a_worker_are_said() -> None:
+    assert not any("strategy.wrap" in note for note in checked(Built(), workers=2)[1])
+    [note, _] = checked(Built(), workers=3)[1]
+    assert note.startswith("the model has 2 groups of modules for 3 workers")
+    assert "name classes of smaller modules in strategy.wrap" in note
 
 
 @pytest.mark.parametrize(
@@ -107,7 +116,7 @@ def test_a_class_that_the_model_lacks_is_refused() -> None:
 def test_a_model_without_blocks_is_said_to_be_gathered_at_once() -> None:
     errors, notes = checked(Built(build=lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))))
     assert errors == []
-    assert "gathers all of it at once" in notes[1]
+    assert "gathers all of it at once" in notes[0]
 
 
 def test_one_worker_is_refused() -> None:

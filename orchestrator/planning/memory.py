@@ -1,0 +1,132 @@
+"""The memory that a model takes on each worker, from the sizes of its parameters. Pure, no torch."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.planning.mesh import Mesh
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSize:
+    """A parameter, which is divided along its first dimension.
+
+    Attributes:
+        rows: the size of that dimension; 1 for a parameter without any.
+        row_bytes: the bytes of a row.
+        trained: whether it has a gradient.
+        state_bytes: the bytes of optimizer state for each row.
+    """
+
+    rows: int
+    row_bytes: int
+    trained: bool
+    state_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The number of workers that the rows of each parameter, of its gradient and of its optimizer state are divided
+    over, and the number of workers that all parameters are."""
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    stages: int = 1
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Division:
+        """Return that of strategies that divide all alike: over the shards and the stages of ``mesh``."""
+        return cls(parameters=mesh.shard, gradients=mesh.shard, optimizer=mesh.shard, stages=mesh.pipeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """The memory of the worker that needs most, in bytes; of stages, that of an average one.
+
+    Attributes:
+        parameters: its parts of the parameters.
+        gradients: those of their gradients.
+        optimizer: those of the optimizer state, with the averages of the weights.
+        gathered: the parts of other workers that it has at the same time, and their gradients.
+        activations: what forward passes keep for the backward pass; None if unknown.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float = 0.0
+    activations: float | None = None
+
+    @property
+    def state(self) -> float:
+        """What a worker has in any case."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """All that is known of."""
+        return self.state + self.gathered + (self.activations or 0.0)
+
+
+def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerMemory:
+    """Return the memory of the parameters on a worker."""
+
+    def rows(size: ParameterSize, workers: int) -> int:
+        return math.ceil(size.rows / workers)
+
+    trained = [size for size in sizes if size.trained]
+    return WorkerMemory(
+        parameters=sum(rows(s, division.parameters) * s.row_bytes for s in sizes) / division.stages,
+        gradients=sum(rows(s, division.gradients) * s.row_bytes for s in trained) / division.stages,
+        optimizer=sum(rows(s, division.optimizer) * s.state_bytes for s in trained) / division.stages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """The memory that there is for a worker.
+
+    Attributes:
+        worker_bytes: that of a worker; 0 if unknown.
+        shared: whether this is its part of the memory of all nodes, so that more workers have less each.
+    """
+
+    worker_bytes: float
+    shared: bool
+
+
+UNKNOWN = MemoryLimit(worker_bytes=0.0, shared=False)
+
+
+def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit, workers: int) -> int | None:
+    """Return the smallest number of workers over which parameters, gradients and optimizer state can be divided to fit.
+
+    Args:
+        sizes: the parameters.
+        limit: the memory of a worker, if there are ``workers`` of them.
+        workers: the number for which the limit holds.
+
+    Returns:
+        The number, at least 2; None if no number fits.
+    """
+
+    def fits(parts: int) -> bool:
+        state = worker_memory(sizes, Division(parameters=parts, gradients=parts, optimizer=parts)).state
+        return state <= limit.worker_bytes * (workers / parts if limit.shared else 1)
+
+    if limit.shared:
+        return 2 if fits(2) else None
+    numbers = range(2, max((size.rows for size in sizes), default=0) + 1)
+    place = bisect.bisect_left(numbers, True, key=fits)
+    return numbers[place] if place < len(numbers) else None
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size as ``1.5 GiB`` or ``0.02 MiB``."""
+    return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.3g} MiB"

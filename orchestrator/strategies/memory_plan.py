@@ -1,0 +1,174 @@
+"""The memory that a run will take on each worker, computed on the driver from a model without memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from orchestrator.config.schema import Config
+from orchestrator.job import Job
+from orchestrator.model.batch import map_tensors
+from orchestrator.model.partial_init import build_fake
+from orchestrator.model.precision import Precision
+from orchestrator.model.stages import module_of
+from orchestrator.planning.memory import (
+    Division,
+    ParameterSize,
+    WorkerMemory,
+    fewest_parts,
+    size_text,
+    worker_memory,
+)
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.update.elementwise import ELEMENTWISE
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+
+_ALL_AT_ONCE = ("GPipe", "LoopedBFS")
+"""The schedules that make the forward passes of all micro-batches before a backward pass."""
+_ROWS = 2
+"""The samples for which activations are counted; those of a slice are in proportion."""
+
+
+def memory_notes(
+    config: Config, job: Job, plan: Plan, model: nn.Module, division: Division, gathered: float, errors: list[str]
+) -> tuple[str, ...]:
+    """Compute the memory of a worker, and whether it has as much.
+
+    Args:
+        config: the configuration.
+        job: the job.
+        plan: the plan of the run.
+        model: the job's model, whose tensors have no memory.
+        division: what is divided over how many workers.
+        gathered: the bytes that a worker gathers at the same time.
+        errors: receives a line if the training state alone does not fit.
+
+    Returns:
+        Notes for the user, printed with the plan.
+    """
+    sizes = parameter_sizes(config, job, model)
+    memory = replace(worker_memory(sizes, division), gathered=gathered)
+    if config.plan:
+        memory = replace(memory, activations=_activations(config, job, plan))
+    limit, count = plan.memory, plan.mesh.num_workers
+    notes = [_text(config, model, memory)] if config.plan or gathered else []
+    if not limit.worker_bytes or memory.total <= limit.worker_bytes:
+        return tuple(notes)
+    there = f"{size_text(limit.worker_bytes)} of memory {'for each' if limit.shared else 'on each'} of {count} workers"
+    if memory.state <= limit.worker_bytes:
+        notes.append(
+            f"training is estimated to take {size_text(memory.total)} on a worker, and there are {there}; raise "
+            "train.grad_accumulation, or set train.activation_checkpointing=blocks"
+        )
+        return tuple(notes)
+    parts = fewest_parts(sizes, limit, count)
+    if parts is None:
+        whole = worker_memory(sizes, Division()).state
+        remedy = f"all of them take {size_text(whole)} without the activations: add memory, or use a smaller model"
+    else:
+        remedy = f"use strategy=fsdp with strategy.num_workers={parts} or more"
+    errors.append(
+        f"strategy={plan.strategy}: parameters, gradients and optimizer state take {size_text(memory.state)} on a "
+        f"worker, and there are {there}; {remedy}"
+    )
+    return ()
+
+
+def parameter_sizes(config: Config, job: Job, model: nn.Module) -> list[ParameterSize]:
+    """Return the sizes of the parameters, with their optimizer state as far as it is known."""
+    averages = config.train.ema_decay is not None
+    state = _state_per_byte(job, model)
+    found = []
+    for name, parameter in model.named_parameters():
+        rows = len(parameter) if parameter.ndim else 1
+        row_bytes = parameter.nbytes // max(1, rows)
+        trained = parameter.requires_grad
+        found.append(
+            ParameterSize(
+                rows=rows,
+                row_bytes=row_bytes,
+                trained=trained,
+                state_bytes=row_bytes * (state.get(name, 0.0) + averages) if trained else 0.0,
+            )
+        )
+    return found
+
+
+def _state_per_byte(job: Job, model: nn.Module) -> dict[str, float]:
+    """Return the optimizer state for each byte of the parameters, by name, as an update of small stand-ins shows it.
+
+    Empty for optimizers whose state may depend on the shape of a parameter, and for those that refuse the stand-ins.
+    """
+    own = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
+    try:
+        optimizer = optimizer_of_part(job, model, module_of(own))
+        if type(optimizer) not in ELEMENTWISE:
+            return {}
+        optimizer.step()
+    except Exception:  # whatever the optimizer raises, the workers will say it
+        return {}
+    return {
+        name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.ndim) / p.nbytes
+        for name, p in own.items()
+        if p in optimizer.state
+    }
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    small = nn.Parameter(torch.zeros(2, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+    small.grad = torch.zeros_like(small) if small.requires_grad else None
+    return small
+
+
+def _activations(config: Config, job: Job, plan: Plan) -> float | None:
+    """Return what the forward passes of a worker keep for its backward passes; None if the model cannot be called."""
+    precision = Precision.named(config.train.precision, "cpu")
+    kept: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage._cdata, storage)
+        return tensor
+
+    try:
+        batch = example_batch(job, job.dataset("train"), _ROWS)
+        whole = build_fake(constructor_of(job, config.train, precision), torch.device("cpu"))
+        inputs, target = map_tensors(whole.fake_like, batch)
+        with whole.mode, saved_tensors_hooks(keep, lambda tensor: tensor), precision.autocast():
+            output = job.forward(whole.model, precision.inputs(inputs))
+            job.loss(precision.outputs(output), target)
+    except Exception:  # whatever the job raises with fake tensors, the plan holds without this number
+        return None
+    parameters = {p.untyped_storage()._cdata for p in whole.model.parameters()}
+    a_sample = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / _ROWS
+    if plan.pipeline is None:
+        return a_sample * plan.workers[0].samples_per_step / plan.grad_accumulation
+    layout = plan.pipeline
+    at_once = layout.num_microbatches
+    if layout.schedule not in _ALL_AT_ONCE:
+        at_once = min(at_once, layout.num_stages)
+    return a_sample * plan.microbatch_rows * at_once / plan.mesh.pipeline
+
+
+def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
+    """Return the parts of the memory of a worker, and the types of what it has."""
+    parts = [
+        f"{size_text(memory.parameters)} of parameters",
+        f"{size_text(memory.gradients)} of gradients",
+        f"{size_text(memory.optimizer)} of optimizer state",
+        *([f"{size_text(memory.gathered)} gathered from other workers"] if memory.gathered else []),
+        *([] if memory.activations is None else [f"about {size_text(memory.activations)} of activations"]),
+    ]
+    dtypes = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters()))
+    what = "parameters are kept, gathered and summed" if memory.gathered else "parameters and gradients are"
+    computed = {"bf16": "; passes compute in bfloat16", "fp16": "; passes compute in float16"}
+    return (
+        f"memory of a worker: {', '.join(parts)}: {size_text(memory.total)}; {what} in {dtypes}"
+        f"{computed.get(config.train.precision, '')}"
+    )

@@ -1,0 +1,113 @@
+"""The memory of a worker in the plan, and the refusal of what cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.cases import DDP, TRAIN, Case, config_of, plan_of
+from helpers.layouts import FSDP, LAYOUTS
+from helpers.toys import Toy
+from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.planning.memory import GIB, MIB, MemoryLimit
+from orchestrator.strategies import registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide(Toy):
+    """1,000 times 10 weights, which make 1,000 activations of a sample, and as many after the tanh."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 1000, bias=False), nn.Tanh(), nn.Linear(1000, 4, bias=False))
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return output.sum()
+
+
+WEIGHTS = 4 * 14_000
+"""Bytes."""
+
+
+def checked(
+    options: StrategyConfig, workers: int, *, limit: MemoryLimit | None = None, train: TrainConfig = TRAIN
+) -> tuple[list[str], str]:
+    """The errors and the notes about memory in ``plan=true``."""
+    config = config_of(Case(job=Wide(), options=options, train=train), workers, plan=True)
+    plan = plan_of(config)
+    errors: list[str] = []
+    job_plan = plan if limit is None else replace(plan, memory=limit)
+    notes = registry.load(config.strategy.name).check(config, Wide(), job_plan, errors)
+    return errors, "; ".join(note for note in notes if "memory of a worker" in note or "estimated" in note)
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:.3g} MiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [("single", 1), ("ddp-2", 1), ("fsdp-2", 2), ("hsdp-2x2", 2), ("1F1B-2", 2), ("1F1B-2x2", 2)]
+)
+def test_each_strategy_tells_what_a_worker_keeps(name: str, parts: int) -> None:
+    layout = LAYOUTS[name]
+    errors, note = checked(layout.options, layout.world_size)
+    assert errors == []
+    weights = WEIGHTS / parts
+    expected = [f"{mib(weights)} of parameters", f"{mib(weights)} of gradients", f"{mib(2 * weights)} of optimizer"]
+    assert f"memory of a worker: {', '.join(expected)} state" in note
+    assert ("gathered" in note) == ("sdp" in name)
+
+
+def test_the_optimizer_alone_may_be_divided() -> None:
+    errors, note = checked(replace(DDP, shard_optimizer=True), 4)
+    assert errors == []
+    assert f"{mib(WEIGHTS)} of parameters, {mib(WEIGHTS)} of gradients, {mib(WEIGHTS / 2)} of optimizer state" in note
+
+
+def test_activations_are_those_that_the_backward_pass_needs() -> None:
+    # Ten inputs of the first layer and the output of tanh, for each of 32 samples of a slice.
+    assert f"about {mib(32 * 4 * 1010)} of activations" in checked(DDP, 2)[1]
+    assert f"about {mib(16 * 4 * 1010)} of activations" in checked(DDP, 2, train=replace(TRAIN, grad_accumulation=2))[1]
+
+
+def test_the_types_of_what_is_kept_and_computed_are_named() -> None:
+    assert checked(FSDP, 2)[1].endswith("parameters are kept, gathered and summed in float32")
+    said = checked(FSDP, 2, train=replace(TRAIN, precision="bf16"))[1]
+    assert said.endswith("summed in float32; passes compute in bfloat16")
+    assert checked(FSDP, 2, train=replace(TRAIN, precision="bf16-true"))[1].endswith("summed in bfloat16")
+
+
+def test_an_average_of_the_weights_counts_as_optimizer_state() -> None:
+    assert f"{mib(3 * WEIGHTS)} of optimizer state" in checked(DDP, 2, train=replace(TRAIN, ema_decay=0.9))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "limit", "remedy"),
+    [
+        (DDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=False), "strategy.num_workers=4 or more"),
+        (FSDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=False), "strategy.num_workers=4 or more"),
+        (DDP, 4, MemoryLimit(worker_bytes=2 * WEIGHTS, shared=True), "strategy.num_workers=2 or more"),
+        (DDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=True), "add memory, or use a smaller model"),
+    ],
+)
+def test_a_state_that_cannot_fit_is_refused_with_the_fewest_workers(
+    options: StrategyConfig, workers: int, limit: MemoryLimit, remedy: str
+) -> None:
+    errors, _ = checked(options, workers, limit=limit)
+    assert len(errors) == 1
+    assert errors[0].startswith(f"strategy={options.name}: parameters, gradients and optimizer state take ")
+    assert remedy in errors[0]
+
+
+def test_an_estimate_that_does_not_fit_is_only_warned_of() -> None:
+    errors, notes = checked(DDP, 2, limit=MemoryLimit(worker_bytes=4 * WEIGHTS, shared=False))
+    assert errors == []
+    assert "training is estimated to take" in notes
+    assert "estimated" not in checked(DDP, 2, limit=MemoryLimit(worker_bytes=GIB, shared=False))[1]
