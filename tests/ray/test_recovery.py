@@ -217,7 +217,7 @@ def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
     assert "the same error occurred twice at the same step" in result.reason
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", *in_campaign("single", "pipeline")])
+@pytest.mark.parametrize("strategy", ["fsdp", *in_campaign("single", "pipeline", "fsdp_pipeline")])
 def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, strategy: str) -> None:
     rank = 0 if strategy == "single" else 1
     result = run(*WORDS, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
