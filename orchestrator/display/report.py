@@ -75,7 +75,8 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     accumulation = f", gradients accumulated over {plan.grad_accumulation} slices" if plan.grad_accumulation > 1 else ""
     grid = f"data parallel {plan.mesh.data_parallel_size}"
     if plan.mesh.shard > 1:
-        grid += f", each tensor divided over {plan.mesh.shard}"
+        divided = "the optimizer's state" if plan.strategy == "ddp" else "each tensor"
+        grid += f", {divided} divided over {plan.mesh.shard}"
     if plan.mesh.pipeline > 1:
         grid += f" x pipeline {plan.mesh.pipeline}"
     return [
