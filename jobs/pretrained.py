@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ _ENDS = {
 }
 _PREFIX = {"gpt2": "transformer.", "llama": "model."}
 _LAYERS = {"gpt2": "h", "llama": "layers"}
+FILE_BYTES = 5 << 30
+"""The largest size of a file of weights in a new directory."""
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -138,14 +140,24 @@ def check_weights(a: Architecture, directory: Path) -> None:
         raise ValueError(f"{faults[0]}{more}; the weights are of another model than {CONFIG}")
 
 
-def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path, *, origin: Path | None = None) -> None:
+def save(
+    weights: Mapping[str, Tensor],
+    a: Architecture,
+    directory: Path,
+    *,
+    origin: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
     """Write weights as a new directory that ``from_pretrained`` of ``transformers`` loads.
+
+    No more of them are in memory than one file has.
 
     Args:
         weights: the tensors of a model of architecture ``a`` by name, as in the ``model.safetensors`` of a checkpoint.
         a: the architecture.
         directory: must not exist.
         origin: the directory of the model that was trained further, if there is one; its tokenizer goes along.
+        file_bytes: the largest size of a file, unless one tensor is larger.
 
     Raises:
         FileExistsError: ``directory`` exists.
@@ -154,16 +166,7 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path, *, ori
     if a.variant == "gpt2" and a.kv_heads != a.heads:
         raise ValueError(f"job.kv_heads={a.kv_heads}: a GPT-2 of Hugging Face has as many as job.heads={a.heads}")
     directory.mkdir(parents=True)
-    parts: dict[str, list[Tensor]] = {}
-    for name, place in _places(a):
-        if a.bias or not name.endswith(".bias") or ".norm" in f".{name}":
-            tensor = weights[name]
-        else:  # theirs has biases in any case
-            tensor = torch.zeros(len(weights[name.removesuffix("bias") + "weight"]))
-        parts.setdefault(place.name, []).append(tensor.T if place.transposed else tensor)
-    # Only the rows of q, k and v are joined; in GPT-2's layout they are columns.
-    theirs = {name: torch.cat(each, dim=-1) for name, each in parts.items()}
-    save_file(theirs, directory / WEIGHTS, metadata={"format": "pt"})
+    _write_files(_in_their_layout(weights, a), directory, file_bytes)
     config = _config_of(a)
     if origin is not None:
         before = json.loads((origin / CONFIG).read_text())
@@ -171,6 +174,49 @@ def save(weights: Mapping[str, Tensor], a: Architecture, directory: Path, *, ori
         for file in (*origin.glob("*token*"), *origin.glob("generation_config.json")):
             shutil.copy(file, directory)
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def _in_their_layout(weights: Mapping[str, Tensor], a: Architecture) -> Iterator[tuple[str, Tensor]]:
+    parts: dict[str, list[tuple[str, bool]]] = {}
+    for name, place in _places(a):
+        parts.setdefault(place.name, []).append((name, place.transposed))
+
+    def part(name: str, transposed: bool) -> Tensor:
+        if not a.bias and name.endswith(".bias") and ".norm" not in f".{name}":  # theirs has biases in any case
+            return torch.zeros(len(weights[name.removesuffix("bias") + "weight"]))
+        return weights[name].T if transposed else weights[name]
+
+    for theirs, ours in parts.items():
+        # Only the rows of q, k and v are joined; in GPT-2's layout they are columns.
+        yield theirs, torch.cat([part(*each) for each in ours], dim=-1)
+
+
+def _write_files(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int) -> None:
+    """Write tensors to one file, or to several and their index, each as soon as it is full."""
+    names: list[list[str]] = []
+    size = total = 0
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
+        save_file(held, directory / str(len(names)), metadata={"format": "pt"})
+        names.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > file_bytes:
+            write()
+            size = 0
+        held[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    if len(names) == 1:
+        (directory / "0").rename(directory / WEIGHTS)
+        return
+    files = [f"model-{number:05}-of-{len(names):05}.safetensors" for number in range(1, len(names) + 1)]
+    for number, file in enumerate(files):
+        (directory / str(number)).rename(directory / file)
+    of_name = {name: file for file, each in zip(files, names, strict=True) for name in each}
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": of_name}, indent=2))
 
 
 def save_tokenizer(file: Path, directory: Path, *, end_token: int | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from orchestrator.compat.torch import storage_key
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
@@ -133,7 +134,7 @@ def _activations(config: Config, job: Job, plan: Plan) -> float | None:
     def keep(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            kept.setdefault(storage._cdata, storage)
+            kept.setdefault(storage_key(storage), storage)
         return tensor
 
     try:
@@ -145,7 +146,7 @@ def _activations(config: Config, job: Job, plan: Plan) -> float | None:
             job.loss(precision.outputs(output), target)
     except Exception:  # whatever the job raises with fake tensors, the plan holds without this number
         return None
-    parameters = {p.untyped_storage()._cdata for p in whole.model.parameters()}
+    parameters = {storage_key(p.untyped_storage()) for p in whole.model.parameters()}
     a_sample = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / _ROWS
     if plan.pipeline is None:
         return a_sample * plan.workers[0].samples_per_step / plan.grad_accumulation

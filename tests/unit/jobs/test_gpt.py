@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.allocations import Allocations
 from helpers.job_trials import errors, trained
 from jobs import gpt
 from jobs.gpt import GPT
+from jobs.pretrained import save
 from jobs.tokens import IGNORED
 from jobs.transformer import SIZES, transformer
 
@@ -354,8 +356,13 @@ def test_weights_of_hugging_face_give_its_logits_and_go_back(tmp_path: Path, kin
         expected = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
         job.export(ours.state_dict(), tmp_path / "back", "hf")
-        back = type(theirs).from_pretrained(tmp_path / "back").eval()
-        torch.testing.assert_close(back(tokens).logits, expected, rtol=0, atol=0)
+        with Allocations() as used:
+            save(ours.state_dict(), job.architecture(), tmp_path / "files", file_bytes=30_000)
+        assert used.peak_bytes <= 80_000, "a file, and the tensor that was too large for it"
+        for name in ("back", "files"):
+            back = type(theirs).from_pretrained(tmp_path / name).eval()
+            torch.testing.assert_close(back(tokens).logits, expected, rtol=0, atol=0)
+    back = type(theirs).from_pretrained(tmp_path / "back")
     assert (back.config.bos_token_id, back.config.eos_token_id) == (0, 0), "as in theirs"
 
 

@@ -81,7 +81,7 @@ def test_files_come_and_go(scheme: str, tmp_path: Path, request: pytest.FixtureR
     [
         ("sftp://host/runs", "sftp:// is not supported; use s3://.*or mount it on every node"),
         ("gs://bucket/runs", "gs:// is not supported; use s3://"),
-        ("s3://bucket/runs?nosuch=1", "nosuch.*parameters are those of pyarrow.fs.S3FileSystem"),
+        ("s3://bucket/runs?nosuch=1", "nosuch.*parameters are arguments of pyarrow.fs.S3FileSystem"),
         ("file:///proc/nowhere/runs", "cannot write x"),
         ("s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http", "cannot write x.*check the endpoint"),
     ],

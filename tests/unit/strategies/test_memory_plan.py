@@ -65,6 +65,15 @@ def test_each_strategy_tells_what_a_worker_keeps(name: str, parts: int) -> None:
     assert ("gathered" in note) == ("sdp" in name)
 
 
+@pytest.mark.parametrize(("reshard", "gathered"), [(False, WEIGHTS / 2), (True, 2 * WEIGHTS)])
+def test_divided_stages_have_whole_gradients_in_a_step(reshard: bool, gathered: float) -> None:
+    layout = LAYOUTS["fsdp-1F1B-2x2"]
+    errors, note = checked(replace(layout.options, reshard_after_forward=reshard), 4)
+    assert errors == []
+    assert f"{mib(WEIGHTS / 4)} of parameters, {mib(WEIGHTS / 2)} of gradients, {mib(WEIGHTS / 2)} of optimizer" in note
+    assert f"{mib(gathered)} gathered from other workers" in note
+
+
 def test_the_optimizer_alone_may_be_divided() -> None:
     errors, note = checked(replace(DDP, shard_optimizer=True), 4)
     assert errors == []
