@@ -31,6 +31,7 @@ REFUSED = {
     ("llama_with_cache", "model_parallel"),
     ("llama_with_cache", "pipeline"),
     ("llama_with_cache", "ddp_pipeline"),
+    ("llama_with_cache", "fsdp_pipeline"),
     ("clip", "ddp"),
     ("clip", "ddp_pipeline"),
     ("dit", "fsdp"),

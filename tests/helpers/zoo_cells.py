@@ -13,7 +13,17 @@ import torch
 from helpers.batches import validated
 from helpers.cases import DDP, SINGLE, Case, config_of, having, plan_of
 from helpers.gang import Answer, Gang
-from helpers.layouts import FSDP, HSDP, MODEL_PARALLEL, PARAMETER_SERVER, SGD, ddp_pipeline, pipeline, whole_model
+from helpers.layouts import (
+    FSDP,
+    HSDP,
+    MODEL_PARALLEL,
+    PARAMETER_SERVER,
+    SGD,
+    ddp_pipeline,
+    fsdp_pipeline,
+    pipeline,
+    whole_model,
+)
 from helpers.training import Steps, losses, make, steps, watched
 from helpers.zoo import ZOO, Staged, Whole
 from orchestrator.config.schema import StrategyConfig
@@ -34,6 +44,7 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "model_parallel": (MODEL_PARALLEL, 2),
     "pipeline": (pipeline("1F1B", 2), 2),
     "ddp_pipeline": (ddp_pipeline("1F1B", 2), 4),
+    "fsdp_pipeline": (fsdp_pipeline("1F1B", 2), 4),
     "hogwild": (HogwildConfig(name="hogwild", num_workers=2), 2),
     "locked_sgd": (LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
     "parameter_server sync": (replace(PARAMETER_SERVER, num_shards=1), 3),
