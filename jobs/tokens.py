@@ -102,26 +102,41 @@ def help_texts() -> Source:
     return Source(name="null", tokens=np.frombuffer(text, np.uint8))
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
+class SourceSamples(Dataset[tuple[Tensor, Tensor]]):
+    """The samples of sources, one source after the other; ``counts``: how many each has."""
+
+    def __init__(self, sources: Sequence[Source], counts: Sequence[int]):
+        self.sources, self.counts = sources, counts
+        self.ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the number of the source of a sample, and the number of the sample in it.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self.ends, index)
+        return number, index - self.ends[number] + self.counts[number]
+
+
+class Windows(SourceSamples):
     """Consecutive windows ``(input, target)`` of sources, both int64 of shape (context,).
 
     The target is the input shifted by one token. No window spans two sources.
     """
 
     def __init__(self, sources: Sequence[Source], *, context: int, vocabulary: int):
-        self.sources, self.context, self.vocabulary = sources, context, vocabulary
-        self.counts = [max(0, (len(source.tokens) - 1) // context) for source in sources]
-        self.ends = list(accumulate(self.counts))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
+        super().__init__(sources, [max(0, (len(source.tokens) - 1) // context) for source in sources])
+        self.context, self.vocabulary = context, vocabulary
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self.ends, index)
-        source = self.sources[number]
-        start = (index - self.ends[number] + self.counts[number]) * self.context
+        number, window_number = self.place(index)
+        source, start = self.sources[number], window_number * self.context
         window = source.tokens[start : start + self.context + 1].astype(np.int64)
         if (largest := int(window.max())) >= self.vocabulary:
             raise ValueError(
@@ -132,7 +147,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:-1], tokens[1:]
 
 
-class Documents(Dataset[tuple[Tensor, Tensor]]):
+class Documents(SourceSamples):
     """The documents of sources, each padded: ``(input, target)``, both int64 of shape (context,).
 
     A document begins with the ``end_token`` of the one before it, and is cut after each ``context`` tokens. The target
@@ -140,22 +155,15 @@ class Documents(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, sources: Sequence[Source], *, context: int, end_token: int):
-        self.sources, self.context, self.end_token = sources, context, end_token
         self._first = [_document_starts(source.tokens, end_token) for source in sources]
         parts = [-(-np.diff(first) // context) for first in self._first]
+        super().__init__(sources, [int(each.sum()) for each in parts])
+        self.context, self.end_token = context, end_token
         self._parts = [np.cumsum(each) for each in parts]
-        self.counts = [int(each.sum()) for each in parts]
-        self.ends = list(accumulate(self.counts))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self.ends, index)
+        number, part = self.place(index)
         first, parts = self._first[number], self._parts[number]
-        part = index - self.ends[number] + self.counts[number]
         document = int(np.searchsorted(parts, part, side="right"))
         part -= int(parts[document - 1]) if document else 0
         start = int(first[document]) + part * self.context
