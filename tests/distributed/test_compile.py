@@ -109,8 +109,9 @@ def test_compiled_blocks_have_the_losses_of_plain_ones_and_share_their_code(
     case = replace(plain, train=having(plain.train, **changes))
     cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
     counted = gang.run(compiled, case, cache_dir, world_size=where.world_size, timeout_s=SECONDS)
-    # One forward and one backward pass, which another rank may have put into the cache.
-    assert {len(compilations) for _, compilations in counted} <= {1, 2}
+    counts = [len(compilations) for _, compilations in counted]
+    assert max(counts) == 2, "one forward and one backward pass"
+    assert min(counts) >= 1, "both at once, if another rank has put them into the cache"
     ranks, expected = [seen for seen, _ in counted], gang.run(train, plain, world_size=where.world_size)
     torch.testing.assert_close(losses(ranks), losses(expected), rtol=10 * SGD, atol=0)
     for rank, other in zip(ranks, expected, strict=True):
