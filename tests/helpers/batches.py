@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
 
 from helpers.gang import own_device
 from orchestrator.protocol.messages import EvalPoint
@@ -24,6 +26,29 @@ HERE = Loading(collate=None, num_workers=0, pin_memory=False, timeout_s=30.0)
 ALONE = Share(global_batch_size=8, data_parallel_size=1, dp_rank=0, grad_accumulation=1)
 """Of the only rank."""
 T = TypeVar("T", Loading, Share, Sampling)
+
+
+class Numbers(Dataset[int]):
+    """Item ``i`` is ``i``."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        return index
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
 
 
 def train(dataset: Any, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Nodes to plan for, and the plan of a command line."""
+"""Nodes to plan for, the plan of a command line, and workers on nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.strategies import registry
 
 LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
@@ -33,3 +34,7 @@ def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> t
     with pytest.raises(ConfigError) as error:
         plan_of(nodes, *words, embedded=embedded)
     return error.value.errors
+
+
+def worker_on(ip: str, gpu: int | None = None, uuid: str | None = None) -> WorkerInfo:
+    return WorkerInfo(node_id=ip, node_ip=ip, hostname=ip, pid=1, gpu_index=gpu, gpu_uuid=uuid)

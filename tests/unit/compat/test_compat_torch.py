@@ -230,7 +230,7 @@ def test_loader_processes_end() -> None:
 
 
 def test_other_errors_are_not_the_loaders() -> None:
-    """``test_data.py`` has the errors that torch raises itself."""
+    """``test_loader.py`` has the errors that torch raises itself."""
     assert compat.loader_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")) == "died"
     assert compat.loader_failure(RuntimeError("DataLoader timed out after 1 seconds")) == "timed out"
     assert compat.loader_failure(RuntimeError("out of memory")) is None
