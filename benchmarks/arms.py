@@ -70,6 +70,10 @@ class Timing:
     samples_per_s: float
     step_ms_p50: float
 
+    def __str__(self) -> str:
+        rate = f"{self.samples_per_s:,.0f} samples/s, median step {self.step_ms_p50:.2f} ms"
+        return f"start {self.startup_s:.2f} s, {rate}"
+
 
 Arm = Callable[[Path], Timing]
 """Runs the training once, in the empty directory given."""

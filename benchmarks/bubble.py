@@ -8,7 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from disturbance import undisturbed
 from forked import train
 from rounds import Claim, argument_parser, report, table
 from torch.utils.data import DataLoader
@@ -51,9 +53,10 @@ def main() -> None:
         for schedule, v in STAGES_PER_WORKER.items():
             if SCHEDULES[schedule].microbatches_error(microbatches, v * workers, workers):
                 continue
-            traces = observe(schedule, workers, microbatches, steps=1 if arguments.quick else STEPS)
-            steps = list(zip(*(trace.steps for trace in traces), strict=True))
-            measured[schedule] = [100 * bubble(step) for step in steps]
+            steps = 1 if arguments.quick else STEPS
+            traces = undisturbed(partial(observe, schedule, workers, microbatches, steps=steps))
+            spans = list(zip(*(trace.steps for trace in traces), strict=True))
+            measured[schedule] = [100 * bubble(step) for step in spans]
             formula = 100 * (workers - 1) / (v * microbatches + workers - 1)
             if schedule in WITH_FORMULA:
                 excess = [value - formula for value in measured[schedule]]
@@ -61,7 +64,7 @@ def main() -> None:
                 claims.append(Claim(name=name, ratios=excess, at_most=3.0))
             rows.append([
                 f"{workers} x {microbatches}", schedule, f"{formula:.1f}" if schedule in WITH_FORMULA else "",
-                f"{100 * theoretical_bubble(steps[0]):.1f}", f"{statistics.median(measured[schedule]):.1f}",
+                f"{100 * theoretical_bubble(spans[0]):.1f}", f"{statistics.median(measured[schedule]):.1f}",
                 str(traces[0].live), str(traces[-1].live),
             ])  # fmt: skip
             print("  " + ", ".join(rows[-1]), flush=True)

@@ -14,6 +14,7 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 
 import torch
+from disturbance import undisturbed
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,9 +23,17 @@ _context = multiprocessing.get_context("fork")
 
 
 def ceiling(*, rounds: int = 3) -> float:
-    """Return C, the median of ``rounds`` measurements; 2.0 on two cores that share nothing."""
+    """Return C, the median of ``rounds`` measurements; 2.0 on two cores that share nothing.
+
+    Raises:
+        SystemExit: see :func:`undisturbed`.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
-    return statistics.median(sum(_steps_per_s(cores)) / sum(_steps_per_s(cores[:1])) for _ in range(rounds))
+
+    def measure() -> float:
+        return sum(_steps_per_s(cores)) / sum(_steps_per_s(cores[:1]))
+
+    return statistics.median(undisturbed(measure) for _ in range(rounds))
 
 
 def _steps_per_s(cores: Sequence[int]) -> list[float]:

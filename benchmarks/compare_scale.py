@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from rounds import Claim, argument_parser, report, table, wait_until_quiet
+from rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.display.comparison import CURVE_METRICS
 from orchestrator.protocol.core_metrics import CORE_METRICS
@@ -42,9 +43,9 @@ def main() -> None:
         generate(output_dir, num_runs=arguments.runs, points=arguments.points)
         words = ["--output-dir", str(output_dir), "--last", str(arguments.runs)]
         for name, options in FORMS.items():
-            wait_until_quiet()
-            timings = [timed([*words, *options]) for _ in range(1 if arguments.quick else ROUNDS)]
-            wall_s, cpu_s = zip(*timings, strict=True)
+            arm = partial(timed, [*words, *options])
+            rounds = interleave({name: arm}, rounds=1 if arguments.quick else ROUNDS)
+            wall_s, cpu_s = zip(*(r[name] for r in rounds), strict=True)
             claims.append(Claim(name=f"{name}, s", ratios=wall_s, at_most=GOAL_S))
             rows.append([name, f"{statistics.median(cpu_s):.2f}"])
     size = f"`compare` over {arguments.runs} runs of {arguments.points} points."
@@ -90,7 +91,7 @@ def _write_run(run_dir: RunDir, *, strategy: str, seed: int, width: int, points:
             file.write(f"{{{line}}}\n")
 
 
-def timed(words: list[str]) -> tuple[float, float]:
+def timed(words: list[str], _: Path) -> tuple[float, float]:
     """Return the seconds of one command: by the clock, and of its CPU time."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,17 +36,21 @@ def run_peer(
     execute([*command, *peer_arguments(workload, folder / "result.json"), *faults], folder, timeout_s=timeout_s)
 
 
-def retry_if_stuck(name: str, arm: Callable[[Path], T], stuck: Counter[str]) -> T:
-    """Run an arm until one run finishes, and count the runs that time out in ``stuck[name]``.
+def retried_if_stuck(name: str, arm: Callable[[Path], T], stuck: Counter[str]) -> Callable[[Path], T]:
+    """Return an arm that runs ``arm`` until one run finishes, and counts the runs that time out in ``stuck[name]``.
 
-    Raises:
-        ArmTimeoutError: All ``TRIES`` runs timed out.
+    It raises :class:`ArmTimeoutError` if all ``TRIES`` runs time out.
     """
-    for _ in range(TRIES):
-        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+
+    def run(folder: Path) -> T:
+        for number in range(TRIES):
+            attempt = folder / str(number)
+            attempt.mkdir()
             try:
-                return arm(Path(folder))
+                return arm(attempt)
             except ArmTimeoutError:
                 stuck[name] += 1
                 print(f"  {name}: timed out, trying again", flush=True)
-    raise ArmTimeoutError(f"{name}: timed out {TRIES} times")
+        raise ArmTimeoutError(f"{name}: timed out {TRIES} times")
+
+    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,8 @@ from arms import ENVIRONMENT
 
 T = TypeVar("T")
 
-DISTURBED_FROM = 0.05
+QUIET_SHARE = 0.05
+DISTURBED_FROM = float(os.environ.get("DISTURBED_FROM", QUIET_SHARE))
 """A round in which other programs used more than this share of the CPUs is repeated."""
 ATTEMPTS = 3
 _INTERVAL_S = 2.0
@@ -89,15 +90,29 @@ def undisturbed(measure: Callable[[], T]) -> T:
     Raises:
         SystemExit: other programs disturbed it three times.
     """
-    for _ in range(ATTEMPTS):
-        with OtherPrograms() as others:
-            result = measure()
-        if others.share <= DISTURBED_FROM:
+
+    def attempts() -> Iterator[tuple[T, float, str]]:
+        for _ in range(ATTEMPTS):
+            with OtherPrograms() as others:
+                result = measure()
+            yield result, others.share, _largest(others)
+
+    return first_undisturbed(attempts())
+
+
+def first_undisturbed(attempts: Iterable[tuple[T, float, str]]) -> T:
+    """Return the first result that other programs did not disturb.
+
+    Args:
+        attempts: Of each attempt its result, the share of the CPUs that other programs used, and the largest of these.
+
+    Raises:
+        SystemExit: all attempts were disturbed.
+    """
+    for result, share, largest in attempts:
+        if share <= DISTURBED_FROM:
             return result
-        print(
-            f"  disturbed: other programs used {others.share:.0%} of the CPUs, most of it {_largest(others)}",
-            flush=True,
-        )
+        print(f"  disturbed: other programs used {share:.0%} of the CPUs, most of it {largest}", flush=True)
     raise SystemExit(f"given up after {ATTEMPTS} disturbed rounds: end the other programs, or measure later")
 
 

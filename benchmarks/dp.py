@@ -7,11 +7,12 @@ python benchmarks/dp.py
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
-from disturbance import undisturbed
 from forked import StepTimes, time_steps, train
-from rounds import Claim, argument_parser, in_turn, report, table
+from rounds import Claim, argument_parser, interleave, report, table
 
 from jobs.gpt import GPT
 from jobs.tokens import BYTES
@@ -31,7 +32,11 @@ ARMS = {
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    rounds = [undisturbed(partial(run_round, number)) for number in range(1 if arguments.quick else ROUNDS)]
+    rounds = interleave(
+        {name: partial(step_times, overrides) for name, overrides in ARMS.items()},
+        rounds=1 if arguments.quick else ROUNDS,
+        text=lambda times: f"{1e3 * _step_s(times):.1f} ms",
+    )
     on_device0, on_replicas, ddp = ARMS
     gathered = {arm: [r[arm].metrics["dp/gathered_bytes"] for r in rounds] for arm in (on_device0, on_replicas)}
     claims = [
@@ -62,14 +67,10 @@ def main() -> None:
     report("dp", claims, ceiling=None, rounds={}, notes=notes, keep=not arguments.quick)
 
 
-def run_round(number: int) -> dict[str, StepTimes]:
-    """Run every arm once and return the step times of its rank 0."""
-    times = {}
-    for arm in in_turn(ARMS, number):
-        overrides = ["strategy.num_workers=2", f"train.steps={STEPS}", f"train.global_batch_size={BATCH}", "job=gpt"]
-        times[arm] = train([*ARMS[arm], *overrides], JOB, time_steps)[0]
-        print(f"  round {number + 1}, {arm}: {1e3 * _step_s(times[arm]):.1f} ms", flush=True)
-    return times
+def step_times(overrides: Sequence[str], _: Path) -> StepTimes:
+    """Train once and return the step times of rank 0."""
+    common = ["strategy.num_workers=2", f"train.steps={STEPS}", f"train.global_batch_size={BATCH}", "job=gpt"]
+    return train([*overrides, *common], JOB, time_steps)[0]
 
 
 def _step_s(times: StepTimes) -> float:

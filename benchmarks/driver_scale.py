@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
+from disturbance import undisturbed
 from rounds import Claim, argument_parser, report, table
 from simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
 
@@ -60,8 +62,13 @@ class Cost:
         ]
 
 
-def measure(world_size: int, lost: int, folder: Path) -> Cost:
+def measure(world_size: int, lost: int) -> Cost:
     """Run one simulated training under the real driver."""
+    with simulated_gangs(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        return measure_in(Path(folder), world_size, lost)
+
+
+def measure_in(folder: Path, world_size: int, lost: int) -> Cost:
     run, watcher = prepared_run(world_size, folder)
     thread = threading.Thread(target=run.execute)
     began = time.monotonic()
@@ -109,8 +116,7 @@ def main() -> None:
     ray.init(num_cpus=HOSTS, include_dashboard=False, log_to_driver=False)
     costs = []
     for world_size in SIZES[:3] if arguments.quick else SIZES:
-        with simulated_gangs(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            costs.append(measure(world_size, max(1, round(LOST_SHARE * world_size)), Path(folder)))
+        costs.append(undisturbed(partial(measure, world_size, max(1, round(LOST_SHARE * world_size)))))
         print("  ".join(costs[-1].row()), flush=True)
     head = [
         "ranks",

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arms import WORKERS, Workload, basic_overrides, launch, running_ray
-from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
-from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
+from deaths import CHECKPOINT_EVERY, peers, retried_if_stuck, run_peer
+from rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.records.journal import read_metrics
 
@@ -67,12 +67,12 @@ def main() -> None:
             OURS: ours(address, kills),
             **{name: peer(command) for name, command in peers(address).items()},
         }
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(1 if arguments.quick else ROUNDS):
-            for name in in_turn(arms, number):
-                wait_until_quiet()
-                seconds[name].append(retry_if_stuck(name, arms[name], stuck))
-                print(f"  round {number + 1}, {name}: {seconds[name][-1]:.2f} s", flush=True)
+        rounds = interleave(
+            {name: retried_if_stuck(name, arm, stuck) for name, arm in arms.items()},
+            rounds=1 if arguments.quick else ROUNDS,
+            text="{:.2f} s".format,
+        )
+    seconds = {name: [r[name] for r in rounds] for name in arms}
     shares = {
         name: [a / b for a, b in zip(seconds[UNDISTURBED], values, strict=True)] for name, values in seconds.items()
     }

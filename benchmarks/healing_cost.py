@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from arms import Workload, basic_overrides, launch, ours, running_ray, stalling_checkpoints
 from ceiling import ceiling
+from disturbance import undisturbed
 from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
 ROUNDS = 3
@@ -44,7 +46,7 @@ def main() -> None:
             },
             rounds=rounds,
         )
-        saved = checkpoints(address)
+        saved = undisturbed(partial(checkpoints, address))
     stalls = [event["stall_ms"] / (event["stall_ms"] + 1e3 * event["seconds"]) for event in saved]
     rows = [
         [

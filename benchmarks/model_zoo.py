@@ -18,12 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers, whose models and comparison these are
 
+from pages import with_part  # noqa: E402
+
 from helpers.gang import Gang  # noqa: E402
 from helpers.zoo import ZOO  # noqa: E402
 from helpers.zoo_cells import STRATEGIES, Cell, cell  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- benchmarks/model_zoo.py writes the following -->\n", "<!-- end -->\n"
 SIGNS = {"equal": "=", "asynchronous": "~", "refused": "no", "wrong": "WRONG"}
 
 
@@ -41,15 +42,8 @@ def main() -> int:
     finally:
         gang.close()
     if names == list(ZOO):
-        write(cells)
+        PAGE.write_text(with_part(PAGE.read_text(), "model_zoo", "the following", document(cells)))
     return int(any(found.outcome == "wrong" for found in cells.values()))
-
-
-def write(cells: Mapping[tuple[str, str], Cell]) -> None:
-    """Replace the table in the documentation."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{document(cells)}\n{END}{after}")
 
 
 def document(cells: Mapping[tuple[str, str], Cell]) -> str:
@@ -63,7 +57,7 @@ def document(cells: Mapping[tuple[str, str], Cell]) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     listed = "\n".join(f"{number}. `{reason}`" for number, reason in enumerate(reasons, start=1))
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    return f"{table}\n\nReasons, in the words of the error message:\n\n{listed}\n\nVersions: {versions}.\n"
+    return f"{table}\n\nReasons, in the words of the error message:\n\n{listed}\n\nVersions: {versions}."
 
 
 def _sign(found: Cell, reasons: list[str]) -> str:

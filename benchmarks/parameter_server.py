@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from arms import RESULTS
 from forked import StepTimes
-from rounds import Claim, argument_parser, in_turn, report, table
+from rounds import Claim, argument_parser, interleave, report, table
 from torch import Tensor
 
 from jobs.digits import Digits
@@ -38,7 +39,7 @@ LR = 0.4
 
 SERVER = "strategy=parameter_server"
 TRANSIENT, PERSISTENT = "a tenth of the steps takes five times as long", "one worker always three times as slow"
-PICTURE = RESULTS / "parameter_server.png"
+PICTURE = RESULTS / "parameter-server.png"
 
 Measured = dict[str, dict[str, list[float]]]
 """The values of all rounds, by kind of delay and by consistency."""
@@ -100,7 +101,7 @@ def main() -> None:
         _over_ddp(claims, rounds),
         _sparse(claims),
     ]
-    report("parameter_server", claims, ceiling=None, rounds={}, notes="\n\n".join(notes), keep=not arguments.quick)
+    report("parameter-server", claims, ceiling=None, rounds={}, notes="\n\n".join(notes), keep=not arguments.quick)
     if not arguments.quick:
         draw(rates, to_target, PICTURE)
 
@@ -113,13 +114,13 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
     jobs = {TRANSIENT: Delayed(transient=True), PERSISTENT: Delayed(persistent=True)}
     rates: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
     idle: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
-    for number in range(rounds):
-        for delays, job in jobs.items():
-            for name in in_turn(CONSISTENCIES, number):
-                ranks = observe(CONSISTENCIES[name], job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
-                rates[delays][name].append(WORKERS * DELAYED_STEPS / max(r.total_s for r in ranks))
+    for delays, job in jobs.items():
+        print(delays)
+        arms = {name: delayed(overrides, job) for name, overrides in CONSISTENCIES.items()}
+        for found in interleave(arms, rounds=rounds, text=lambda ranks: f"{_rate(ranks):.0f}/s"):
+            for name, ranks in found.items():
+                rates[delays][name].append(_rate(ranks))
                 idle[delays][name].append(statistics.fmean(r.metrics["parameter_server/wait_pct"] for r in ranks) / 100)
-                print(f"  {delays}, {name}: {rates[delays][name][-1]:.0f}/s", flush=True)
     gains = {d: [a / b for a, b in zip(by["stale, s=8"], by["sync"], strict=True)] for d, by in rates.items()}
     claims += [
         Claim(name="transient delays: gradients/s, stale / sync", ratios=gains[TRANSIENT], at_least=1.5),
@@ -132,18 +133,17 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
 def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
     """Measure steps and seconds to a loss with transient delays: looser bounds give faster but less effective steps."""
     bounded = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
-    arms = {"sync": CONSISTENCIES["sync"], **bounded, "async": CONSISTENCIES["async"]}
-    steps: dict[str, list[float]] = {name: [] for name in arms}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds):
-        for name in in_turn(arms, number):
-            job = Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS)
-            ranks = observe(arms[name], job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
-            to_target = _time_to(TARGET_LOSS, ranks)
-            steps[name].append(to_target[0])
-            seconds[name].append(to_target[1])
-            print(f"  {name}: {to_target[0]:.0f} steps, {to_target[1]:.2f} s", flush=True)
-    return {name: (statistics.median(steps[name]), statistics.median(seconds[name])) for name in arms}
+    consistencies = {"sync": CONSISTENCIES["sync"], **bounded, "async": CONSISTENCIES["async"]}
+    arms = {
+        name: delayed(overrides, Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS))
+        for name, overrides in consistencies.items()
+    }
+    found = interleave(arms, rounds=rounds, text=_describe_time_to)
+    reached = {name: [_time_to(TARGET_LOSS, ranks[name]) for ranks in found] for name in arms}
+    return {
+        name: (statistics.median(steps for steps, _ in times), statistics.median(seconds for _, seconds in times))
+        for name, times in reached.items()
+    }
 
 
 def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
@@ -187,19 +187,17 @@ def _over_ddp(claims: list[Claim], rounds: int) -> str:
     rows = []
     for size_mb, hidden in ((4, 960), (40, 3120)):
         job = Digits(hidden=hidden, depth=2)
-        times: dict[str, list[float]] = {"ddp": [], "1 shard": [], "2 shards": []}
-        waited: dict[str, float] = {}
-        for number in range(rounds):
-            for name in in_turn(times, number):
-                shards = 0 if name == "ddp" else int(name[0])
-                overrides = ("strategy=ddp",) if name == "ddp" else CONSISTENCIES["sync"]
-                ranks = observe(overrides, job, workers=2, shards=shards, steps=40 if size_mb < 10 else 20)
-                times[name].append(statistics.median(ranks[0].seconds))
-                waited[name] = ranks[0].metrics.get("parameter_server/wait_pct", 0.0)
-        for name, seconds in times.items():
-            middle = statistics.median(seconds)
-            relative = [a / b for a, b in zip(seconds, times["ddp"], strict=True)]
-            waiting_ms = 1e3 * middle * waited[name] / 100
+        two = partial(observe, job=job, workers=2, steps=40 if size_mb < 10 else 20)
+        arms: dict[str, Callable[[Path], list[StepTimes]]] = {
+            "ddp": lambda _, two=two: two(("strategy=ddp",), shards=0),
+            "1 shard": lambda _, two=two: two(CONSISTENCIES["sync"], shards=1),
+            "2 shards": lambda _, two=two: two(CONSISTENCIES["sync"], shards=2),
+        }
+        found = interleave(arms, rounds=rounds, text=lambda ranks: f"{1e3 * _step_s(ranks):.1f} ms")
+        for name in arms:
+            middle = statistics.median(_step_s(r[name]) for r in found)
+            relative = [_step_s(r[name]) / _step_s(r["ddp"]) for r in found]
+            waiting_ms = 10 * middle * found[-1][name][0].metrics.get("parameter_server/wait_pct", 0.0)
             rows.append(
                 [
                     f"{size_mb} MB",
@@ -234,6 +232,24 @@ def _sparse(claims: list[Claim]) -> str:
     return table(
         ["job=sparse, batch 64", "bytes sent per step", "bytes received per step", "parameters pulled, %"], rows
     )
+
+
+def _describe_time_to(ranks: Sequence[StepTimes]) -> str:
+    steps, seconds = _time_to(TARGET_LOSS, ranks)
+    return f"{steps} steps, {seconds:.2f} s"
+
+
+def delayed(overrides: Sequence[str], job: Job) -> Callable[[Path], list[StepTimes]]:
+    """Return the arm that trains on ``WORKERS`` workers and one shard, and returns the step times of the workers."""
+    return lambda _: observe(overrides, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
+
+
+def _rate(ranks: Sequence[StepTimes]) -> float:
+    return WORKERS * DELAYED_STEPS / max(r.total_s for r in ranks)
+
+
+def _step_s(ranks: Sequence[StepTimes]) -> float:
+    return statistics.median(ranks[0].seconds)
 
 
 def observe(overrides: Sequence[str], job: Job, *, workers: int, shards: int, steps: int) -> list[StepTimes]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from rounds import RESULTS, argument_parser, table
+from disturbance import undisturbed
+from rounds import Claim, argument_parser, report, table
 
 from orchestrator.config.compose import compose
 from orchestrator.display.report import plan_table
@@ -55,28 +56,14 @@ def overrides(num_gpus: int) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What was planned, and the median times."""
+    """The seconds of each plan, the number of sizes planned, and the seconds to give ranks to workers again."""
 
-    name: str
-    num_gpus: int
+    plan_s: Sequence[float]
     num_sizes: int
-    plan_s: float
     reassign_s: float
 
-    def row(self) -> list[str]:
-        goal_s = GOALS_S[self.num_gpus]
-        elastic = self.num_sizes > 1
-        return [
-            f"{self.num_gpus:,}",
-            self.name,
-            f"{self.num_sizes:,}",
-            f"{self.plan_s:.2f} s",
-            f"{goal_s:g} s{'' if self.plan_s <= goal_s else ' (missed)'}",
-            f"{1e3 * self.reassign_s:.0f} ms" if elastic else "",
-        ]
 
-
-def measure(name: str, num_gpus: int, words: tuple[str, ...], rounds: int) -> Timing:
+def measure(num_gpus: int, words: tuple[str, ...], rounds: int) -> Timing:
     """Plan one run ``rounds`` times."""
     batch = f"train.global_batch_size={SAMPLES_PER_WORKER * num_gpus}"
     nodes = tuple(
@@ -98,10 +85,8 @@ def measure(name: str, num_gpus: int, words: tuple[str, ...], rounds: int) -> Ti
     alive = range(1, sizes.initial.world_size)
     reassigned = [timed(lambda: find_rank_assignment(sizes.initial, sizes, alive, ready=0)) for _ in range(rounds)]
     return Timing(
-        name=name,
-        num_gpus=num_gpus,
+        plan_s=[seconds for seconds, _ in planned],
         num_sizes=len(sizes.meshes),
-        plan_s=statistics.median(seconds for seconds, _ in planned),
         reassign_s=max(seconds for seconds, _ in reassigned),  # the first makes the plan
     )
 
@@ -115,16 +100,16 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    timings = []
-    for num_gpus in GOALS_S:
+    claims, rows = [], []
+    for num_gpus, goal_s in GOALS_S.items():
         for name, words in overrides(num_gpus).items():
-            timings.append(measure(name, num_gpus, words, 1 if arguments.quick else ROUNDS))
-            print("  ".join(timings[-1].row()), flush=True)
-    head = ["GPUs", "run", "sizes", "to plan", "goal", "to reassign ranks"]
-    text = table(head, [timing.row() for timing in timings])
-    print(text)
-    if not arguments.quick:
-        (RESULTS / "planning-scale.md").write_text(f"# Planning scale\n\n{__doc__}\n{text}\n")
+            timing = undisturbed(partial(measure, num_gpus, words, 1 if arguments.quick else ROUNDS))
+            claims.append(Claim(name=f"{num_gpus:,} GPUs, {name}, s", ratios=timing.plan_s, at_most=goal_s))
+            reassign = f"{1e3 * timing.reassign_s:.0f} ms" if timing.num_sizes > 1 else ""
+            rows.append([f"{num_gpus:,}", name, f"{timing.num_sizes:,}", reassign])
+            print("  ".join(claims[-1].row()), flush=True)
+    notes = table(["GPUs", "run", "sizes", "to reassign ranks"], rows)
+    report("planning-scale", claims, ceiling=None, rounds={}, notes=notes, keep=not arguments.quick)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs/examples")]  # for tests/helpers, and for the ports
 
+from pages import with_part  # noqa: E402
+
 from helpers.cases import DDP, SINGLE, Case, having  # noqa: E402
 from helpers.gang import Gang  # noqa: E402
 from helpers.layouts import pipeline  # noqa: E402
@@ -219,10 +221,7 @@ def write(tables: Mapping[str, str]) -> None:
     parts = tables | {"versions": f"Versions: {', '.join(f'{package} {version(package)}' for package in packages)}."}
     page = PAGE.read_text()
     for name, text in parts.items():
-        begin = f"<!-- benchmarks/ports.py writes {name} -->\n"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition("<!-- end -->\n")
-        page = f"{before}{begin}\n{text}\n\n<!-- end -->\n{after}"
+        page = with_part(page, "ports", name, text)
     PAGE.write_text(page)
 
 

@@ -15,15 +15,13 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from arms import WORKERS, Workload, basic_overrides, launch, running_ray
-from deaths import CHECKPOINT_EVERY, peers, retry_if_stuck, run_peer
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, in_turn, report, table, wait_until_quiet
+from deaths import CHECKPOINT_EVERY, peers, retried_if_stuck, run_peer
+from rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.records.journal import read_lines
 
@@ -49,6 +47,9 @@ class Cost:
     seconds: float
     steps_lost: int
     run_s: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.2f} s, {self.steps_lost} steps"
 
 
 def ours(
@@ -86,7 +87,6 @@ def peer(command: list[str]) -> Callable[[Path], Cost]:
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
-    results: list[dict[str, Cost]] = []
     stuck: Counter[str] = Counter()
     with running_ray(num_cpus=WORKERS + 1) as address:
         arms = {
@@ -98,8 +98,10 @@ def main() -> None:
             "ours, SIGSTOP, one spare": ours(address, spares=1, fault="stop"),
             **{name: peer(command) for name, command in peers(address).items()},
         }
-        for number in range(1 if arguments.quick else ROUNDS):
-            results.append(undisturbed(partial(run_round, arms, number, stuck)))
+        results = interleave(
+            {name: retried_if_stuck(name, arm, stuck) for name, arm in arms.items()},
+            rounds=1 if arguments.quick else ROUNDS,
+        )
     report(
         "recovery",
         [
@@ -121,16 +123,6 @@ def main() -> None:
         notes=costs_table(results, stuck),
         keep=not arguments.quick,
     )
-
-
-def run_round(arms: Mapping[str, Callable[[Path], Cost]], number: int, stuck: Counter[str]) -> dict[str, Cost]:
-    """Run every arm once."""
-    costs = {}
-    for name in in_turn(arms, number):
-        wait_until_quiet()
-        costs[name] = cost = retry_if_stuck(name, arms[name], stuck)
-        print(f"  round {number + 1}, {name}: {cost.seconds:.2f} s, {cost.steps_lost} steps", flush=True)
-    return costs
 
 
 def ratios(results: list[dict[str, Cost]], numerator: str, denominator: str) -> list[float]:

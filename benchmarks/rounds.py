@@ -15,20 +15,23 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
-from arms import RESULTS, Arm, Timing
-from disturbance import undisturbed
+from arms import RESULTS, Timing
+from disturbance import DISTURBED_FROM, QUIET_SHARE, undisturbed
 
 from orchestrator.records.git import git_facts
 
 QUIET_PCT = 20.0
 QUIET_TIMEOUT_S = 20.0
 """Longest wait before an arm for the machine's CPU load to fall below ``QUIET_PCT``, for example after the last arm."""
+
+T = TypeVar("T")
 
 Rounds = Sequence[Mapping[str, Timing]]
 
@@ -40,9 +43,11 @@ def argument_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def interleave(arms: Mapping[str, Arm], *, rounds: int) -> Rounds:
-    """Run every arm once in each round."""
-    return [run_round(arms, number) for number in range(rounds)]
+def interleave(
+    arms: Mapping[str, Callable[[Path], T]], *, rounds: int, text: Callable[[T], str] = str
+) -> list[dict[str, T]]:
+    """Run every arm once in each round; see :func:`run_round`."""
+    return [run_round(arms, number, text) for number in range(rounds)]
 
 
 def in_turn(names: Iterable[str], number: int) -> list[str]:
@@ -51,24 +56,28 @@ def in_turn(names: Iterable[str], number: int) -> list[str]:
     return order if number % 2 == 0 else order[::-1]
 
 
-def run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
+def run_round(arms: Mapping[str, Callable[[Path], T]], number: int, text: Callable[[T], str] = str) -> dict[str, T]:
     """Run every arm once, each in a new directory; once more if other programs have disturbed that.
+
+    Args:
+        arms: The arms, by name.
+        number: The number of the round, from 0.
+        text: Describes the result of an arm in one line.
 
     Raises:
         SystemExit: see :func:`undisturbed`.
     """
-    return undisturbed(lambda: _run_round(arms, number))
 
+    def measure() -> dict[str, T]:
+        results: dict[str, T] = {}
+        for name in in_turn(arms, number):
+            wait_until_quiet()
+            with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+                results[name] = arms[name](Path(folder))
+            print(f"  round {number + 1}, {name}: {text(results[name])}", flush=True)
+        return results
 
-def _run_round(arms: Mapping[str, Arm], number: int) -> dict[str, Timing]:
-    timings: dict[str, Timing] = {}
-    for name in in_turn(arms, number):
-        wait_until_quiet()
-        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            timings[name] = t = arms[name](Path(folder))
-        text = f"start {t.startup_s:.2f} s, {t.samples_per_s:,.0f} samples/s, median step {t.step_ms_p50:.2f} ms"
-        print(f"  round {number + 1}, {name}: {text}", flush=True)
-    return timings
+    return undisturbed(measure)
 
 
 def wait_until_quiet() -> None:
@@ -90,7 +99,7 @@ def median(rounds: Rounds, arm: str, metric: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A goal for the median of some ratios: either ``at_least`` or ``at_most``."""
+    """A goal for the median of some ratios: either ``at_least`` or ``at_most``, or none."""
 
     name: str
     ratios: Sequence[float]
@@ -100,8 +109,10 @@ class Claim:
     def row(self) -> list[str]:
         """Return the claim's row in the table of claims."""
         middle = statistics.median(self.ratios)
-        goal = f">= {self.at_least:.2f}" if self.at_least else f"<= {self.at_most:.2f}"
-        reached = "yes" if self.at_least <= middle <= self.at_most else "no"
+        goal = (
+            f">= {self.at_least:.2f}" if self.at_least else "" if self.at_most == math.inf else f"<= {self.at_most:.2f}"
+        )
+        reached = "" if not goal else "yes" if self.at_least <= middle <= self.at_most else "no"
         spread = f"{min(self.ratios):.3f} to {max(self.ratios):.3f}"
         each = " ".join(f"{r:.3f}" for r in self.ratios)
         return [self.name, f"**{middle:.3f}**", goal, reached, spread, each]
@@ -133,6 +144,8 @@ def report(
         keep: Whether to write the files.
     """
     machine = _machine() if ceiling is None else f"{_machine()}; C = {ceiling:.2f}"
+    if DISTURBED_FROM > QUIET_SHARE:
+        machine += f"; other programs used up to {DISTURBED_FROM:.0%} of the CPUs"
     where = f"{date.today()}, {code_version()}: {machine}. Compare the ratios: absolute times depend on the machine."
     head = ["claim", "median", "goal", "reached", "spread", "each round"]
     text = "\n\n".join([f"# {name}", where, table(head, [c.row() for c in claims]), notes]) + "\n"

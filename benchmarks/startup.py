@@ -39,17 +39,17 @@ def main() -> None:
         "startup",
         [
             Claim(
-                name="ours / Ray Train, a new Ray",
+                name="start to the end of the first step, ours / Ray Train: a new Ray",
                 ratios=ratios(new, "ours", "Ray Train", "startup_s"),
                 at_most=0.40,
             ),
             Claim(
-                name="ours / Ray Train without its dashboard, a new Ray",
+                name="start to the end of the first step, ours / Ray Train: a new Ray, both without a dashboard",
                 ratios=ratios(new, "ours", "Ray Train, no dashboard", "startup_s"),
                 at_most=0.40,
             ),
             Claim(
-                name="ours / Ray Train, a running Ray",
+                name="start to the end of the first step, ours / Ray Train: a running Ray",
                 ratios=ratios(running, "ours", "Ray Train", "startup_s"),
                 at_most=0.25,
             ),

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from arms import environment
-from rounds import RESULTS, argument_parser, in_turn, table
+from disturbance import undisturbed
+from rounds import Claim, argument_parser, interleave, report
 
 from orchestrator.corpus.encode import Recipe, tokenize
 from orchestrator.records.journal import read_lines
@@ -29,8 +31,6 @@ ROUNDS = 5
 COPIES = 100
 """How often the help texts of Python, of half a megabyte, are in the corpus."""
 VOCABULARY = 1024
-LEAST_RATIO = 0.9
-MOST_WAIT_PCT = 1.0
 TIMEOUT_S = 600
 
 
@@ -64,17 +64,21 @@ def theirs(lines: Path, tokenizer: Path) -> None:
 def tokenising(folder: Path, rounds: int, copies: int) -> list[float]:
     """Return the rate of ours over theirs in each round; ``tokens.npy`` in ``folder`` is of the last one."""
     lines, tokenizer = write_corpus(folder, copies)
-    found = []
-    for number in range(rounds):
-        (folder / "tokens.npy").unlink(missing_ok=True)
-        seconds = {}
-        for arm in in_turn(["ours", "theirs"], number):
-            began = time.perf_counter()
-            ours(lines, tokenizer, folder / "tokens.npy") if arm == "ours" else theirs(lines, tokenizer)
-            seconds[arm] = time.perf_counter() - began
-        found.append(seconds["theirs"] / seconds["ours"])
-        print(f"round {number + 1}: {found[-1]:.2f} of the rate of tokenizers", flush=True)
-    return found
+
+    def time_ours(empty: Path) -> float:
+        began = time.perf_counter()
+        ours(lines, tokenizer, empty / "tokens.npy")
+        seconds = time.perf_counter() - began
+        shutil.move(empty / "tokens.npy", folder / "tokens.npy")
+        return seconds
+
+    def time_theirs(_: Path) -> float:
+        began = time.perf_counter()
+        theirs(lines, tokenizer)
+        return time.perf_counter() - began
+
+    found = interleave({"ours": time_ours, "theirs": time_theirs}, rounds=rounds, text="{:.2f} s".format)
+    return [r["theirs"] / r["ours"] for r in found]
 
 
 def waiting(folder: Path, steps: int) -> list[float]:
@@ -98,20 +102,18 @@ def main() -> None:
     quick = arguments.quick
     with tempfile.TemporaryDirectory() as folder:
         rates = tokenising(Path(folder), 1 if quick else ROUNDS, COPIES // 5 if quick else COPIES)
-        waits = waiting(Path(folder), 40 if quick else 200)
-    rate, wait = statistics.median(rates), statistics.median(waits)
-    rows = [
-        ["tokenising, ours / tokenizers", f"{rate:.2f}", f"at least {LEAST_RATIO:g}", _met(rate >= LEAST_RATIO)],
-        ["waits for tokens, of a step", f"{wait:.2f} %", f"less than {MOST_WAIT_PCT:g} %", _met(wait < MOST_WAIT_PCT)],
-    ]
-    text = table(["what", "median", "goal", ""], rows)
-    print(text)
-    if not quick:
-        (RESULTS / "tokens.md").write_text(f"# Tokens\n\n{__doc__}\n{text}\n")
-
-
-def _met(met: bool) -> str:
-    return "" if met else "missed"
+        waits = undisturbed(partial(waiting, Path(folder), 40 if quick else 200))
+    report(
+        "tokens",
+        [
+            Claim(name="rate of tokenising, ours / tokenizers", ratios=rates, at_least=0.9),
+            Claim(name="waiting for tokens, % of a step", ratios=waits, at_most=1.0),
+        ],
+        ceiling=None,
+        rounds={},
+        notes="",
+        keep=not quick,
+    )
 
 
 if __name__ == "__main__":
