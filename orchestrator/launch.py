@@ -9,6 +9,8 @@ lost; 130 and 143 stopped by SIGINT or SIGTERM; the reason says whether a checkp
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ _OPTIONS = (*HELP_OPTIONS, "-m", "--multirun", RESTARTS_OPTION)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    atexit.register(gc.freeze)  # the interpreter would search torch's objects for garbage, which takes a second
     redactor = Redactor.of_process()
     with masked_output(redactor):
         try:

@@ -68,3 +68,15 @@ sys.exit(code)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_does_not_search_for_garbage_when_it_exits() -> None:
+    """The interpreter would search all objects of torch for a second, between the last line and the prompt."""
+    script = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from orchestrator.launch import main\n"
+        "sys.exit(main(['--restarts=no']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "True\n"), done.stderr
