@@ -63,6 +63,7 @@ class GPT(Job):
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf",)
+    validation_field: ClassVar[str | None] = "val_path"
 
     size: Size = "tiny"
     variant: Variant | None = None

@@ -69,6 +69,7 @@ class HuggingFace(Job):
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf", "adapter")
+    validation_field: ClassVar[str | None] = "validation_file"
 
     task: Task = "causal"
     model_name_or_path: str | None = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from orchestrator.config.evaluated import VAL
 from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
 from orchestrator.exit_codes import INTERRUPTED
@@ -32,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="data to evaluate, instead of train.eval_splits; may be repeated",
     )
+    parser.add_argument(
+        "--data",
+        action="append",
+        metavar="PATH",
+        help="files to evaluate as the validation set of the job, such as job.val_path of job=gpt; may be repeated",
+    )
     options = parser.parse_intermixed_args(argv)
     try:
         return _evaluate(options)
@@ -52,13 +60,38 @@ def _evaluate(options: argparse.Namespace) -> int:
     from orchestrator.config.recorded import overrides_to_evaluate
 
     words = list(options.overrides)
-    if options.split:
-        words.append(f"train.eval_splits=[{','.join(options.split)}]")
+    if options.data:
+        words.append(_data_override(run_dir.config_file, options.data))
+    if splits := options.split or (options.data and [VAL]):
+        words.append(f"train.eval_splits=[{','.join(splits)}]")
     if "name" not in values(words):
         name = f"{run_dir.read_record().get('name', 'run')}-evaluation"
         words.append(f"name={quote_text(name)}")
     evaluated = f"{run_dir.location}/checkpoints/best" if options.best else run_dir.location
     return launch.main([*overrides_to_evaluate(run_dir.config_file, words), f"evaluate={quote_text(evaluated)}"])
+
+
+def _data_override(config_file: Path, paths: Sequence[str]) -> str:
+    """Return the override that lets the job of a run evaluate the files ``paths``.
+
+    Raises:
+        ValueError: the class of the job cannot be imported, or has no field for them.
+    """
+    from orchestrator.config.compose import recorded_job
+    from orchestrator.config.job_loader import find_class
+    from orchestrator.config.overrides import quote_text
+
+    target, errors = recorded_job(config_file).target, list[str]()
+    cls = find_class(target, errors)
+    if cls is None:
+        raise ValueError("; ".join(errors))
+    if cls.validation_field is None:
+        raise ValueError(
+            f"--data {paths[0]}: {target} names no field for its validation data (Job.validation_field); override the "
+            "fields that it has, as in job.<field>=<value>"
+        )
+    quoted = ",".join(map(quote_text, paths))
+    return f"job.{cls.validation_field}={quoted if len(paths) == 1 else f'[{quoted}]'}"
 
 
 if __name__ == "__main__":

@@ -67,6 +67,9 @@ class Job(abc.ABC):
     export_formats: ClassVar[tuple[str, ...]] = ()
     """The names that :meth:`export` knows, such as ``"hf"``."""
 
+    validation_field: ClassVar[str | None] = None
+    """The field that names the validation data, which ``orchestrator evaluate --data`` sets; None if no field does."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.training_step is Job.training_step:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from jobs.digits import Digits
+from jobs.gpt import GPT
 from orchestrator import evaluate
 from orchestrator.config.compose import compose, to_dict, to_yaml
 from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.job import Job
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
@@ -28,14 +30,19 @@ WORDS = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
+    return run_of(tmp_path, Digits(hidden=4, depth=2), *WORDS)
+
+
+def run_of(tmp_path: Path, job: Job, *words: str) -> RunDir:
+    """Write what a run of ``job`` with the overrides ``words`` leaves."""
     errors: list[str] = []
-    words = [*WORDS, "seed=5", "tracking=none", "name=a b", f"output_dir='{tmp_path}'"]
-    config, _ = compose(words, errors, registry.config_class)
+    config, _ = compose(
+        [*words, "seed=5", "tracking=none", "name=a b", f"output_dir='{tmp_path}'"], errors, registry.config_class
+    )
     assert config is not None, errors
     run = rundir.create(tmp_path, "a b")
     run.update_record(name="a b", uid="first", state="finished")
     run.config_file.write_text(to_yaml(to_dict(config)))
-    job = Digits(hidden=4, depth=2)
     model = job.model()
     save(
         run.checkpoints,
@@ -69,6 +76,28 @@ def test_the_verb_plans_an_evaluation_under_another_strategy(
     assert evaluate.main(words) == 0
     assert "strategy single" in capsys.readouterr().out
     assert run_dir.record_file.read_bytes() == before
+
+
+def test_other_data_is_the_validation_set_of_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    fields = {"layers": 1, "width": 8, "heads": 1, "context": 4}
+    words = [*(f"job.{name}={value}" for name, value in fields.items()), "train.eval_splits=[]"]
+    run = run_of(tmp_path, GPT(**fields), "job=gpt", *words)
+    mine, missing = tmp_path / "mine, and 1.txt", tmp_path / "missing.txt"
+    mine.write_bytes(b"a text of one line\n")
+    common = [str(run.path), "strategy=single", "plan=true"]
+    assert evaluate.main([*common, "--data", str(mine), "--data", str(mine)]) == 0
+    assert evaluate.main([*common, "--data", str(missing)]) == 2
+    assert f"job.val_path={missing}: cannot be read" in capsys.readouterr().err
+
+
+def test_a_job_without_a_field_for_validation_data_is_refused(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(run_dir.path), "--data", "mine.txt"]) == 2
+    assert "--data mine.txt: jobs.digits.Digits names no field for its validation data" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_exist_and_a_cluster_are_refused(
