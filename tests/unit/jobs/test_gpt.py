@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from helpers.allocations import Allocations
+from helpers.batches import read_by_all_ranks
 from helpers.job_trials import errors, trained
 from jobs import gpt
 from jobs.gpt import GPT
@@ -99,6 +101,28 @@ def test_padded_documents_have_the_predictions_of_packed_ones(tmp_path: Path, fi
     assert int(job.weight(target)) == 31  # type: ignore[arg-type]
     _, losses = trained(job, steps=10, batch=8)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("documents", ["packed", "padded"])
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_documents_continue_at_the_next_sample_with_other_workers(tmp_path: Path, documents: Any, dp_size: int) -> None:
+    tokens = np.arange(1, 24 * 16 + 2)
+    tokens[[3, 10, 11, 30, 36, 200, 300]] = 0
+    path = str(tmp_path / "a.npy")
+    np.save(path, tokens.astype(np.uint16))
+    job = GPT(**TINY, path=path, val_path=path, end_token=0, vocabulary=400, documents=documents)
+    samples: Any = job.dataset("train")
+    numbers = {tuple(samples[i][1].tolist()): i for i in range(len(samples))}
+    read = functools.partial(
+        read_by_all_ranks,
+        lambda: replace(job).dataset("train"),
+        collate=lambda items: [numbers[tuple(target.tolist())] for _, target in items],
+        global_batch_size=6,
+    )
+    whole, done = read(data_parallel_size=2, steps=6), 3
+    rest = read(data_parallel_size=dp_size, samples_consumed=done * 6, steps=6 - done)
+    assert rest == whole[done:]
+    assert sorted(sum(whole[:done] + rest, [])[: len(samples)]) == list(range(len(samples)))
 
 
 def test_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
