@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _LISTED = 4
+_ADVICE = "use the fields and the code of the job that it was trained with"
 
 
 def mismatches(
@@ -17,7 +18,7 @@ def mismatches(
     *,
     partial: bool = False,
 ) -> list[str]:
-    """Return one line per parameter or buffer that does not fit, at most the first few of each kind.
+    """Return one line per parameter or buffer that does not fit; a single one if many names differ.
 
     A change from one floating dtype to another fits.
 
@@ -27,7 +28,8 @@ def mismatches(
         partial: whether the model is a part of the saved one, so that names only in the checkpoint fit too.
     """
     missing = [name for name in model_shapes if name not in saved]
-    unexpected = [name for name in saved if name not in model_shapes]
+    others = [name for name in saved if name not in model_shapes]
+    unexpected = [] if partial else others
     unlike = []
     for name, (shape, dtype) in model_shapes.items():
         tensor = saved.get(name)
@@ -38,19 +40,22 @@ def mismatches(
         elif tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
             unlike.append(f"{name}: {tensor.dtype} in the checkpoint, {dtype} in the model")
 
-    def nearest(name: str, others: list[str]) -> str:
-        found = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    if len(missing) + len(unexpected) > _LISTED:
+        kinds = (
+            (unexpected, "has {} tensors that the model lacks"),
+            (missing, "lacks {} tensors of the model"),
+            (unlike, "has {} of another shape or type"),
+        )
+        parts = [f"{text.format(len(found))}, such as {found[0]}" for found, text in kinds if found]
+        return [f"the checkpoint {'; '.join(parts)}; {_ADVICE}"]
+
+    def nearest(name: str, names: list[str]) -> str:
+        found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
         return f" (nearest: {found[0]})" if found else ""
 
-    def not_in_checkpoint(name: str) -> str:
-        return f"{name}: not in the checkpoint{nearest(name, unexpected)}"
-
-    def not_in_model(name: str) -> str:
-        return f"{name}: not in the model{nearest(name, missing)}"
-
     return [
-        *capped_lines(missing, not_in_checkpoint, "are not in the checkpoint"),
-        *([] if partial else capped_lines(unexpected, not_in_model, "are not in the model")),
+        *(f"{name}: not in the checkpoint{nearest(name, others)}" for name in missing),
+        *(f"{name}: not in the model{nearest(name, missing)}" for name in unexpected),
         *capped_lines(unlike, str, "differ in shape or type"),
     ]
 

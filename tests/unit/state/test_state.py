@@ -390,7 +390,6 @@ def test_mismatches_name_the_parameters_and_the_nearest() -> None:
         "fc_1.weight": torch.zeros(4, 2),
         "fc2.weight": torch.zeros(3, 4),
         "ids": torch.zeros(2, dtype=torch.int64),
-        **{f"old.{i}": torch.zeros(1) for i in range(16)},
     }
     shapes = {
         "fc1.weight": ((4, 2), torch.float32),
@@ -401,15 +400,28 @@ def test_mismatches_name_the_parameters_and_the_nearest() -> None:
     assert lines == [
         "fc1.weight: not in the checkpoint (nearest: fc_1.weight)",
         "fc_1.weight: not in the model (nearest: fc1.weight)",
-        "old.0: not in the model",
-        "old.1: not in the model",
-        "old.2: not in the model",
-        "and 13 more are not in the model",
         "fc2.weight: [3, 4] in the checkpoint, [3, 8] in the model",
         "ids: torch.int64 in the checkpoint, torch.float32 in the model",
     ]
     assert mismatches(shapes, saved, partial=True) == [lines[0], *lines[-2:]]
     assert mismatches({n: (tuple(t.shape), t.dtype) for n, t in saved.items()}, saved) == []
+
+
+def test_another_architecture_is_one_sentence() -> None:
+    saved = {"head": torch.zeros(2), **{f"block{i}.qkv": torch.zeros(6, 2) for i in range(3)}}
+    shapes = {
+        "head": ((3,), torch.float32),
+        **{f"block{i}.{n}": ((2, 2), torch.float32) for i in range(3) for n in "qkv"},
+    }
+    advice = "use the fields and the code of the job that it was trained with"
+    assert mismatches(shapes, saved) == [
+        "the checkpoint has 3 tensors that the model lacks, such as block0.qkv; lacks 9 tensors of the model, such as "
+        "block0.q; has 1 of another shape or type, such as head: [2] in the checkpoint, [3] in the model; " + advice
+    ]
+    del shapes["head"]
+    assert mismatches(shapes, saved, partial=True) == [
+        f"the checkpoint lacks 9 tensors of the model, such as block0.q; {advice}"
+    ]
 
 
 @pytest.mark.parametrize(
