@@ -122,7 +122,8 @@ def test_documents_continue_at_the_next_sample_with_other_workers(tmp_path: Path
     whole, done = read(data_parallel_size=2, steps=6), 3
     rest = read(data_parallel_size=dp_size, samples_consumed=done * 6, steps=6 - done)
     assert rest == whole[done:]
-    assert sorted(sum(whole[:done] + rest, [])[: len(samples)]) == list(range(len(samples)))
+    epoch = [number for step in [*whole[:done], *rest] for number in step][: len(samples)]
+    assert sorted(epoch) == list(range(len(samples)))
 
 
 def test_windows_cover_the_text_one_byte_ahead(tmp_path: Path) -> None:
