@@ -88,6 +88,18 @@ def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerM
     )
 
 
+def gathered_bytes(groups: Sequence[float], *, keep_whole: bool) -> float:
+    """Return what a worker gathers at the same time: two groups, and what belongs to none; with a group's gradients.
+
+    Args:
+        groups: the bytes of the parameters that are gathered together; at the end, of those in no group.
+        keep_whole: whether what a step has gathered is kept up to its end.
+    """
+    *of_groups, rest = groups
+    largest = sorted(of_groups)[-2:] or [0]
+    return rest + (sum(of_groups) if keep_whole else sum(largest)) + max(largest[-1], rest)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
     """The memory that there is for a worker.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.model.cut import balance
+from orchestrator.planning.memory import gathered_bytes
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.timeline.ideal import Action, simulate
@@ -29,7 +30,7 @@ class Prediction:
 
     Attributes:
         compute_ms: forward and backward passes, and the update.
-        exchange_ms: gradients that are exchanged while nothing is computed.
+        exchange_ms: gradients and parameters that are exchanged while nothing is computed.
         idle_ms: waiting for other stages.
         input_ms: reading the batch, and the training loop.
         memory_bytes: parameters, gradients, optimizer state and activations.
@@ -59,17 +60,24 @@ def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
         return _pipeline(profile, plan, plan.pipeline, orders(plan.pipeline))
     if plan.mesh.num_servers:
         return _servers(profile, plan)
+    if plan.mesh.shard > 1:
+        return _parts(profile, plan)
     return _devices(profile, plan) if plan.devices_per_worker > 1 else _replicas(profile, plan)
 
 
 def memory_error(profile: Profile, plan: Plan, prediction: Prediction, *, num_nodes: int) -> str | None:
-    """Return why the plan does not fit in memory; None if it does. On a CPU, the workers of a node share its memory."""
+    """Return why the plan does not fit in memory; None if it does. On a CPU, the workers of a node share its memory.
+
+    What is free was measured. Where the plan knows of less, as in a container with a limit, there is less.
+    """
     sharing = math.ceil(plan.world_size / num_nodes) if profile.device == "cpu" else 1
     needed = prediction.memory_bytes * sharing
-    if needed <= profile.free_bytes:
+    share = plan.mesh.num_workers / num_nodes if plan.memory.shared else 1
+    free = min(profile.free_bytes, plan.memory.worker_bytes * share or math.inf)
+    if needed <= free:
         return None
-    where = f"the {sharing} workers of a node need" if profile.device == "cpu" else "a worker needs"
-    return f"{where} {needed / 1e9:.1f} GB of memory, {profile.free_bytes / 1e9:.1f} GB are free"
+    where = f"the {sharing} workers of a node need" if sharing > 1 else "a worker needs"
+    return f"{where} {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
 
 
 def _replicas(profile: Profile, plan: Plan) -> Prediction:
@@ -90,6 +98,30 @@ def _replicas(profile: Profile, plan: Plan) -> Prediction:
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(share),
         memory_bytes=_state_bytes(profile, profile.parameter_bytes) + profile.activation_bytes * rows,
+    )
+
+
+def _parts(profile: Profile, plan: Plan) -> Prediction:
+    """``fsdp`` and ``hsdp``: each slice gathers all groups for both passes, the rest once, and sums the gradients."""
+    n, shards, replicas = plan.world_size, plan.mesh.shard, plan.mesh.replicate
+    threads, slices = plan.threads_per_worker, plan.grad_accumulation
+    share = plan.workers[0].samples_per_step
+    rows = share / slices
+    pass_ms = profile.pass_ms(rows, threads=threads, busy=n)
+    transfer_ms = _gathering_ms(profile, shards) + _gathering_ms(profile, shards, last=-1) + _sums_ms(profile, shards)
+    if profile.device == "cuda":
+        transfer_ms = max(0.0, transfer_ms - pass_ms)
+    replicas_ms = profile.group(replicas).all_reduce.overhead_ms if replicas > 1 else 0.0
+    if replicas > 1:
+        replicas_ms += _transfer_ms(profile, replicas, profile.gradient_bytes / shards)
+    return Prediction(
+        compute_ms=slices * pass_ms + profile.update_ms(threads=threads, busy=n) / shards,
+        exchange_ms=slices * transfer_ms + replicas_ms,
+        idle_ms=0.0,
+        input_ms=profile.loop_ms + profile.data.at(share),
+        memory_bytes=_state_bytes(profile, profile.parameter_bytes / shards)
+        + gathered_bytes(profile.gathered_bytes, keep_whole=False)
+        + profile.activation_bytes * rows,
     )
 
 
@@ -134,11 +166,11 @@ def _servers(profile: Profile, plan: Plan) -> Prediction:
 
 
 def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequence[Sequence[Action]]) -> Prediction:
-    """``model_parallel``, ``pipeline`` and ``ddp_pipeline``: a replay of the schedule in the times of the stages."""
+    """``model_parallel`` and all pipelines: a replay of the schedule in the times of the stages."""
     stages, threads, rows = _stages(profile, layout.num_stages), plan.threads_per_worker, plan.microbatch_rows
     alone_ms = profile.pass_ms(rows, threads=threads, busy=1)
     scale = max(0.0, alone_ms - profile.base_ms) / math.fsum(layer.total_ms for layers in stages for layer in layers)
-    replicas = plan.mesh.data_parallel_size
+    replicas, shards = plan.mesh.data_parallel_size, plan.mesh.shard
 
     def duration_of(action: Action) -> float:
         kind, stage, _ = action
@@ -161,17 +193,26 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     largest_bytes = max(sum(layer.parameter_bytes for layer in layers) for layers in of_rank)
     part = largest_bytes / max(1, profile.parameter_bytes)
     exchange_ms = 0.0
-    if replicas > 1:
-        exchange_ms = profile.all_reduce(replicas).overhead_ms + _transfer_ms(
+    if shards > 1:  # once in a step, because what is gathered and the gradients stay whole during it
+        exchange_ms = part * (_gathering_ms(profile, shards) + _sums_ms(profile, shards))
+    elif replicas > 1:
+        exchange_ms = profile.group(replicas).all_reduce.overhead_ms + _transfer_ms(
             profile, replicas, part * profile.gradient_bytes
         )
+    update_ms = part * profile.update_ms(threads=threads, busy=plan.world_size) / shards
+
+    def state_bytes(parameter_bytes: float) -> float:
+        if shards == 1:
+            return _state_bytes(profile, parameter_bytes)
+        return parameter_bytes * (2 + (1 + profile.optimizer_bytes) / shards)
+
     return Prediction(
-        compute_ms=slices * compute_ms + part * profile.update_ms(threads=threads, busy=plan.world_size),
+        compute_ms=slices * compute_ms + update_ms,
         exchange_ms=exchange_ms,
         idle_ms=slices * (schedule_ms - compute_ms),
         input_ms=profile.loop_ms + profile.pipeline_ms + profile.data.at(plan.global_batch_size / replicas),
         memory_bytes=max(
-            _state_bytes(profile, sum(layer.parameter_bytes for layer in layers)) + _activations(stages, order) * rows
+            state_bytes(sum(layer.parameter_bytes for layer in layers)) + _activations(stages, order) * rows
             for layers, order in zip(of_rank, orders, strict=True)
         ),
     )
@@ -203,9 +244,22 @@ def _forward_share(profile: Profile) -> float:
 
 def _transfer_ms(profile: Profile, workers: int, num_bytes: float) -> float:
     """Return the time to sum gradients over ``workers``; the first message has no overhead here."""
-    cost = profile.all_reduce(workers)
+    cost = profile.group(workers).all_reduce
     messages = max(1, math.ceil(num_bytes / BUCKET_BYTES))
     return cost.ms_per_unit * num_bytes / MIB + cost.overhead_ms * (messages - 1)
+
+
+def _gathering_ms(profile: Profile, workers: int, *, last: int | None = None) -> float:
+    """Return the time to gather the groups of parameters up to ``last``, one by one; None for all."""
+    cost = profile.group(workers).all_gather
+    return math.fsum(cost.at(size / MIB) for size in profile.gathered_bytes[:last])
+
+
+def _sums_ms(profile: Profile, workers: int) -> float:
+    """Return the time to sum the gradients of all groups into the parts, one by one."""
+    cost = profile.group(workers).reduce_scatter
+    trained = min(1.0, profile.gradient_bytes / max(1, profile.parameter_bytes))
+    return math.fsum(cost.at(trained * size / MIB) for size in profile.gathered_bytes)
 
 
 def _state_bytes(profile: Profile, parameter_bytes: float) -> float:

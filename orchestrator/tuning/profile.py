@@ -99,10 +99,12 @@ class PassCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCost:
-    """The all-reduce of a group of ``workers``; the unit of size is a MiB."""
+    """What a group of ``workers`` exchanges; the unit of size is a MiB of the whole tensor, on each of them."""
 
     workers: int
     all_reduce: Affine
+    all_gather: Affine
+    reduce_scatter: Affine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ class Profile:
         activation_bytes: what a sample keeps in memory until the backward pass, for the whole model.
         data: the time to read and collate a batch; the unit of size is a sample.
         loop_ms: the training loop of a worker, around a step.
-        groups: the all-reduce, by the size of the group; empty with one worker.
+        gathered_bytes: the parameters that ``fsdp`` gathers together, of each of its groups; at the end, of the others.
+        groups: collective operations, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
         server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
         base_ms: a pass of a model that computes nearly nothing, on one worker.
@@ -140,6 +143,7 @@ class Profile:
     activation_bytes: float
     data: Affine
     loop_ms: float
+    gathered_bytes: tuple[int, ...]
     groups: tuple[GroupCost, ...]
     message: Affine
     server: Affine
@@ -170,9 +174,9 @@ class Profile:
             return 0.0
         return self._interpolated(threads, busy, lambda costs: statistics.median(c.update_ms for c in costs))
 
-    def all_reduce(self, workers: int) -> Affine:
-        """Return the cost of an all-reduce over ``workers``, or over the nearest number that was measured."""
-        return min(self.groups, key=lambda group: abs(group.workers - workers)).all_reduce
+    def group(self, workers: int) -> GroupCost:
+        """Return the costs of a group of ``workers``, or of the nearest number that was measured."""
+        return min(self.groups, key=lambda group: abs(group.workers - workers))
 
     def _interpolated(self, threads: int, busy: int, value: Callable[[Sequence[PassCost]], float]) -> float:
         """Return ``value`` of the measurements with the nearest number of threads, interpolated over ``busy``."""

@@ -7,7 +7,18 @@ from typing import Literal
 
 from orchestrator.planning.schedules import SCHEDULES
 
-StrategyName = Literal["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline", "parameter_server"]
+StrategyName = Literal[
+    "single",
+    "ddp",
+    "dp",
+    "fsdp",
+    "hsdp",
+    "model_parallel",
+    "pipeline",
+    "ddp_pipeline",
+    "fsdp_pipeline",
+    "parameter_server",
+]
 
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 
@@ -32,7 +43,7 @@ def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
 def proposals(
     num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each proposal: the strategy, its workers, and its micro-batches or shards.
+    """Yield the overrides of each proposal: the strategy, its workers, and its parts, micro-batches or shards.
 
     Args:
         num_workers: the largest number of workers. Shards come in addition, one for two workers at most.
@@ -40,10 +51,11 @@ def proposals(
         schedules: the schedules of pipelines to propose.
     """
     several = [n for n in worker_counts(num_workers) if n > 1]
+    grids = [(n, p) for n in several for p in several if p < n and n % p == 0]
     for strategy in strategies:
         if strategy == "single":
             yield ("strategy=single",)
-        elif strategy in ("ddp", "model_parallel"):
+        elif strategy in ("ddp", "fsdp", "model_parallel"):
             yield from ((f"strategy={strategy}", f"strategy.num_workers={n}") for n in several)
         elif strategy == "dp" and several:
             yield ("strategy=dp", f"strategy.num_workers={num_workers}")
@@ -52,15 +64,13 @@ def proposals(
                 yield from (
                     ("strategy=pipeline", f"strategy.num_workers={n}", *stages) for stages in _stages(n, schedules)
                 )
-        elif strategy == "ddp_pipeline":
-            for n in several:
-                for p in (p for p in several if p < n and n % p == 0):
-                    grid = (
-                        "strategy=ddp_pipeline",
-                        f"strategy.num_workers={n}",
-                        f"strategy.pipeline_parallel_size={p}",
-                    )
-                    yield from ((*grid, *stages) for stages in _stages(p, schedules))
+        elif strategy == "hsdp":
+            for n, p in grids:
+                yield "strategy=hsdp", f"strategy.num_workers={n}", f"strategy.shard_size={p}"
+        elif strategy in ("ddp_pipeline", "fsdp_pipeline"):
+            for n, p in grids:
+                grid = (f"strategy={strategy}", f"strategy.num_workers={n}", f"strategy.pipeline_parallel_size={p}")
+                yield from ((*grid, *stages) for stages in _stages(p, schedules))
         elif strategy == "parameter_server":
             for n in several:
                 servers = ("strategy=parameter_server", f"strategy.num_workers={n}")

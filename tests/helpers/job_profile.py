@@ -31,7 +31,15 @@ PROFILE = Profile(
     activation_bytes=20.0,
     data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
     loop_ms=0.5,
-    groups=(GroupCost(workers=2, all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0)),),
+    gathered_bytes=(600, 600, 600, 200),
+    groups=(
+        GroupCost(
+            workers=2,
+            all_reduce=Affine(overhead_ms=2.0, ms_per_unit=7.0),
+            all_gather=Affine(overhead_ms=0.25, ms_per_unit=0.0),
+            reduce_scatter=Affine(overhead_ms=0.5, ms_per_unit=0.0),
+        ),
+    ),
     message=NO_COST,
     server=Affine(overhead_ms=4.0, ms_per_unit=5.0),
     base_ms=0.0,

@@ -22,7 +22,7 @@ from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division
+from orchestrator.planning.memory import Division, gathered_bytes
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
@@ -35,7 +35,7 @@ from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.fsdp import ShardedConfig
-from orchestrator.strategies.sharded.preflight import check_shards, gathered_bytes
+from orchestrator.strategies.sharded.preflight import bytes_by_group, check_shards
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -106,7 +106,7 @@ class FSDPPipeline(Pipeline):
     def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
         assert isinstance(options, FSDPPipelineConfig)
         if options.reshard_after_forward:
-            return gathered_bytes(model, options.wrap, keep_whole=False)
+            return gathered_bytes(bytes_by_group(model, options.wrap), keep_whole=False)
         return sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:

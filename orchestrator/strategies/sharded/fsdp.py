@@ -23,6 +23,7 @@ from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import Layout
+from orchestrator.planning.memory import gathered_bytes
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
@@ -35,7 +36,7 @@ from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.preflight import check_shards, gathered_bytes
+from orchestrator.strategies.sharded.preflight import bytes_by_group, check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
@@ -103,7 +104,7 @@ class FSDP(ShardTrainer):
     @classmethod
     def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
         assert isinstance(options, ShardedConfig)
-        return gathered_bytes(model, options.wrap, keep_whole=not options.reshard_after_forward)
+        return gathered_bytes(bytes_by_group(model, options.wrap), keep_whole=not options.reshard_after_forward)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()

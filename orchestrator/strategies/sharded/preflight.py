@@ -113,14 +113,11 @@ def _divided(model: nn.Module, groups: Sequence[Group]) -> list[list[nn.Paramete
     return found
 
 
-def gathered_bytes(model: nn.Module, wrap: Wrap, *, keep_whole: bool) -> float:
-    """Return what a worker gathers at the same time: two groups, and what belongs to none; with a group's gradients.
+def bytes_by_group(model: nn.Module, wrap: Wrap) -> list[int]:
+    """Return the bytes of the parameters that are gathered together; at the end, of those outside of all groups.
 
     Args:
         model: the model, which may be of fake tensors.
         wrap: the classes of the modules that are gathered one by one, or ``auto``.
-        keep_whole: whether what a step has gathered is kept up to its end.
     """
-    *of_groups, rest = (sum(p.nbytes for p in parameters) for parameters in _divided(model, groups_of(model, wrap)))
-    largest = sorted(of_groups)[-2:] or [0]
-    return rest + (sum(of_groups) if keep_whole else sum(largest)) + max(largest[-1], rest)
+    return [sum(p.nbytes for p in parameters) for parameters in _divided(model, groups_of(model, wrap))]

@@ -24,7 +24,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.tuned.collectives import all_reduce_cost, message_cost
+from orchestrator.strategies.tuned.collectives import group_cost, message_cost
 from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
 from orchestrator.strategies.tuned.passes import data_cost, divisions, layer_rows, slice_rows, whole_model_cost
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
@@ -156,9 +156,7 @@ class Auto(Strategy):
         message = NO_COST
         added = MachineryCost()
         if control is not None:
-            groups = tuple(
-                GroupCost(workers=n, all_reduce=all_reduce_cost(n, context, control)) for n in counts if n > 1
-            )
+            groups = tuple(group_cost(n, context, control) for n in counts if n > 1)
             message = message_cost(context, control)
             added = machinery_cost(context, control, with_shards=with_shards)
         return Profile(
@@ -172,6 +170,7 @@ class Auto(Strategy):
             activation_bytes=activation_bytes,
             data=data_cost(job, train_set, slice_rows(context)),
             loop_ms=0.0,
+            gathered_bytes=whole.gathered_bytes,
             groups=groups,
             message=message,
             server=added.server,

@@ -1,8 +1,9 @@
-"""What an all-reduce and a message cost, as functions of their size in MiB. Collective."""
+"""What collective operations and a message cost, as functions of their size in MiB. Collective."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.distributed as dist
@@ -10,23 +11,30 @@ import torch.distributed as dist
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
-from orchestrator.tuning.profile import MIB, Affine, fit
+from orchestrator.tuning.profile import MIB, Affine, GroupCost, fit
 
 SIZES_MIB = (1 / 256, 1 / 4, 4, 16)
 RUNS = 8
 
 
-def all_reduce_cost(workers: int, context: Context, control: dist.ProcessGroup) -> Affine:
-    """Measure the all-reduce of the first ``workers`` ranks; ``control`` is a group of all ranks on the hosts."""
+def group_cost(workers: int, context: Context, control: dist.ProcessGroup) -> GroupCost:
+    """Measure the first ``workers`` ranks; ``control`` is a group of all ranks on the hosts."""
     group = new_group(context, range(workers))
     takes_part = context.global_rank < workers
-    points = []
+    points: list[list[tuple[float, float]]] = [[], [], []]
     for size in SIZES_MIB:
-        values = torch.zeros(int(size * MIB / 4), device=context.device)
-        call = functools.partial(dist.all_reduce, values, group=group)
-        (own_ms,) = medians_ms([call], context.device, runs=RUNS) if takes_part else (0.0,)
-        points.append((size, mean_over(workers, own_ms, control)))
-    return fit(points)
+        part = torch.zeros(math.ceil(size * MIB / 4 / workers), device=context.device)
+        whole = torch.zeros(len(part) * workers, device=context.device)
+        calls = (
+            functools.partial(dist.all_reduce, whole, group=group),
+            functools.partial(dist.all_gather_into_tensor, whole, part, group=group),
+            functools.partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        )
+        times = medians_ms(calls, context.device, runs=RUNS) if takes_part else (0.0,) * len(calls)
+        for found, own_ms in zip(points, times, strict=True):
+            found.append((size, mean_over(workers, own_ms, control)))
+    all_reduce, all_gather, reduce_scatter = map(fit, points)
+    return GroupCost(workers=workers, all_reduce=all_reduce, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
 
 def message_cost(context: Context, control: dist.ProcessGroup) -> Affine:

@@ -25,6 +25,7 @@ from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.single import Single, SingleConfig
+from orchestrator.strategies.sharded.preflight import bytes_by_group
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
@@ -118,12 +119,14 @@ def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...
 class WholeModelCost:
     """Training steps of the whole model.
 
-    ``gradient_bytes`` is the size of the gradients of a batch, which counts for sparse gradients. ``optimizer_bytes``
-    is the state of the optimizer for each byte of the parameters.
+    ``gathered_bytes`` are the parameters that are gathered together where tensors are divided. ``gradient_bytes`` is
+    the size of the gradients of a batch, which counts for sparse gradients. ``optimizer_bytes`` is the state of the
+    optimizer for each byte of the parameters.
     """
 
     passes: tuple[PassCost, ...]
     parameter_bytes: int
+    gathered_bytes: tuple[int, ...]
     gradient_bytes: int
     optimizer_bytes: float
 
@@ -155,14 +158,20 @@ def whole_model_cost(
         The costs; without passes if the model does not fit in the memory of some worker.
     """
     world_size, device, largest = context.mesh.world_size, context.device, slice_rows(context)
-    outline = on_meta_device(job.model)
+    precision = Precision.named(context.train.precision, device.type)
+    outline = on_meta_device(constructor_of(job, context.train, precision))
+    gathered = () if outline is None else tuple(bytes_by_group(outline, "auto"))
     parameters = [] if outline is None else list(outline.parameters())
     parameter_bytes = sum(p.nbytes for p in parameters)
     needed = parameter_bytes * (2 + ADAM_BYTES) + activation_bytes * largest
     if mean_over(world_size, float(needed > free_bytes), control):
         trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
         return WholeModelCost(
-            passes=(), parameter_bytes=parameter_bytes, gradient_bytes=trained_bytes, optimizer_bytes=ADAM_BYTES
+            passes=(),
+            parameter_bytes=parameter_bytes,
+            gathered_bytes=gathered or (parameter_bytes,),
+            gradient_bytes=trained_bytes,
+            optimizer_bytes=ADAM_BYTES,
         )
     train = dataclasses.replace(context.train, grad_accumulation=1, steps=STEPS)
     alone = dataclasses.replace(
@@ -209,6 +218,7 @@ def whole_model_cost(
     return WholeModelCost(
         passes=tuple(costs),
         parameter_bytes=parameter_bytes,
+        gathered_bytes=gathered or (parameter_bytes,),
         gradient_bytes=sum(map(_bytes_of, gradients)),
         optimizer_bytes=sum(t.nbytes for t in state) / max(1, parameter_bytes),
     )

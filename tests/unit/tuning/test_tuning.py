@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 
 from helpers.job_profile import PASSES, PROFILE
+from orchestrator.planning.memory import MemoryLimit
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
@@ -19,7 +21,7 @@ from orchestrator.tuning.profile import (
     fit,
     interpolate,
 )
-from orchestrator.tuning.proposals import proposals, stage_counts, worker_counts
+from orchestrator.tuning.proposals import StrategyName, proposals, stage_counts, worker_counts
 from orchestrator.tuning.report import columns, markdown, verdict
 
 
@@ -166,6 +168,41 @@ def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
     assert "2 workers of a node" in (memory_error(PROFILE, replicas, prediction, num_nodes=1) or "")
 
 
+def test_fsdp_gathers_blocks_for_both_passes_the_rest_once_and_keeps_parts() -> None:
+    mesh = Mesh(shard=2)
+    prediction = predict(PROFILE, plan("fsdp", mesh), gpipe)
+    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / 2), "each worker updates its part"
+    assert prediction.exchange_ms == pytest.approx((3 + 4) * 0.25 + 4 * 0.5)
+    gathered = 2 * 600 + 200 + 600
+    assert prediction.memory_bytes == pytest.approx(2000 * 3 / 2 + gathered + 20 * 32)
+    sliced = dataclasses.replace(plan("fsdp", mesh), grad_accumulation=4)
+    assert predict(PROFILE, sliced, gpipe).exchange_ms == pytest.approx(4 * prediction.exchange_ms)
+    on_gpus = dataclasses.replace(PROFILE, device="cuda")
+    assert predict(on_gpus, plan("fsdp", mesh), gpipe).exchange_ms == 0.0, "gathered while blocks compute"
+
+
+def test_hsdp_sums_the_gradients_of_a_part_over_its_replicas() -> None:
+    parts = predict(PROFILE, plan("fsdp", Mesh(shard=2)), gpipe)
+    replicas = predict(PROFILE, plan("hsdp", Mesh(replicate=2, shard=2)), gpipe)
+    assert replicas.exchange_ms == pytest.approx(parts.exchange_ms + 2.0 + 7.0 / 2)
+    assert replicas.memory_bytes == pytest.approx(parts.memory_bytes - 20 * 16), "of half as many samples"
+
+
+def test_stages_in_parts_are_gathered_once_in_a_step_and_stay_whole_during_it() -> None:
+    prediction = predict(PROFILE, plan("fsdp_pipeline", Mesh(pipeline=2, shard=2), pipeline=two_stages(4)), gpipe)
+    assert prediction.exchange_ms == pytest.approx((4 * 0.25 + 4 * 0.5) / 2), "half of the model is in a stage"
+    assert prediction.memory_bytes == pytest.approx(1000 * (2 + 2 / 2) + 4 * 10 * 8)
+
+
+def test_there_is_no_more_memory_than_the_plan_knows_of() -> None:
+    """A container may have less than its machine has free."""
+    free = dataclasses.replace(PROFILE, free_bytes=10**9)
+    known = dataclasses.replace(plan("single", Mesh()), memory=MemoryLimit(worker_bytes=13_000.0, shared=True))
+    needed = predict(free, known, gpipe)
+    assert memory_error(free, known, needed, num_nodes=1) is None
+    assert memory_error(free, known, needed, num_nodes=2) is not None, "a worker is on one of the two nodes"
+
+
 # Proposals and the choice -------------------------------------------------------------------------
 
 
@@ -187,8 +224,20 @@ def test_proposals_are_every_grid_of_every_strategy() -> None:
     ]
     assert len(found) == 4 + 3
     assert all("strategy.num_workers=4 strategy.pipeline_parallel_size=2" in p for p in found[4:])
-    every_strategy = ["single", "ddp", "dp", "model_parallel", "pipeline", "ddp_pipeline", "parameter_server"]
+    every_strategy = get_args(StrategyName)
     assert list(proposals(1, every_strategy, ["1F1B"])) == [("strategy=single",)]
+
+
+def test_parts_are_proposed_on_every_number_of_workers_and_every_grid() -> None:
+    found = [" ".join(p) for p in proposals(4, ["fsdp", "hsdp", "fsdp_pipeline"], ["1F1B"])]
+    assert found[:4] == [
+        "strategy=fsdp strategy.num_workers=2",
+        "strategy=fsdp strategy.num_workers=4",
+        "strategy=hsdp strategy.num_workers=4 strategy.shard_size=2",
+        "strategy=fsdp_pipeline strategy.num_workers=4 strategy.pipeline_parallel_size=2 strategy.schedule=1F1B "
+        "strategy.num_microbatches=2",
+    ]
+    assert len(found) == 3 + 3
 
 
 def test_a_parameter_server_has_one_shard_for_two_workers_at_most() -> None:

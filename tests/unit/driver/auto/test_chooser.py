@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,14 +60,17 @@ class Runs:
         CheckpointStore(staged, run_dir.remote_checkpoints).upload(saved.name, fence=None)
 
 
-def chooser(store: Path, staging: Path, runs: Runs) -> tuple[Chooser, OutputDir]:
-    words = ["strategy=auto", "strategy.candidates=[single,ddp]", f"output_dir={store.as_uri()}", "tracking=none"]
+def chooser(
+    store: Path, staging: Path, runs: Runs, *, candidates: str = "single,ddp", node_bytes: int = 0
+) -> tuple[Chooser, OutputDir]:
+    nodes = tuple(replace(node, memory_bytes=node_bytes) for node in NODES)
+    words = ["strategy=auto", f"strategy.candidates=[{candidates}]", f"output_dir={store.as_uri()}", "tracking=none"]
     errors: list[str] = []
     config, _ = compose([*words, f"storage.staging_dir={staging}"], errors, registry.config_class)
     assert config is not None, errors
     config = absolute_paths(config)
-    plan = make_plan(config, registry.load("auto"), NODES, oversubscribe_cpus=False)
-    made = Chooser(config, JOB, plan, NODES, runs, redactor=Redactor(), oversubscribe_cpus=False)
+    plan = make_plan(config, registry.load("auto"), nodes, oversubscribe_cpus=False)
+    made = Chooser(config, JOB, plan, nodes, runs, redactor=Redactor(), oversubscribe_cpus=False)
     return made, output_dir(replace(config, output_dir=f"{config.output_dir}/{FOLDER}"))
 
 
@@ -84,3 +88,14 @@ def test_measurements_that_cannot_be_read_are_an_error_and_not_a_crash(tmp_path:
     auto, _ = chooser(tmp_path / "store", tmp_path / "here", Runs(tmp_path / "there", saves=False))
     with pytest.raises(ConfigError, match=r"strategy=auto: the measurements cannot be read: .* has no checkpoint"):
         auto.choose()
+
+
+def test_where_no_node_has_room_for_the_whole_model_parts_of_it_are_chosen(tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "there")
+    words = "single,ddp,fsdp"
+    auto, _ = chooser(tmp_path / "store", tmp_path / "here", runs, candidates=words, node_bytes=6_500)
+    decision = auto.choose(measure=False)
+    single, ddp, fsdp = decision.contenders
+    assert re.fullmatch(r"a worker needs .* GB of memory, .* GB are free", single.refused)
+    assert "parameters, gradients and optimizer state take" in ddp.refused
+    assert decision.overrides == fsdp.overrides == ("strategy=fsdp", "strategy.num_workers=2")
