@@ -127,7 +127,7 @@ def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_pa
     for checkpoint in (by_shards, by_stages):
         assert not any(name.startswith(("first.", "second.")) for name in load(checkpoint).model)
     assert load(by_shards).meta["left_out"] == load(by_stages).meta["left_out"]
-    for continues, name in ((only, "sharded-ddp-2"), (case, "ddp-2")):
+    for continues, name in ((only, "sharded-ddp-2"), (only, "hsdp-2x2"), (case, "ddp-2")):
         loss, last = run(continues, name, by_stages)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert ("first.weight" in load(last).model) == (continues is case)
