@@ -19,6 +19,7 @@ from orchestrator.records import lease
 from orchestrator.records.json_file import read_json
 from orchestrator.records.lock import changed_at
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import load
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
@@ -133,27 +134,35 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[in
 
 TO_BE_STOPPED = (
     "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
-    "job._target_=helpers.leisurely_job.Leisurely", "name=stopped",
+    "job._target_=helpers.leisurely_job.Leisurely", "job.frozen=true", "name=stopped",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), *in_campaign((signal.SIGTERM, 143))])
+@pytest.mark.parametrize(
+    ("number", "code", "only_trained"), [(signal.SIGINT, 130, True), *in_campaign((signal.SIGTERM, 143, False))]
+)
 def test_stop_and_resume_is_the_same_run(
     run: Callable[..., Any],
     uninterrupted: dict[str, dict[int, float]],
     number: signal.Signals,
     code: int,
+    only_trained: bool,
 ) -> None:
-    uri = f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db"
+    words = (
+        *TO_BE_STOPPED,
+        f"checkpoint.only_trained={only_trained}",
+        f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db",
+    )
     stop_at(10, number, below=Path.cwd())
-    stopped = run(*TO_BE_STOPPED, "job.pause_ms=200", uri, tracking="default")
+    stopped = run(*words, "job.pause_ms=200", tracking="default")
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
     assert len(events(stopped.run_dir, "stop_requested")) == len(events(stopped.run_dir, "run_ended")) == 1
     at = stopped.summary["steps"]
     assert 10 <= at < 100
-    assert (stopped.run_dir / "checkpoints" / f"step-{at:08d}").is_dir()
+    checkpoint = stopped.run_dir / "checkpoints" / f"step-{at:08d}"
+    assert ("hidden0.weight" in load(checkpoint).model) != only_trained
 
-    resumed = run(*TO_BE_STOPPED, "job.pause_ms=0", uri, "resume=auto", tracking="default")
+    resumed = run(*words, "job.pause_ms=0", "resume=auto", tracking="default")
     assert (resumed.status, resumed.run_dir) == ("FINISHED", stopped.run_dir)
     assert {name: series(resumed.run_dir, name) for name in uninterrupted} == uninterrupted
 
