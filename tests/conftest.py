@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from helpers.golden import Golden
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
 HERE = Path(__file__).parent
@@ -40,6 +42,15 @@ WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 WITHOUT_COMMAND = "not command"
 """In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew-golden", action="store_true", help="write the files in tests/golden anew")
+
+
+@pytest.fixture
+def golden(pytestconfig: pytest.Config) -> Golden:
+    return Golden(renew=pytestconfig.getoption("renew_golden"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options

@@ -19,6 +19,7 @@ from helpers.console_events import (
     point,
     printed,
 )
+from helpers.golden import Golden
 from orchestrator.config.compose import compose
 from orchestrator.display.console import make_console
 from orchestrator.display.report import errors_text, plan_table
@@ -126,39 +127,23 @@ def test_no_escape_codes_on_a_terminal_without_color(
     assert "step 1/500" in text
 
 
-def test_every_event_has_words() -> None:
-    text = "\n".join(
-        printed(
-            replace(STARTED, resumed_from_step=40),
-            WaitingForResources(waited_s=12, wanted="4 workers", why="need 4 x {GPU: 1}; free 3"),
-            FORMED,
-            SAVED,
-            CheckpointFailed(step=50, reason="No space left on device"),
-            SystemMetricsLogged(step=1, metrics={"cpu": 1.0}),
-            StopRequested(signal="SIGINT"),
-            Warned(message="MLflow does not answer"),
-            SampleSaved(step=40, name="poem", path="samples/step-000040-poem.txt"),
-            TextSampled(name="poem", text="To be"),
-        )
+def test_every_event_has_words(golden: Golden) -> None:
+    lines = printed(
+        replace(STARTED, resumed_from_step=40),
+        WaitingForResources(waited_s=12, wanted="4 workers", why="need 4 x {GPU: 1}; free 3"),
+        FORMED,
+        SAVED,
+        CheckpointFailed(step=50, reason="No space left on device"),
+        SystemMetricsLogged(step=1, metrics={"cpu": 1.0}),
+        StopRequested(signal="SIGINT"),
+        Warned(message="MLflow does not answer"),
+        SampleSaved(step=40, name="poem", path="samples/step-000040-poem.txt"),
+        TextSampled(name="poem", text="To be"),
     )
-    assert "step-000040" not in text, "the verdict names the folder"
-    for words in (
-        "strategy ddp, job digits, 2 workers",
-        "/runs/1",
-        "resumed from step 40",
-        "waiting 12s for 4 workers: need 4 x {GPU: 1}; free 3",
-        "gloo on cpu in fp32: rank 0 on node-a, rank 1 on node-b",
-        "checkpoint of step 40 saved (2.1 MB in 0.03 s)",
-        "warning: cannot write the checkpoint of step 50: No space left on device; training continues",
-        "SIGINT: writing a checkpoint before stopping; send it again to stop at once",
-        "warning: MLflow does not answer",
-        "poem",
-        "To be",
-    ):
-        assert words in text
+    golden("console/events", "\n".join(lines))
 
 
-def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
+def test_a_recovery_says_what_happened_and_what_it_cost(golden: Golden) -> None:
     lost = WorkerLost(rank=1, display_name="rank 1", step=412, reason="it died", traceback="", log="", log_tail="")
     in_place = Recovered(
         generation=2, step=412, steps_lost=0, replaced=(1,), in_place=True, seconds=0.2,
@@ -166,15 +151,10 @@ def test_a_recovery_says_what_happened_and_what_it_cost() -> None:
     )  # fmt: skip
     smaller = replace(in_place, generation=3, step=400, steps_lost=12, replaced=(), num_workers=1)
     paused = replace(in_place, generation=4, replaced=(), planned="preempted")
-    assert printed(lost, in_place, smaller, paused) == [
-        "rank 1 lost at step 412: it died",
-        "recovered at step 412 after 0.2 s: rank 1 replaced, no step lost (generation 2)",
-        "recovered at step 400 after 0.2 s: 1 worker instead of 2, 12 steps lost (generation 3)",
-        "continued at step 412 after 0.2 s: process group formed again, no step lost (generation 4)",
-    ]
+    golden("console/recoveries", "\n".join(printed(lost, in_place, smaller, paused)))
 
 
-def test_a_run_in_the_queue_says_what_goes_before_it_and_that_it_makes_room() -> None:
+def test_a_run_in_the_queue_says_what_goes_before_it_and_that_it_makes_room(golden: Golden) -> None:
     continued = Recovered(
         generation=2, step=40, steps_lost=0, replaced=(0, 1), in_place=False, seconds=4.1,
         num_workers=2, num_workers_before=2, planned="yielded",
@@ -183,25 +163,16 @@ def test_a_run_in_the_queue_says_what_goes_before_it_and_that_it_makes_room() ->
     last = WaitingInQueue(waited_s=90, ahead=("gpt-ddp", "gpt-pipeline"), running=("resnet50-ddp",), why=why)
     first = WaitingInQueue(waited_s=1, ahead=(), running=(), why=why)
     unfit = WaitingInQueue(waited_s=2, ahead=(), running=("resnet50-ddp",), why=why, unfit=True)
-    assert printed(last, first, unfit, Yielded(step=40, to="gpt-ddp"), continued) == [
-        "waiting 1m30s in the queue, place 3; before it: gpt-ddp, gpt-pipeline; running: resnet50-ddp; "
-        "need 2 x {CPU: 1}; free 0",
-        "waiting 1.0s in the queue, place 1; need 2 x {CPU: 1}; free 0",
-        "waiting 2.0s in the queue, without a place; running: resnet50-ddp; need 2 x {CPU: 1}; free 0",
-        "yielded to gpt-ddp at step 40: the run continues when there is room again",
-        "continued at step 40 after 4.1 s: it is the run's turn again with 2 workers, no step lost (generation 2)",
-    ]
+    lines = printed(last, first, unfit, Yielded(step=40, to="gpt-ddp"), continued)
+    golden("console/queue", "\n".join(lines))
 
 
-def test_a_straggler_is_named_with_its_times() -> None:
+def test_a_straggler_is_named_with_its_times(golden: Golden) -> None:
     found = StragglerFound(
         rank=1, display_name="rank 1", node="node-b", step=50, slower_by=2.0,
         compute_ms=6.0, others_compute_ms=3.0, data_wait_ms=0.0, others_data_wait_ms=0.01, throughput_loss=0.5,
     )  # fmt: skip
-    assert "".join(printed(found)) == (
-        "warning: rank 1 on node-b is 2.0 times slower than the others, which costs the run 50% of its throughput: "
-        "it computes 6 ms per step (the others 3 ms) and waits 0 ms for data (the others 0.01 ms)"
-    )
+    golden("console/straggler", "\n".join(printed(found)))
 
 
 def test_only_some_of_many_ranks_are_named() -> None:
@@ -273,26 +244,16 @@ def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
     return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=False)
 
 
-def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what() -> None:
+def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what(golden: Golden) -> None:
     nodes = (Node(node_id="a", name="laptop", cpus=4, gpus=0),)
     plan = plan_for("strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2", nodes=nodes)
-    text = plan_table(plan, nodes)
-    assert "strategy ddp, job digits, 500 steps of 65 samples" in text
-    assert "1 node: laptop (4 CPUs)" in text
-    assert "2 workers on cpu" in text
-    shares = [line.split()[:3] for line in text.splitlines() if "%" in line]
-    assert shares == [["0", "33", "50.8%"], ["1", "32", "49.2%"]]
-    assert [f"  note: {note}" for note in plan.notes] == [line for line in text.splitlines() if "note:" in line]
+    golden("plan/uneven-shares", plan_table(plan, nodes))
 
 
-def test_plan_table_summarises_many_workers_and_nodes() -> None:
+def test_plan_table_summarises_many_workers_and_nodes(golden: Golden) -> None:
     nodes = tuple(Node(node_id=str(n), name=f"gpu-{n}", cpus=64, gpus=4) for n in range(16))
-    text = plan_table(plan_for("strategy=ddp", "train.global_batch_size=1050", nodes=nodes), nodes)
-    assert "16 nodes: 16 with 64 CPUs and 4 GPUs" in text
-    assert [line.split()[:3] for line in text.splitlines() if "%" in line] == [
-        ["0-25", "(26)", "17"],
-        ["26-63", "(38)", "16"],
-    ]
+    plan = plan_for("strategy=ddp", "train.global_batch_size=1050", nodes=nodes)
+    golden("plan/many-workers", plan_table(plan, nodes))
 
 
 def test_faults_text_has_one_bullet_a_error() -> None:

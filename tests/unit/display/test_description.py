@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.description import describe_run
 from orchestrator.driver.preflight.source import source_of
@@ -27,7 +28,7 @@ RECORD: dict[str, Any] = {
 SUMMARY = {"steps": 200, "samples_per_s": 9016.3, "step_ms_p50": 6.5657, "final_loss": 0.030958, "restarts": 0}
 
 
-def test_a_run_that_finished() -> None:
+def test_a_run_that_finished(golden: Golden) -> None:
     summary = {
         **SUMMARY,
         "val_accuracy": 0.98328,
@@ -37,11 +38,7 @@ def test_a_run_that_finished() -> None:
         "waited_s": 0.2,
         "queue_s": 0.1,
     }
-    assert describe_run(RECORD, summary, status="FINISHED", reason="") == (
-        "Job **digits** with strategy **ddp** on 2 CPU workers finished 200 steps in 3.0s. "
-        "Speed: **9,016 samples/s**, 6.57 ms a step (median). Final loss 0.0310, validation accuracy 0.9833. "
-        "Limited by gradients; try bf16. Profiled 10 steps of 6.6 ms: computation 60%, optimizer 40%. Start-up: 1.9s."
-    )
+    golden("page/finished", describe_run(RECORD, summary, status="FINISHED", reason=""))
 
 
 def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from helpers.golden import GOLDEN
 
 TESTS = Path(__file__).resolve().parents[2]
 MODULES = sorted(TESTS.glob("*/**/*.py"))
@@ -51,3 +54,9 @@ def test_every_test_on_a_gpu_says_what_it_shows_if_it_fails() -> None:
         and not (ast.get_docstring(node) or "").startswith("If it fails, ")
     ]
     assert silent == []
+
+
+def test_every_golden_file_is_read_by_one_test_and_exists() -> None:
+    read = [name for path in MODULES for name in re.findall(r"\bgolden\(\s*\"([^\"]+)\"", path.read_text())]
+    files = [path.relative_to(GOLDEN).with_suffix("").as_posix() for path in GOLDEN.rglob("*") if path.is_file()]
+    assert sorted(read) == sorted(files)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.golden import Golden
 from orchestrator.compare import main
 from orchestrator.display.comparison import labels, read_curve, read_run
 from orchestrator.display.comparison_analysis import Comparison
@@ -86,17 +87,11 @@ def rows(text: str) -> dict[str, list[str]]:
     return {c[0]: c[1:] for c in cells if c and c[0][:2].isdigit()}
 
 
-def test_table_has_every_figure_and_guesses_none(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_every_figure_and_guesses_none(
+    output_dir: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     assert main(["--output-dir", str(output_dir), "--no-picture"]) == 0
-    text = capsys.readouterr().out
-    found = rows(text)
-    assert list(found) == ["12-30-01-digits-ddp", "12-31-01-digits-single", "12-32-01-digits-ddp"]
-    assert found["12-31-01-digits-single"] == [
-        *("finished", "single", "1", "4,000", "█████▊", "1.00x", "-", "14.9", "16.3", "0.0423", "0.9780", "4.2", "0")
-    ]
-    assert found["12-30-01-digits-ddp"][3:7] == ["7,000", "█" * 10, "1.75x", "88%"]
-    assert found["12-32-01-digits-ddp"] == ["finished", "ddp", "4", *["-"] * 9]
-    assert "speed: relative to single x1" in text
+    golden("comparison/table", capsys.readouterr().out)
     assert not (output_dir / "compare.png").exists()
 
 
