@@ -43,7 +43,7 @@ def everything(rank: int, case: Case) -> list[Launch]:
         mesh, done, samples = strategy.context.mesh, case.train.steps, case.train.steps * case.train.global_batch_size
         state = strategy.capture(step=done, samples_consumed=samples, into=None)
         strategy.restore(state, source=0)
-        first_replica = [mesh.groups("pipeline")[0][mesh.coords(r).pipeline] for r in range(mesh.world_size)]
+        first_replica = [mesh.group("replicate", r)[0] for r in range(mesh.world_size)]
         strategy.recover_state(first_replica, source_step=done, step=done, samples_consumed=samples)
     return launches
 
@@ -125,7 +125,17 @@ def recover_from_copies(rank: int, case: Case) -> list[Launch]:
     return launches
 
 
-@pytest.mark.parametrize("name", ["LoopedBFS-2", "1F1B-4"])
+@pytest.mark.parametrize("name", ["fsdp-3", "hsdp-2x2", "fsdp-1F1B-2x2", "fsdp-ZBVZeroBubble-2x2", "sharded-ddp-3"])
+def test_parts(gang: Gang, name: str) -> None:
+    train = having(steps=2, global_batch_size=32, grad_accumulation=2, clip_norm=0.1)
+    case = LAYOUTS[name].of(Case(job=digits(depth=4, hidden=8, val_size=33), train=train))
+    launches = gang.run(everything, case, world_size=LAYOUTS[name].world_size)
+    assert_no_deadlock(launches)
+    names = {operation.name for own in launches for launch in own for operation in launch}
+    assert any("allgather" in name for name in names), "parts are gathered"
+
+
+@pytest.mark.parametrize("name", ["LoopedBFS-2", "1F1B-4", "fsdp-2", "sharded-ddp-2"])
 def test_recovery_from_copies_in_a_ring(gang: Gang, name: str) -> None:
     case = LAYOUTS[name].of(Case(job=digits(depth=3), train=having(steps=2, global_batch_size=16)))
     assert_no_deadlock(gang.run(recover_from_copies, case, world_size=LAYOUTS[name].world_size))

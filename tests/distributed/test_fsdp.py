@@ -15,7 +15,7 @@ from helpers.allocations import Allocations
 from helpers.cases import Case, having
 from helpers.exact_evaluation import evaluated_in_slices
 from helpers.gang import Gang
-from helpers.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone
+from helpers.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone
 from helpers.quick_jobs import digits
 from helpers.runs import in_campaign
 from helpers.toys import Toy
@@ -119,14 +119,14 @@ def test_any_parameters_of_stages_have_the_losses_norms_and_values_of_one_worker
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("fsdp-3", {}),
+        (FSDP_5, {}),
         ("fsdp-3", {"reshard_after_forward": False}),
         ("fsdp-3", {"wrap": ("Linear",)}),
         ("sharded-ddp-3", {}),
     ],
-    ids=["default", "kept", "classes", "optimizer"],
+    ids=["five", "kept", "classes", "optimizer"],
 )
-def test_slices_clipping_and_uneven_shares(gang: Gang, name: str, changes: dict[str, Any]) -> None:
+def test_slices_clipping_and_uneven_shares(gang: Gang, name: str | Layout, changes: dict[str, Any]) -> None:
     train = having(global_batch_size=34, grad_accumulation=3, clip_norm=0.2)
     case = Case(job=digits(depth=3, hidden=23), train=train)
     seen = assert_as_alone(gang, case, name, want_grad_norm=True, **changes)

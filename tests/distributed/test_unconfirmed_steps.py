@@ -208,6 +208,7 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
         ("fsdp-3", "forward"),
         ("fsdp-2", "sums"),
         ("fsdp-3", "update"),
+        ("fsdp-1F1B-2x2", "update"),
         ("sharded-ddp-2", "sums"),
         ("sharded-ddp-2", "exchange"),
     ],

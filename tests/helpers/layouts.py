@@ -103,6 +103,9 @@ def layout(options: schema.StrategyConfig, world_size: int) -> Layout:
     return Layout(options=options, world_size=world_size)
 
 
+FSDP_5 = layout(FSDP, 5)
+"""Not in the matrix, in which three workers have uneven parts too."""
+
 LAYOUTS = {
     "single": layout(SINGLE, 1),
     "ddp-2": layout(DDP, 2),
@@ -165,8 +168,8 @@ def _alone(gang: Gang, case: Case, want_grad_norm: bool) -> Steps:
 
 
 def assert_as_alone(
-    gang: Gang, case: Case, *layouts: str, rtol: float = SGD, want_grad_norm: bool = False, **changes: Any
-) -> dict[str, list[Steps]]:
+    gang: Gang, case: Case, *layouts: str | Layout, rtol: float = SGD, want_grad_norm: bool = False, **changes: Any
+) -> dict[str | Layout, list[Steps]]:
     """Train in each of the layouts, with these ``changes`` to its options, and compare losses, norms and model with
     one worker; what the ranks saw."""
     alone = _alone(gang, replace(case, options=DDP), want_grad_norm)
@@ -174,7 +177,8 @@ def assert_as_alone(
     assert expected[-1] < expected[0], "nothing was learned, so nothing is compared"
     seen = {}
     for name in layouts:
-        ranks = gang.run(train, LAYOUTS[name].of(case, **changes), want_grad_norm, world_size=LAYOUTS[name].world_size)
+        of = LAYOUTS[name] if isinstance(name, str) else name
+        ranks = gang.run(train, of.of(case, **changes), want_grad_norm, world_size=of.world_size)
         torch.testing.assert_close(losses(ranks), expected, rtol=rtol, atol=0, msg=lambda m, name=name: f"{name}: {m}")
         assert sum(r.weights[0] for r in ranks) == alone.weights[0]
         whole = whole_model(ranks)

@@ -356,6 +356,7 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
         *in_campaign(
             (("strategy=pipeline",), ("kill@20:0",)),
             (("strategy=fsdp",), ("kill@20:0",)),
+            (("strategy=fsdp_pipeline", "strategy.num_workers=4"), ("kill@20:0",)),
             (("strategy=ddp", "strategy.shard_optimizer=true"), ("kill@20:0",)),
         ),
     ],
