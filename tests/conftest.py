@@ -49,7 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def golden(pytestconfig: pytest.Config) -> Golden:
+def golden(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Golden:
+    monkeypatch.setenv("COLUMNS", "160")  # the width of the terminal changes what a table shows
     return Golden(renew=pytestconfig.getoption("renew_golden"))
 
 
