@@ -120,7 +120,7 @@ def _parts(profile: Profile, plan: Plan) -> Prediction:
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(share),
         memory_bytes=_state_bytes(profile, profile.parameter_bytes / shards)
-        + gathered_bytes(profile.gathered_bytes, keep_whole=False)
+        + gathered_bytes(profile.bytes_by_group, keep_whole=False)
         + profile.activation_bytes * rows,
     )
 
@@ -252,14 +252,14 @@ def _transfer_ms(profile: Profile, workers: int, num_bytes: float) -> float:
 def _gathering_ms(profile: Profile, workers: int, *, last: int | None = None) -> float:
     """Return the time to gather the groups of parameters up to ``last``, one by one; None for all."""
     cost = profile.group(workers).all_gather
-    return math.fsum(cost.at(size / MIB) for size in profile.gathered_bytes[:last])
+    return math.fsum(cost.at(size / MIB) for size in profile.bytes_by_group[:last])
 
 
 def _sums_ms(profile: Profile, workers: int) -> float:
     """Return the time to sum the gradients of all groups into the parts, one by one."""
     cost = profile.group(workers).reduce_scatter
     trained = min(1.0, profile.gradient_bytes / max(1, profile.parameter_bytes))
-    return math.fsum(cost.at(trained * size / MIB) for size in profile.gathered_bytes)
+    return math.fsum(cost.at(trained * size / MIB) for size in profile.bytes_by_group)
 
 
 def _state_bytes(profile: Profile, parameter_bytes: float) -> float:

@@ -122,7 +122,7 @@ class Profile:
         activation_bytes: what a sample keeps in memory until the backward pass, for the whole model.
         data: the time to read and collate a batch; the unit of size is a sample.
         loop_ms: the training loop of a worker, around a step.
-        gathered_bytes: the parameters that ``fsdp`` gathers together, of each of its groups; at the end, of the others.
+        bytes_by_group: the parameters that ``fsdp`` gathers together, of each of its groups; at the end, of the others.
         groups: collective operations, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
         server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
@@ -143,7 +143,7 @@ class Profile:
     activation_bytes: float
     data: Affine
     loop_ms: float
-    gathered_bytes: tuple[int, ...]
+    bytes_by_group: tuple[int, ...]
     groups: tuple[GroupCost, ...]
     message: Affine
     server: Affine

@@ -74,7 +74,7 @@ def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for
     (group,) = profile.groups
     assert group.workers == 2
     assert NO_COST not in (group.all_reduce, group.all_gather, group.reduce_scatter)
-    assert sum(profile.gathered_bytes) == profile.parameter_bytes
+    assert sum(profile.bytes_by_group) == profile.parameter_bytes
     assert min(profile.base_ms, profile.data.at(8)) > 0
     assert profile.server != NO_COST
 

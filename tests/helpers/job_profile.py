@@ -31,7 +31,7 @@ PROFILE = Profile(
     activation_bytes=20.0,
     data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
     loop_ms=0.5,
-    gathered_bytes=(600, 600, 600, 200),
+    bytes_by_group=(600, 600, 600, 200),
     groups=(
         GroupCost(
             workers=2,

@@ -170,7 +170,7 @@ class Auto(Strategy):
             activation_bytes=activation_bytes,
             data=data_cost(job, train_set, slice_rows(context)),
             loop_ms=0.0,
-            gathered_bytes=whole.gathered_bytes,
+            bytes_by_group=whole.bytes_by_group,
             groups=groups,
             message=message,
             server=added.server,

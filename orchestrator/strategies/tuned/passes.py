@@ -119,14 +119,14 @@ def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...
 class WholeModelCost:
     """Training steps of the whole model.
 
-    ``gathered_bytes`` are the parameters that are gathered together where tensors are divided. ``gradient_bytes`` is
+    ``bytes_by_group`` are the parameters that are gathered together where tensors are divided. ``gradient_bytes`` is
     the size of the gradients of a batch, which counts for sparse gradients. ``optimizer_bytes`` is the state of the
     optimizer for each byte of the parameters.
     """
 
     passes: tuple[PassCost, ...]
     parameter_bytes: int
-    gathered_bytes: tuple[int, ...]
+    bytes_by_group: tuple[int, ...]
     gradient_bytes: int
     optimizer_bytes: float
 
@@ -160,7 +160,7 @@ def whole_model_cost(
     world_size, device, largest = context.mesh.world_size, context.device, slice_rows(context)
     precision = Precision.named(context.train.precision, device.type)
     outline = on_meta_device(constructor_of(job, context.train, precision))
-    gathered = () if outline is None else tuple(bytes_by_group(outline, "auto"))
+    groups = () if outline is None else tuple(bytes_by_group(outline, "auto"))
     parameters = [] if outline is None else list(outline.parameters())
     parameter_bytes = sum(p.nbytes for p in parameters)
     needed = parameter_bytes * (2 + ADAM_BYTES) + activation_bytes * largest
@@ -169,7 +169,7 @@ def whole_model_cost(
         return WholeModelCost(
             passes=(),
             parameter_bytes=parameter_bytes,
-            gathered_bytes=gathered or (parameter_bytes,),
+            bytes_by_group=groups or (parameter_bytes,),
             gradient_bytes=trained_bytes,
             optimizer_bytes=ADAM_BYTES,
         )
@@ -218,7 +218,7 @@ def whole_model_cost(
     return WholeModelCost(
         passes=tuple(costs),
         parameter_bytes=parameter_bytes,
-        gathered_bytes=gathered or (parameter_bytes,),
+        bytes_by_group=groups or (parameter_bytes,),
         gradient_bytes=sum(map(_bytes_of, gradients)),
         optimizer_bytes=sum(t.nbytes for t in state) / max(1, parameter_bytes),
     )
