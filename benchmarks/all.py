@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import published
-from arms import HERE, RESULTS, kill_tree
+from harness import published
+from harness.arms import HERE, RESULTS, kill_tree
 
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PATIENCE = 4
@@ -36,7 +36,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """The name of its results; see :func:`rounds.report`."""
+        """The name of its results; see :func:`harness.rounds.report`."""
         script, *arguments = self.command.removeprefix("python benchmarks/").split()
         return "-".join([script.removesuffix(".py"), *arguments]).replace("_", "-")
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import execute
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, report, table, wait_until_quiet
+from harness.arms import execute
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, report, table, wait_until_quiet
 
 from orchestrator.tuning.choose import Contender, best, next_to_measure
 from orchestrator.tuning.predict import Prediction

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from disturbance import undisturbed
-from forked import train
-from rounds import Claim, argument_parser, report, table
+from harness.disturbance import undisturbed
+from harness.forked import train
+from harness.rounds import Claim, argument_parser, report, table
 from torch.utils.data import DataLoader
 
 from jobs.sleep import Sleep

@@ -38,10 +38,10 @@ import ray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers: disks, and waiting for what a run does
 
-from arms import RESULTS  # noqa: E402
-from campaign_kinds import FAULTY, KINDS  # noqa: E402
-from campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
-from rounds import code_version, table  # noqa: E402
+from campaigns.campaign_kinds import FAULTY, KINDS  # noqa: E402
+from campaigns.campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
+from harness.arms import RESULTS  # noqa: E402
+from harness.rounds import code_version, table  # noqa: E402
 
 from orchestrator.driver.process.cluster import EMBEDDED_ENVIRONMENT  # noqa: E402
 

@@ -14,7 +14,7 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 
 import torch
-from disturbance import undisturbed
+from harness.disturbance import undisturbed
 from torch import nn
 from torch.nn import functional as F
 

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forked
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, in_turn, report, table
+from harness import forked
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, in_turn, report, table
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 

@@ -17,7 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from rounds import Claim, argument_parser, interleave, report, table
+from harness.rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.display.comparison import CURVE_METRICS
 from orchestrator.protocol.core_metrics import CORE_METRICS

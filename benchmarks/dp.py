@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from forked import StepTimes, time_steps, train
-from rounds import Claim, argument_parser, interleave, report, table
+from harness.forked import StepTimes, time_steps, train
+from harness.rounds import Claim, argument_parser, interleave, report, table
 
 from jobs.gpt import GPT
 from jobs.tokens import BYTES

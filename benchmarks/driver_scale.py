@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, report, table
-from simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, report, table
+from harness.simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
 
 SIZES = (8, 64, 256, 1024, 2048)
 LOST_SHARE = 1 / 128

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import forked
-from arms import Workload, ours, torchrun
 from ceiling import ceiling
-from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
+from harness import forked
+from harness.arms import Workload, ours, torchrun
+from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
 from jobs.gpt import GPT
 from orchestrator.config.schema import Config

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import (
+from harness.arms import (
     WORKERS,
     Arm,
     Timing,
@@ -38,7 +38,7 @@ from arms import (
     torchrun,
     workload_overrides,
 )
-from rounds import (
+from harness.rounds import (
     Claim,
     Rounds,
     argument_parser,
@@ -237,9 +237,14 @@ def two_ranks() -> Recovery:
         RuntimeError: a run failed.
     """
     sys.path.append(str(ROOT / "tests"))
-    from helpers.shared_gpu import shared_gpu_ray
+    from helpers.machines.shared_gpu import shared_gpu_ray
 
-    words = ["tracking=none", "job._target_=helpers.gpu_jobs.Observing", f"train.steps={STEPS}", "train.log_every=1"]
+    words = [
+        "tracking=none",
+        "job._target_=helpers.jobs.gpu_jobs.Observing",
+        f"train.steps={STEPS}",
+        "train.log_every=1",
+    ]
     with shared_gpu_ray(2), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         one, two = (
             run([*words, *more, f"output_dir={folder}"])
@@ -266,9 +271,9 @@ def recovery_by_state(widths: Mapping[str, int]) -> dict[str, float]:
     Raises:
         RuntimeError: a run failed.
     """
-    from helpers.shared_gpu import shared_gpu_ray
+    from helpers.machines.shared_gpu import shared_gpu_ray
 
-    words = ["tracking=none", "strategy=ddp", "job._target_=helpers.quick_jobs.AdamDigits", "job.depth=3"]
+    words = ["tracking=none", "strategy=ddp", "job._target_=helpers.jobs.quick_jobs.AdamDigits", "job.depth=3"]
     words += ["train.steps=30", "train.eval_every=0", "checkpoint.every=0", "recovery.chaos=[kill@20:1]"]
     seconds: dict[str, float] = {}
     with shared_gpu_ray(2), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -285,7 +290,7 @@ def recovery_by_state(widths: Mapping[str, int]) -> dict[str, float]:
 
 def on_one_gpu(workload: Workload, *, rounds: int) -> dict[str, Rounds]:
     """Compare ``ddp`` with torchrun, each with two ranks that share the first GPU."""
-    from helpers.shared_gpu import shared_gpu_ray
+    from helpers.machines.shared_gpu import shared_gpu_ray
 
     words = ["tracking=none", "strategy=ddp", f"strategy.num_workers={WORKERS}", *workload_overrides(workload), *ON_GPU]
 

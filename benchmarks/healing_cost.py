@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import Workload, basic_overrides, launch, ours, running_ray, stalling_checkpoints
 from ceiling import ceiling
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
+from harness.arms import Workload, basic_overrides, launch, ours, running_ray, stalling_checkpoints
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
 
 ROUNDS = 3
 DIGITS = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=2000, log_every=20)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arms import RESULTS, Arm, Timing, Workload, ours, run_dir_in, running_ray
 from ceiling import ceiling
-from rounds import Claim, Rounds, argument_parser, interleave, ratios, report, table
+from harness.arms import RESULTS, Arm, Timing, Workload, ours, run_dir_in, running_ray
+from harness.rounds import Claim, Rounds, argument_parser, interleave, ratios, report, table
 
 from orchestrator.records.journal import read_metrics
 

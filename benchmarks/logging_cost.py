@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arms import Workload, ours, running_ray
 from ceiling import ceiling
-from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
+from harness.arms import Workload, ours, running_ray
+from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 5
 NEVER = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from arms import PEERS, RESULTS, Workload, basic_overrides, execute, launch, running_ray
-from rounds import Claim, argument_parser, interleave, report, table
+from harness.arms import PEERS, RESULTS, Workload, basic_overrides, execute, launch, running_ray
+from harness.rounds import Claim, argument_parser, interleave, report, table
 
 ROUNDS = 3
 SIZES = (2, 4, 8, 16)

@@ -11,8 +11,8 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import forked
-from rounds import Claim, argument_parser, report, table
+from harness import forked
+from harness.rounds import Claim, argument_parser, report, table
 
 from jobs.gpt import GPT
 from orchestrator.config.schema import Config

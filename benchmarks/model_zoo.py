@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers, whose models and comparison these are
 
-from pages import with_part  # noqa: E402
+from harness.pages import with_part  # noqa: E402
 
-from helpers.gang import Gang  # noqa: E402
-from helpers.zoo import ZOO  # noqa: E402
-from helpers.zoo_cells import STRATEGIES, Cell, cell  # noqa: E402
+from helpers.models.zoo import ZOO  # noqa: E402
+from helpers.models.zoo_cells import STRATEGIES, Cell, cell  # noqa: E402
+from helpers.ranks.gang import Gang  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 SIGNS = {"equal": "=", "asynchronous": "~", "refused": "no", "wrong": "WRONG"}
@@ -30,7 +30,7 @@ SIGNS = {"equal": "=", "asynchronous": "~", "refused": "no", "wrong": "WRONG"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(ZOO), help="names in tests/helpers/zoo.py")
+    parser.add_argument("--models", default=",".join(ZOO), help="names in tests/helpers/models/zoo.py")
     names = parser.parse_args().models.split(",")
     gang = Gang()
     cells: dict[tuple[str, str], Cell] = {}

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import forked
 import torch
 import torch.distributed as dist
-from arms import RESULTS
-from forked import StepTimes
-from rounds import Claim, argument_parser, interleave, report, table
+from harness import forked
+from harness.arms import RESULTS
+from harness.forked import StepTimes
+from harness.rounds import Claim, argument_parser, interleave, report, table
 from torch import Tensor
 
 from jobs.digits import Digits

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 
-from arms import Timing, Workload, ours, running_ray, torch_pipeline
 from ceiling import ceiling
-from rounds import Claim, argument_parser, median, rates_table, ratios, report, run_round, table
+from harness.arms import Timing, Workload, ours, running_ray, torch_pipeline
+from harness.rounds import Claim, argument_parser, median, rates_table, ratios, report, run_round, table
 
 ROUNDS = 3
 WORKLOAD = Workload(

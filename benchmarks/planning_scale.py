@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, report, table
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, report, table
 
 from orchestrator.config.compose import compose
 from orchestrator.display.report import plan_table

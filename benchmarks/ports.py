@@ -26,12 +26,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs/examples")]  # for tests/helpers, and for the ports
 
-from pages import with_part  # noqa: E402
+from harness.pages import with_part  # noqa: E402
 
-from helpers.cases import DDP, SINGLE, Case, having  # noqa: E402
-from helpers.gang import Gang  # noqa: E402
-from helpers.layouts import pipeline  # noqa: E402
-from helpers.loops import losses_by_step, run_loop  # noqa: E402
+from helpers.conformance.cases import DDP, SINGLE, Case, having  # noqa: E402
+from helpers.conformance.layouts import pipeline  # noqa: E402
+from helpers.ranks.gang import Gang  # noqa: E402
+from helpers.ranks.loops import losses_by_step, run_loop  # noqa: E402
 from orchestrator.config.schema import StrategyConfig  # noqa: E402
 from orchestrator.job import Job  # noqa: E402
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arms import WORKERS, Workload, basic_overrides, launch, running_ray
-from deaths import CHECKPOINT_EVERY, peers, retried_if_stuck, run_peer
-from rounds import Claim, argument_parser, interleave, report, table
+from harness.arms import WORKERS, Workload, basic_overrides, launch, running_ray
+from harness.deaths import CHECKPOINT_EVERY, peers, retried_if_stuck, run_peer
+from harness.rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.records.journal import read_lines
 

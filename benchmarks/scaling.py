@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import statistics
 
-from arms import Timing, Workload, ours, running_ray
 from ceiling import ceiling
-from rounds import Claim, argument_parser, rates_table, ratios, report, run_round
+from harness.arms import Timing, Workload, ours, running_ray
+from harness.rounds import Claim, argument_parser, rates_table, ratios, report, run_round
 
 ROUNDS = 3
 WORKLOADS = {

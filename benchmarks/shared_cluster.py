@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from arms import WORKERS, Arm, Timing, Workload, basic_overrides, environment, ours, running_ray
-from rounds import Claim, argument_parser, interleave, median, ratios, report, table, wait_until_quiet
+from harness.arms import WORKERS, Arm, Timing, Workload, basic_overrides, environment, ours, running_ray
+from harness.rounds import Claim, argument_parser, interleave, median, ratios, report, table, wait_until_quiet
 
 ROUNDS = 5
 TIMEOUT_S = 60.0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import statistics
 
-from arms import Workload, ours, ray_train, running_ray, torchrun
 from ceiling import ceiling
-from rounds import Claim, Rounds, argument_parser, interleave, median, ratios, report, table
+from harness.arms import Workload, ours, ray_train, running_ray, torchrun
+from harness.rounds import Claim, Rounds, argument_parser, interleave, median, ratios, report, table
 
 ROUNDS = 5
 WORKLOAD = Workload(job="jobs.digits.Digits", fields={}, steps=20, global_batch_size=64, log_every=1000)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from arms import Workload, ours, ray_train, running_ray, torchrun
 from ceiling import ceiling
-from rounds import Claim, Rounds, argument_parser, interleave, rates_table, ratios, report
+from harness.arms import Workload, ours, ray_train, running_ray, torchrun
+from harness.rounds import Claim, Rounds, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 5
 NEVER = 100_000

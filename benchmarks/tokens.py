@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from arms import environment
-from disturbance import undisturbed
-from rounds import Claim, argument_parser, interleave, report
+from harness.arms import environment
+from harness.disturbance import undisturbed
+from harness.rounds import Claim, argument_parser, interleave, report
 
 from orchestrator.corpus.encode import Recipe, tokenize
 from orchestrator.records.journal import read_lines

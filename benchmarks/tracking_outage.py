@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from arms import Arm, Timing, Workload, environment, free_port, kill_tree, ours, running_ray
 from ceiling import ceiling
-from rounds import Claim, argument_parser, interleave, rates_table, ratios, report
+from harness.arms import Arm, Timing, Workload, environment, free_port, kill_tree, ours, running_ray
+from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
 ROUNDS = 3
 WORKLOAD = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=1)

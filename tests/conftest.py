@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from helpers.golden import Golden
+from helpers.files.golden import Golden
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 

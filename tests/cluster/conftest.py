@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import commands
+from helpers.machines import commands
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import run
+from helpers.machines.commands import run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.mark.campaign
 def test_the_chosen_strategy_has_the_threads_of_a_run_that_names_it(tmp_path: Path) -> None:
     """A job with a training step is not profiled, and its first candidate is taken where nothing is measured."""
-    words = ("strategy=auto", "strategy.measured=0", "job._target_=helpers.step_toys.GAN", "train.steps=2")
+    words = ("strategy=auto", "strategy.measured=0", "job._target_=helpers.jobs.step_toys.GAN", "train.steps=2")
     ended = run(*words, "tracking=none", cwd=tmp_path, timeout_s=200)
     assert ended.returncode == 0, ended.stdout
     (record,) = tmp_path.glob("outputs/*/*/run.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import environment
+from helpers.machines.commands import environment
 
 SCRIPT = """
 import contextlib
@@ -19,7 +19,7 @@ import time
 
 import psutil
 
-from helpers.cases import CLUSTER
+from helpers.conformance.cases import CLUSTER
 from orchestrator.compat.ray.connection import session_folder
 from orchestrator.driver.process.cluster import embedded, started_early
 

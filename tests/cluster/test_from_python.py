@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import environment
+from helpers.machines.commands import environment
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from helpers.hosts import NAME_SERVER, Host, hosts, start_ray
-from helpers.runs import events, losses
-from helpers.wheels import make_wheel
+from helpers.files.wheels import make_wheel
+from helpers.machines.hosts import NAME_SERVER, Host, hosts, start_ray
+from helpers.records.runs import events, losses
 
 WORDS = ("tracking=none", "train.steps=10", "train.log_every=1", "train.eval_every=0")
 LONGEST_RENDEZVOUS_S = 5.0
@@ -61,7 +61,7 @@ def ddp_run(two: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) ->
         two[0],
         "strategy=ddp",
         "strategy.num_workers=4",
-        "job._target_=helpers.faulty_jobs.Environed",
+        "job._target_=helpers.jobs.faulty_jobs.Environed",
         "job.variables=[NCCL_DEBUG,NCCL_ALGO,LANG,OWN_NAME,GLOO_SOCKET_IFNAME]",
         "cluster.env.LANG=C.utf8",
         "cluster.env.OWN_NAME=null",
@@ -106,7 +106,7 @@ def test_workers_without_room_are_refused_with_what_each_host_has(two: tuple[Hos
 @pytest.mark.campaign
 def test_a_failure_names_the_host(two: tuple[Host, Host], tmp_path: Path) -> None:
     first, second = two
-    job = ("job._target_=helpers.faulty_jobs.Faulty", "job.rank=3", "recovery.max_failures=0")
+    job = ("job._target_=helpers.jobs.faulty_jobs.Faulty", "job.rank=3", "recovery.max_failures=0")
     code, output = first.launch(*WORDS, "strategy=ddp", "strategy.num_workers=4", *job, cwd=tmp_path)
     assert code == 1, output
     assert output.count(f"warning: the Ray on {first.address} asks for no token") == 1

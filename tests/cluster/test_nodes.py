@@ -15,10 +15,10 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from helpers.disks import require_mounts
-from helpers.nodes import node_with_its_own
-from helpers.runs import events_below, last_step, wait_for, wait_for_step
-from helpers.unfit import other_torch
+from helpers.machines.disks import require_mounts
+from helpers.machines.nodes import node_with_its_own
+from helpers.machines.unfit import other_torch
+from helpers.records.runs import events_below, last_step, wait_for, wait_for_step
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
@@ -28,7 +28,7 @@ WORDS = (
     "train.eval_every=0",
     "checkpoint.every=0",
     "train.global_batch_size=48",
-    "job._target_=helpers.leisurely_job.Leisurely",
+    "job._target_=helpers.jobs.leisurely_job.Leisurely",
     "job.momentum=0",
     "job.lr=0.1",
 )

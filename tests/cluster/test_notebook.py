@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import ROOT, events, losses
+from helpers.records.runs import ROOT, events, losses
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install -e '.[test]'")

@@ -13,7 +13,8 @@ import boto3
 import psutil
 import pytest
 
-from helpers.object_store import (  # noqa: F401 - s3 is a fixture
+from helpers.records.runs import wait_for
+from helpers.servers.object_store import (  # noqa: F401 - s3 is a fixture
     BUCKET,
     OUTPUT,
     TIMEOUT_S,
@@ -23,7 +24,6 @@ from helpers.object_store import (  # noqa: F401 - s3 is a fixture
     stored_lines,
     the_run,
 )
-from helpers.runs import wait_for
 from orchestrator import compare
 from orchestrator.config.compose import compose
 from orchestrator.driver.preflight.paths import environment_errors
@@ -32,9 +32,9 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote, StorageError
 from orchestrator.strategies import registry
 
-SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=100",
-        "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local", f"output_dir={OUTPUT}",
-        "storage.upload_every_s=0.5")  # fmt: skip
+SLOW = ("strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.jobs.leisurely_job.Leisurely",
+        "job.pause_ms=100", "train.eval_every=0", "train.log_every=1", "tracking=none", "cluster=local",
+        f"output_dir={OUTPUT}", "storage.upload_every_s=0.5")  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)
 

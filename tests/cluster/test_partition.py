@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from helpers.hosts import Host, hosts, start_ray
-from helpers.runs import events_below, wait_for, wait_for_step
+from helpers.machines.hosts import Host, hosts, start_ray
+from helpers.records.runs import events_below, wait_for, wait_for_step
 
 WORDS = ("tracking=none", "train.log_every=1", "train.eval_every=0", "checkpoint.every=10")
-JOB = ("job._target_=helpers.leisurely_job.Leisurely", "job.momentum=0")
+JOB = ("job._target_=helpers.jobs.leisurely_job.Leisurely", "job.momentum=0")
 STEP_WITH_PROBES = 200
 """At this step, some seconds after the first one, the probes of all nodes are up."""
 

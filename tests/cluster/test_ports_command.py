@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import digits_job
-from helpers import commands
-from helpers.job_trials import trained
-from helpers.runs import losses, run_dirs
+from helpers.machines import commands
+from helpers.ranks.job_trials import trained
+from helpers.records.runs import losses, run_dirs
 
 
 @pytest.mark.campaign

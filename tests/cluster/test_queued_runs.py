@@ -20,10 +20,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from helpers.queue_entries import entry
-from helpers.recorder import Recorder
-from helpers.runs import events, last_step, losses, wait_for
-from helpers.unfit import other_torch
+from helpers.machines.queue_entries import entry
+from helpers.machines.unfit import other_torch
+from helpers.records.recorder import Recorder
+from helpers.records.runs import events, last_step, losses, wait_for
 from orchestrator import stop
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.calls import GangError
@@ -46,7 +46,7 @@ WORDS = (
     "train.log_every=1",
     "train.eval_every=0",
     "checkpoint.every=0",
-    "job._target_=helpers.leisurely_job.Leisurely",
+    "job._target_=helpers.jobs.leisurely_job.Leisurely",
 )
 TIMEOUT_S = 150
 

@@ -24,8 +24,8 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.ports import free_port
-from helpers.runs import ROOT, events, last_step, wait_for, wait_for_step
+from helpers.records.runs import ROOT, events, last_step, wait_for, wait_for_step
+from helpers.servers.ports import free_port
 
 BIN = Path(sys.executable).parent
 START = ROOT / "cluster" / "start.sh"
@@ -244,7 +244,7 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
 
     sent = submit(
         head, "--no-wait", "strategy=single", "name=far", "train.steps=1000000", "tracking=none",
-        "job._target_=tests.helpers.faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
+        "job._target_=tests.helpers.jobs.faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
         f"output_dir={tmp_path}/outputs",
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from helpers import commands
+from helpers.machines import commands
 from orchestrator import logs, runs, show, stop, submit
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.preflight.submitted import checked
@@ -48,7 +48,7 @@ SECRETS = {
 
 OVERRIDES = (
     "strategy=ddp", "cluster=local", "train.steps=12", "train.log_every=4", "name=planted", "job.hidden=8",
-    "job._target_=helpers.secret_job.Secretive", "job.password=overridden-Cc33", "job.client_secret=8675309042",
+    "job._target_=helpers.jobs.secret_job.Secretive", "job.password=overridden-Cc33", "job.client_secret=8675309042",
     "job.passphrase='it\\'s \"quoted\" \\ and $long;'", "job.pwd=zq7k", "job.door_secret=7", "job.auth='auth-Dd44/+='",
     "job.api_key=api-Ee55", "job.credentials=/vault/team-seven/Ff66", "job.hf_tokens=[hf-Gg77,hf-Hh88]",
     "job.options={password:nested-Ii99,depth:3}", "job.login.password=login-Jj00",

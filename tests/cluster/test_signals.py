@@ -16,15 +16,15 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.leisurely_job import Leisurely
-from helpers.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
+from helpers.jobs.leisurely_job import Leisurely
+from helpers.records.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import read_json
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 
-SLOW = ("strategy=ddp", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=20", "train.steps=3000",
+SLOW = ("strategy=ddp", "job._target_=helpers.jobs.leisurely_job.Leisurely", "job.pause_ms=20", "train.steps=3000",
         "train.eval_every=0", "cluster=local")  # fmt: skip
 
 

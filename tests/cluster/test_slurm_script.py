@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cluster_files import CLUSTER
-from helpers.commands import environment
-from helpers.runs import losses, wait_for
+from helpers.files.cluster_files import CLUSTER
+from helpers.machines.commands import environment
+from helpers.records.runs import losses, wait_for
 
 STAND_INS = {
     "srun": """

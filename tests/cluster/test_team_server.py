@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import commands
-from helpers.runs import wait_for, wait_for_step
-from helpers.team_server import ADMIN, ADMIN_PASSWORD, TeamServer, team_server
-from helpers.tracked_runs import artifacts, expected, history, run_of
+from helpers.machines import commands
+from helpers.records.runs import wait_for, wait_for_step
+from helpers.records.tracked_runs import artifacts, expected, history, run_of
+from helpers.servers.team_server import ADMIN, ADMIN_PASSWORD, TeamServer, team_server
 from orchestrator import sync
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
@@ -56,7 +56,7 @@ def as_admin(server: TeamServer, method: str, **values: str) -> None:
 
 @pytest.mark.campaign
 def test_a_server_that_is_killed_loses_and_doubles_no_point(server: TeamServer, tmp_path: Path) -> None:
-    words = ("job._target_=helpers.leisurely_job.Leisurely", "train.steps=300", "tracking.upload_every_s=0.2")
+    words = ("job._target_=helpers.jobs.leisurely_job.Leisurely", "train.steps=300", "tracking.upload_every_s=0.2")
     process = commands.start(*RUN, *words, f"tracking.uri={server.uri}", "tracking.flush_timeout_s=60", cwd=tmp_path)
     run_dir = RunDir(wait_for_step(tmp_path, 5))
     wait_for(lambda: read_cursor(run_dir).points)

@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers import ssh
-from helpers.cluster_files import CLUSTER
-from helpers.hosts import Host, hosts
-from helpers.runs import ROOT, events, wait_for
-from helpers.wheels import make_wheel
+from helpers.files.cluster_files import CLUSTER
+from helpers.files.wheels import make_wheel
+from helpers.machines import ssh
+from helpers.machines.hosts import Host, hosts
+from helpers.records.runs import ROOT, events, wait_for
 
 CHECKOUT = ("cluster", "conf", "jobs", "orchestrator", "pyproject.toml", ".rayignore", ".gitignore")
 LIBRARIES = [path for path in sys.path if path.endswith("-packages")]

@@ -17,9 +17,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from helpers import commands
-from helpers.runs import events_below
-from helpers.unfit import other_torch
+from helpers.machines import commands
+from helpers.machines.unfit import other_torch
+from helpers.records.runs import events_below
 from orchestrator.compat.ray.internals import find_internal
 
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ray.cluster_utils import Cluster
 
-from helpers.runs import events_below
+from helpers.records.runs import events_below
 
 WORDS = ("tracking=none", "train.steps=2", "cluster.env.GLOO_SOCKET_IFNAME=lo", "cluster.env.NCCL_SOCKET_IFNAME=lo")
 OTHER = "127.0.0.2"

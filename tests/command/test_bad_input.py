@@ -167,7 +167,7 @@ def test_the_installed_command_finds_a_job_beside_it_too(elsewhere: Path) -> Non
         ("strategy=single strategy.num_workers=2", "strategy.num_workers=2: strategy=single has one worker; "),
         ("train.global_batch_size=1", "train.global_batch_size=1: fewer than one sample for each of 2 workers; "),
         (
-            "strategy=pipeline job._target_=helpers.step_toys.GAN",
+            "strategy=pipeline job._target_=helpers.jobs.step_toys.GAN",
             "strategy=pipeline: the job overrides Job.training_step, which needs the whole model and makes its own ",
         ),
         ("strategy=hogwild train.ema_decay=0.9", "train.ema_decay=0.9: strategy=hogwild keeps no average of the "),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.records.runs import ROOT
 
 BUILDERS = ("docker", "podman", "buildah")
 CHECKS = {

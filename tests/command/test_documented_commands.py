@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.documents import PAGES, ROOT, launches
+from helpers.files.documents import PAGES, ROOT, launches
 from orchestrator.config.compose import compose, preset_sweep
 from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.search_space import example, is_search

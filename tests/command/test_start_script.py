@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.records.runs import ROOT
 
 NO_TOKEN = "warning: no token: everybody who reaches the ports of this Ray can run code on it"
 DASHBOARD = "warning: the dashboard listens beyond this machine, and is not encrypted"

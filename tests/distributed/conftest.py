@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.gang import GLOO, Gang, close_gangs, gang_on
+from helpers.ranks.gang import GLOO, Gang, close_gangs, gang_on
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.gang import GLOO, NCCL, Backend, Gang, close_gangs, gang_on
-from helpers.shared_gpu import shared_gpu_ray
+from helpers.machines.shared_gpu import shared_gpu_ray
+from helpers.ranks.gang import GLOO, NCCL, Backend, Gang, close_gangs, gang_on
 
 HERE = Path(__file__).parent
 ON_CPU = "GPU_TESTS_ON_CPU" in os.environ

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from helpers.commands import environment
-from helpers.runs import ROOT
+from helpers.machines.commands import environment
+from helpers.records.runs import ROOT
 
 
 @pytest.mark.timeout(600)

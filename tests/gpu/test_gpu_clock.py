@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from helpers.cases import Case, having
-from helpers.gang import Gang, own_device
-from helpers.layouts import LAYOUTS
-from helpers.toys import Toy
-from helpers.training import make, steps
+from helpers.conformance.cases import Case, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.training import make, steps
+from helpers.jobs.toys import Toy
+from helpers.ranks.gang import Gang, own_device
 from orchestrator.strategies.measure.device_clock import WaitTimer
 
 WAIT_S = 0.05

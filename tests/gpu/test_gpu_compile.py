@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.cases import DDP, Case, having
-from helpers.gang import Gang, close_gangs
-from helpers.layouts import LAYOUTS, Layout
-from helpers.quick_jobs import digits
-from helpers.training import Steps, losses, train
+from helpers.conformance.cases import DDP, Case, having
+from helpers.conformance.layouts import LAYOUTS, Layout
+from helpers.conformance.training import Steps, losses, train
+from helpers.jobs.quick_jobs import digits
+from helpers.ranks.gang import Gang, close_gangs
 from orchestrator.compat.torch import watching_compilation
 
 SECONDS = 200.0

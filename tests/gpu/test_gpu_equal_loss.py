@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-import helpers.stage_toys as of
-from helpers.cases import CLUSTER, DDP, Case, having
-from helpers.equal_loss import assert_equal_losses, assert_equal_steps
-from helpers.gang import Backend, Gang
-from helpers.groups import formed
-from helpers.layouts import ADAMW, LAYOUTS, SGD, STAGED, assert_as_alone
-from helpers.quick_jobs import TinyGPT, digits
-from helpers.stage_toys import Chain, TokenChain
-from helpers.step_toys import STEP_JOBS, NormedGAN
-from helpers.toys import Tokens, Toy
-from helpers.training import losses, train
+import helpers.jobs.stage_toys as of
+from helpers.conformance.cases import CLUSTER, DDP, Case, having
+from helpers.conformance.equal_loss import assert_equal_losses, assert_equal_steps
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, STAGED, assert_as_alone
+from helpers.conformance.training import losses, train
+from helpers.jobs.quick_jobs import TinyGPT, digits
+from helpers.jobs.stage_toys import Chain, TokenChain
+from helpers.jobs.step_toys import STEP_JOBS, NormedGAN
+from helpers.jobs.toys import Tokens, Toy
+from helpers.ranks.gang import Backend, Gang
+from helpers.ranks.groups import formed
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.cases import Case, having
-from helpers.exact_evaluation import assert_evaluated_exactly, evaluated_in_slices
-from helpers.gang import Gang
-from helpers.layouts import LAYOUTS, STAGED
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, having
+from helpers.conformance.exact_evaluation import assert_evaluated_exactly, evaluated_in_slices
+from helpers.conformance.layouts import LAYOUTS, STAGED
+from helpers.jobs.quick_jobs import digits
+from helpers.ranks.gang import Gang
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", *STAGED])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.commands import environment
-from helpers.gang import Backend
-from helpers.runs import events, series
+from helpers.machines.commands import environment
+from helpers.ranks.gang import Backend
+from helpers.records.runs import events, series
 from orchestrator.driver.gang.gang import SHARED_GPU
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load, path_of
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.usefixtures("one_gpu_for_all"), pytest.mark.timeout(24
 def test_an_exception_on_one_rank_is_the_reason(run: Callable[..., Any]) -> None:
     """If it fails, the others wait for a rank that has raised, or are blamed."""
     began = time.monotonic()
-    result = run(*FAILING, "job._target_=helpers.faulty_jobs.Faulty")
+    result = run(*FAILING, "job._target_=helpers.jobs.faulty_jobs.Faulty")
     assert result.status == "FAILED"
     assert result.reason.startswith("rank 1 failed at step 4: RuntimeError: the planted fault")
     assert time.monotonic() - began < SOON_S
@@ -54,7 +54,7 @@ def test_an_exception_on_one_rank_is_the_reason(run: Callable[..., Any]) -> None
 
 def test_a_killed_process_is_the_reason(run: Callable[..., Any]) -> None:
     """If it fails, the others wait for a rank that has died, or are blamed."""
-    result = run(*FAILING, "job._target_=helpers.faulty_jobs.Faulty", "job.how=kill")
+    result = run(*FAILING, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=kill")
     assert result.status == "FAILED"
     assert result.reason.startswith("rank 1 failed at step")
     assert "killed by SIGKILL from outside" in result.reason
@@ -62,7 +62,7 @@ def test_a_killed_process_is_the_reason(run: Callable[..., Any]) -> None:
 
 def test_too_little_memory_is_the_reason(run: Callable[..., Any], backend: Backend) -> None:
     """If it fails, a user who lacks memory does not learn what takes it and which keys help."""
-    result = run(*FAILING, "job._target_=helpers.gpu_jobs.Greedy")
+    result = run(*FAILING, "job._target_=helpers.jobs.gpu_jobs.Greedy")
     assert result.status == "FAILED"
     assert result.reason.startswith("rank 1 failed at step 0: ")
     assert "memory" in result.reason
@@ -75,7 +75,7 @@ def test_too_little_memory_is_the_reason(run: Callable[..., Any], backend: Backe
 def test_a_rank_that_is_slow_to_build_is_not_waited_for_in_a_collective_operation(run: Callable[..., Any]) -> None:
     """If it fails, a large model on a slow disk ends the run by the timeout of NCCL."""
     limits = ("recovery.max_failures=0", "recovery.hang_min_s=10", "recovery.hang_max_s=10")
-    slow = ("cluster.collective_timeout_s=41", "job._target_=helpers.faulty_jobs.SlowToBuild", "job.build_s=45")
+    slow = ("cluster.collective_timeout_s=41", "job._target_=helpers.jobs.faulty_jobs.SlowToBuild", "job.build_s=45")
     result = run("strategy=ddp", "strategy.num_workers=2", "train.steps=2", *limits, *slow)
     assert result.exit_code == 0, result.reason
 
@@ -161,7 +161,7 @@ def test_a_spare_takes_the_rank_of_a_lost_worker(recovered: Callable[..., Any]) 
 
 def test_too_little_memory_in_the_middle_of_a_run_costs_one_worker(recovered: Callable[..., Any]) -> None:
     """If it fails, a rank that runs out of memory takes the others with it, or is not replaced."""
-    result = recovered("ddp", "job._target_=helpers.gpu_jobs.FailingOnce", "job.how=memory")
+    result = recovered("ddp", "job._target_=helpers.jobs.gpu_jobs.FailingOnce", "job.how=memory")
     (lost,) = events(result.run_dir, "worker_lost")
     assert (lost["rank"], "memory" in lost["reason"]) == (1, True)
 
@@ -169,7 +169,7 @@ def test_too_little_memory_in_the_middle_of_a_run_costs_one_worker(recovered: Ca
 @pytest.mark.usefixtures("gpu")
 def test_an_error_of_the_device_is_named_and_costs_one_worker(recovered: Callable[..., Any]) -> None:
     """If it fails, torch's watchdog ends the process before Python has said why, or the broken process is kept."""
-    result = recovered("ddp", "job._target_=helpers.gpu_jobs.FailingOnce", "job.how=assert")
+    result = recovered("ddp", "job._target_=helpers.jobs.gpu_jobs.FailingOnce", "job.how=assert")
     (lost,) = events(result.run_dir, "worker_lost")
     assert (lost["rank"], "CUDA error: device-side assert" in lost["reason"]) == (1, True), lost["reason"]
 
@@ -177,7 +177,7 @@ def test_an_error_of_the_device_is_named_and_costs_one_worker(recovered: Callabl
 @pytest.mark.usefixtures("gpu")
 def test_a_kernel_that_never_ends_does_not_end_the_run(run: Callable[..., Any]) -> None:
     """If it fails, the process with that kernel is kept, or the abort of a communicator waits for the kernel."""
-    job = ("job._target_=helpers.gpu_jobs.FailingOnce", "job.how=spin")
+    job = ("job._target_=helpers.jobs.gpu_jobs.FailingOnce", "job.how=spin")
     result = run("strategy=ddp", *WORDS, *job)
     assert result.status == "FINISHED", result.reason
     assert result.summary["restarts"] >= 1
@@ -186,7 +186,7 @@ def test_a_kernel_that_never_ends_does_not_end_the_run(run: Callable[..., Any]) 
 @pytest.mark.usefixtures("gpu")
 def test_a_gigabyte_of_state_is_recovered(run: Callable[..., Any]) -> None:
     """If it fails, the transfer of a large state to a new worker takes too long or too much memory."""
-    sizes = ("job._target_=helpers.quick_jobs.AdamDigits", "job.hidden=6600", "job.depth=3", "train.eval_every=0")
+    sizes = ("job._target_=helpers.jobs.quick_jobs.AdamDigits", "job.hidden=6600", "job.depth=3", "train.eval_every=0")
     large = [w for w in WORDS if not w.startswith(("job.hidden", "train.eval_every"))]
     result = run("strategy=ddp", *large, *sizes, "recovery.chaos=[kill@13:1]")
     assert (result.status, result.summary["restarts"]) == ("FINISHED", 1), result.reason
@@ -196,7 +196,7 @@ def test_a_gigabyte_of_state_is_recovered(run: Callable[..., Any]) -> None:
 
 SILENT_DRIVER = """
 import os, sys
-from helpers.shared_gpu import shared_gpu_ray
+from helpers.machines.shared_gpu import shared_gpu_ray
 from orchestrator import run
 
 with shared_gpu_ray(2):
@@ -207,7 +207,7 @@ print(result.status, result.summary["restarts"], result.summary["steps_lost"], r
 
 def test_a_rank_that_fails_waits_for_a_driver_that_is_silent(tmp_path: Path) -> None:
     """If it fails, a rank aborts without the driver's word, and its peers may take garbage for gradients."""
-    job = ("job._target_=helpers.gpu_jobs.FailingOnce", "job.how=silent", "strategy=ddp")
+    job = ("job._target_=helpers.jobs.gpu_jobs.FailingOnce", "job.how=silent", "strategy=ddp")
     done = subprocess.run(
         [sys.executable, "-c", SILENT_DRIVER, *WORDS, *job],
         cwd=tmp_path,
@@ -253,7 +253,7 @@ def test_a_rank_that_hangs_in_messages_is_found_after_a_recovery(
 def test_memory_stays_flat_over_three_recoveries(run: Callable[..., Any]) -> None:
     """If it fails, a recovery leaves tensors or communicators on the GPU."""
     faults = "recovery.chaos=[raise@9:1,raise@13:1,raise@17:1]"
-    result = run("strategy=ddp", *WORDS, "job._target_=helpers.gpu_jobs.Observing", faults)
+    result = run("strategy=ddp", *WORDS, "job._target_=helpers.jobs.gpu_jobs.Observing", faults)
     assert (result.status, result.summary["restarts"]) == ("FINISHED", 3), result.reason
     allocated = series(result.run_dir, "train/allocated_mb")
     assert allocated[STEPS] == pytest.approx(allocated[8], abs=1.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.hosts import Host, hosts, start_ray
-from helpers.runs import events, wait_for_step
-from helpers.shared_gpu import variables_of_host
+from helpers.machines.hosts import Host, hosts, start_ray
+from helpers.machines.shared_gpu import variables_of_host
+from helpers.records.runs import events, wait_for_step
 
 STEPS = 400
 WORDS = (
@@ -20,7 +20,7 @@ WORDS = (
     "train.precision=fp32",
     "strategy=ddp",
     "strategy.num_workers=[1,2]",
-    "job._target_=helpers.leisurely_job.Leisurely",
+    "job._target_=helpers.jobs.leisurely_job.Leisurely",
     "job.pause_ms=50",
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.batches import train
-from helpers.gang import Gang, own_device
+from helpers.ranks.batches import train
+from helpers.ranks.gang import Gang, own_device
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
 
 ROWS, COLUMNS, STEPS = 64, 65_536, 12

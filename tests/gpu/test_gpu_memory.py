@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.cases import Case, having
-from helpers.discarded import built_three_times
-from helpers.gang import Gang
-from helpers.layouts import LAYOUTS
-from helpers.quick_jobs import AdamDigits, TinyGPT
-from helpers.training import make, piece, steps
+from helpers.conformance.cases import Case, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.training import make, piece, steps
+from helpers.jobs.quick_jobs import AdamDigits, TinyGPT
+from helpers.ranks.discarded import built_three_times
+from helpers.ranks.gang import Gang
 from orchestrator.state.checkpoint import load, save
 
 MB = 2**20

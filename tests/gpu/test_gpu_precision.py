@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 import torch
 
-from helpers.cases import Case, having
-from helpers.gang import Gang
-from helpers.layouts import LAYOUTS, assert_as_alone
-from helpers.quick_jobs import TinyGPT
-from helpers.training import losses, make, steps, train
+from helpers.conformance.cases import Case, having
+from helpers.conformance.layouts import LAYOUTS, assert_as_alone
+from helpers.conformance.training import losses, make, steps, train
+from helpers.jobs.quick_jobs import TinyGPT
+from helpers.ranks.gang import Gang
 from jobs.gpt import GPT
 
 LAYOUT_NAMES = ("ddp-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")

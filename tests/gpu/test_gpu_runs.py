@@ -14,15 +14,20 @@ import pytest
 import ray
 import torch
 
-from helpers.commands import environment
-from helpers.gang import Backend
-from helpers.runs import events, losses, series
+from helpers.machines.commands import environment
+from helpers.ranks.gang import Backend
+from helpers.records.runs import events, losses, series
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.worker.process import interfaces
 
 STEPS = 12
-WORDS = (f"train.steps={STEPS}", "train.log_every=1", "checkpoint.every=6", "job._target_=helpers.gpu_jobs.Observing")
+WORDS = (
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "checkpoint.every=6",
+    "job._target_=helpers.jobs.gpu_jobs.Observing",
+)
 
 
 def test_one_worker_trains_from_the_command_to_the_checkpoint(run: Callable[..., Any], backend: Backend) -> None:
@@ -60,7 +65,7 @@ def test_nccl_gets_the_interface_of_the_node_and_the_variables_of_the_shell(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    job = ("job._target_=helpers.faulty_jobs.Environed", f"job.variables=[{','.join(names)}]")
+    job = ("job._target_=helpers.jobs.faulty_jobs.Environed", f"job.variables=[{','.join(names)}]")
     result = run("cluster=local", "strategy=single", "train.steps=2", *job)
     assert result.exit_code == 0, result.reason
     log = RunDir(result.run_dir).log_file(0).read_text()
@@ -104,7 +109,11 @@ def test_workers_have_a_gpu_each(run: Callable[..., Any]) -> None:
 def test_the_gpus_of_the_node_are_measured(run: Callable[..., Any]) -> None:
     """If it fails, NVML does not give the readings that MLflow shows."""
     pytest.importorskip("pynvml", reason="needs pip install 'orchestrator[gpu]'")
-    words = ("tracking.system_metrics_every_s=0.5", "job._target_=helpers.leisurely_job.Leisurely", "job.pause_ms=100")
+    words = (
+        "tracking.system_metrics_every_s=0.5",
+        "job._target_=helpers.jobs.leisurely_job.Leisurely",
+        "job.pause_ms=100",
+    )
     result = run("cluster=local", "strategy=single", "train.steps=40", *words)
     assert result.exit_code == 0, result.reason
     text = (result.run_dir / "metrics.jsonl").read_text()

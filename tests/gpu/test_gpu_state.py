@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.cases import Case, having
-from helpers.gang import GLOO, Gang, gang_on, own_device
-from helpers.layouts import ADAMW, LAYOUTS
-from helpers.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1
-from helpers.quick_jobs import AdamDigits
-from helpers.stage_toys import ScheduledChain, plain
-from helpers.training import losses, piece
+from helpers.conformance.cases import Case, having
+from helpers.conformance.layouts import ADAMW, LAYOUTS
+from helpers.conformance.training import losses, piece
+from helpers.jobs.quick_jobs import AdamDigits
+from helpers.jobs.stage_toys import ScheduledChain, plain
+from helpers.ranks.gang import GLOO, Gang, gang_on, own_device
+from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.update.weight_average import KEY
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.runs import losses
+from helpers.records.runs import losses
 from orchestrator.tuning.choose import WORTH_A_WORKER
 
 JOB = ("job.hidden=8", "train.eval_every=0", "checkpoint.every=4")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.records.runs import ROOT
 
 
 @pytest.mark.campaign

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from helpers.disks import freezable_disk, mounted, require_mounts
-from helpers.runs import events, wait_for
+from helpers.machines.disks import freezable_disk, mounted, require_mounts
+from helpers.records.runs import events, wait_for
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_fence_that_cannot_be_written_at_first_costs_no_checkpoint(run: Callab
     blocker = threading.Thread(target=block)
     blocker.start()
     result = run("strategy=ddp", "train.steps=200", "checkpoint.every=20", "recovery.chaos=[kill@13:1]",
-                 "job._target_=helpers.leisurely_job.Leisurely", "train.eval_every=0")  # fmt: skip
+                 "job._target_=helpers.jobs.leisurely_job.Leisurely", "train.eval_every=0")  # fmt: skip
     blocker.join(timeout=60)
     assert blocked.is_set()
     assert result.exit_code == 0, result.reason

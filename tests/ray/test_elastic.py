@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from helpers.runs import events, events_below, losses, pid_of_rank, wait_for, wait_for_step
+from helpers.records.runs import events, events_below, losses, pid_of_rank, wait_for, wait_for_step
 
 STEPS = 200
 WORDS = (
@@ -22,7 +22,7 @@ WORDS = (
     "train.eval_every=0",
     "checkpoint.every=0",
     "train.global_batch_size=48",
-    "job._target_=helpers.leisurely_job.Leisurely",
+    "job._target_=helpers.jobs.leisurely_job.Leisurely",
     "job.momentum=0",  # which would make more of rounding, that differs with the number of workers
     "job.lr=0.1",
 )

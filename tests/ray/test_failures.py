@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import events, in_campaign
+from helpers.records.runs import events, in_campaign
 
 SHORT = ("strategy=ddp", "train.steps=40", "train.eval_every=0", "recovery.max_failures=0")
 
 
 @pytest.mark.parametrize("rank", [0, *in_campaign(1)])
 def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: int) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", f"job.rank={rank}")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", f"job.rank={rank}")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert result.reason.startswith(f"rank {rank} failed at step 4: RuntimeError: the planted")
     (failure,) = events(result.run_dir, "worker_failed")
@@ -28,14 +28,14 @@ def test_first_rank_and_its_traceback_are_named(run: Callable[..., Any], rank: i
 
 @pytest.mark.campaign
 def test_death_of_a_process_is_named(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=kill")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=kill")
     assert (result.status, result.exit_code) == ("FAILED", 1)
     assert result.reason.startswith("rank 1 failed at step")
     assert "died without a report: killed by SIGKILL from outside" in result.reason
 
 
 def test_crash_names_the_signal_and_shows_both_stacks(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Faulty", "job.how=segfault")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=segfault")
     assert result.exit_code == 1
     (failure,) = events(result.run_dir, "worker_failed")
     assert failure["rank"] == 1
@@ -45,7 +45,7 @@ def test_crash_names_the_signal_and_shows_both_stacks(run: Callable[..., Any]) -
 
 
 def test_a_gpu_out_of_memory_is_explained_although_no_group_can_be_destroyed(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.OutOfMemory")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.OutOfMemory")
     assert result.exit_code == 1
     assert result.reason.startswith("rank 1 failed at step 4: CUDA out of memory: tried to allocate 20.00 GiB, with ")
     assert "largest tensors: " in result.reason
@@ -54,14 +54,14 @@ def test_a_gpu_out_of_memory_is_explained_although_no_group_can_be_destroyed(run
 
 
 def test_unreadable_sample_is_named(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.BadSample", "data.num_workers=1")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.BadSample", "data.num_workers=1")
     assert result.exit_code == 1
     assert "sample 7" in result.reason
     assert "unreadable sector" in result.reason
 
 
 def test_a_worker_that_lives_is_not_reported_as_dead(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.faulty_jobs.Secretive", "job.hidden=16")
+    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Secretive", "job.hidden=16")
     assert result.exit_code == 1
     assert "lives, but a call to it failed: " in result.reason
     assert "this outcome stays here" in result.reason
@@ -79,7 +79,7 @@ def test_a_worker_that_lives_is_not_reported_as_dead(run: Callable[..., Any]) ->
 def test_a_rank_that_cannot_open_the_store_is_replaced(
     run: Callable[..., Any], tmp_path: Path, how: str, reason: str
 ) -> None:
-    job = ("job._target_=helpers.faulty_jobs.NoStore", f"job.marker={tmp_path / 'marker'}", f"job.how={how}")
+    job = ("job._target_=helpers.jobs.faulty_jobs.NoStore", f"job.marker={tmp_path / 'marker'}", f"job.how={how}")
     words = ("recovery.max_failures=2", "recovery.chaos=[kill@13:1]", "cluster.rendezvous_timeout_s=15")
     result = run("strategy=ddp", "train.steps=40", "train.eval_every=0", *job, *words)
     assert result.exit_code == 0, result.reason
@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
 
 
 def test_a_dataset_that_cannot_be_used_is_explained_without_a_traceback(run: Callable[..., Any]) -> None:
-    result = run("strategy=ddp", "job._target_=helpers.faulty_jobs.NoData")
+    result = run("strategy=ddp", "job._target_=helpers.jobs.faulty_jobs.NoData")
     assert result.exit_code == 1
     assert result.reason.endswith(
         "failed at step 0: job.dataset('train'): the dataset is empty; give it at least one sample"

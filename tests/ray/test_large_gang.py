@@ -15,7 +15,7 @@ import pytest
 import ray
 import ray.cloudpickle as cloudpickle
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.driver.gang.spares import START_ATTEMPTS
 from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.driver.nodes import node_watch
 from orchestrator.driver.nodes.node_watch import NodeWatch, stopped_processes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from helpers.runs import series, wait_for
+from helpers.records.runs import series, wait_for
 from orchestrator.config.overrides import quote_text
 from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE
 

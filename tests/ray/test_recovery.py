@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.runs import events, in_campaign, losses, pid_of_rank, series, wait_for
+from helpers.records.runs import events, in_campaign, losses, pid_of_rank, series, wait_for
 from orchestrator.state.checkpoint import load, path_of
 
 STEPS = 24
@@ -62,7 +62,7 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     ("rank", "spares"), [pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 1), (0, 0), (1, 1))]
 )
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
-    words = (*WORDS, "job._target_=helpers.faulty_jobs.Reporting")  # whose reports change nothing
+    words = (*WORDS, "job._target_=helpers.jobs.faulty_jobs.Reporting")  # whose reports change nothing
     faults = (f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}", "cluster.heartbeat_s=5")
     result = run(*words, *faults)
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
@@ -116,7 +116,7 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
 def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
     words = (
         *(word for word in WORDS if not word.startswith("job.")),
-        "job._target_=helpers.step_toys.Distillation",
+        "job._target_=helpers.jobs.step_toys.Distillation",
         "train.global_batch_size=25",
         "train.ema_decay=0.9",
     )
@@ -181,7 +181,7 @@ def test_a_stop_while_a_worker_is_replaced_saves_what_the_survivor_holds(run: An
     stopper = threading.Thread(target=stop)
     stopper.start()
     result = run("train.steps=2000", "checkpoint.every=1000", "recovery.chaos=[kill@13:1]", "recovery.backoff_s=0.1",
-                 "cluster.stop_grace_s=30", "job._target_=helpers.leisurely_job.Leisurely")  # fmt: skip
+                 "cluster.stop_grace_s=30", "job._target_=helpers.jobs.leisurely_job.Leisurely")  # fmt: skip
     stopper.join(timeout=60)
     assert (result.status, result.exit_code) == ("KILLED", 130), result.reason
     (saved,) = events(result.run_dir, "checkpoint_saved")
@@ -231,7 +231,7 @@ def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, st
 
 
 def test_a_survivor_that_starts_from_a_checkpoint_frees_its_model_before_it_builds_another(run: Any) -> None:
-    words = ("job._target_=helpers.faulty_jobs.OneModel", "strategy.comm_hook=powersgd")
+    words = ("job._target_=helpers.jobs.faulty_jobs.OneModel", "strategy.comm_hook=powersgd")
     result = run(*WORDS, *words, "recovery.chaos=[kill@13:1]")
     assert result.exit_code == 0, result.reason
     (recovered,) = events(result.run_dir, "recovered")
@@ -262,7 +262,7 @@ def test_two_parts_that_are_lost_at_once_come_from_their_replicas(run: Any, refe
 @pytest.mark.campaign
 def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
     words = ("train.steps=36", "train.log_every=2", "train.eval_every=0")
-    result = run("job._target_=helpers.straggling_job.Straggling", *words)
+    result = run("job._target_=helpers.jobs.straggling_job.Straggling", *words)
     assert result.exit_code == 0, result.reason
     (found,) = events(result.run_dir, "straggler_found")
     assert found["rank"] == 1
@@ -275,7 +275,7 @@ def test_a_straggler_is_named_after_ten_seconds(run: Any) -> None:
 
 @pytest.mark.campaign
 def test_a_straggler_is_replaced_if_configured(run: Any, tmp_path: Path) -> None:
-    job = ("job._target_=helpers.straggling_job.SlowProcess", f"job.who={tmp_path / 'who'}")
+    job = ("job._target_=helpers.jobs.straggling_job.SlowProcess", f"job.who={tmp_path / 'who'}")
     words = ("train.steps=60", "train.log_every=2", "train.eval_every=0", "recovery.replace_stragglers=true")
     result = run(*job, *words)
     assert result.exit_code == 0, result.reason
@@ -299,7 +299,9 @@ def test_a_thousand_clean_steps_raise_no_alarm(run: Any) -> None:
 def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words: tuple[str, ...]) -> None:
     """In the evaluation, rank 1 has ended its share long before rank 0, and waits for it in the next step."""
     words = (*words, "train.steps=40", "train.eval_every=20", "recovery.hang_min_s=1", "cluster.heartbeat_s=0.2")
-    result = run("job._target_=helpers.stalling_job.Stalling", f"job.{pause}=1.5", *words, "recovery.max_failures=0")
+    result = run(
+        "job._target_=helpers.jobs.stalling_job.Stalling", f"job.{pause}=1.5", *words, "recovery.max_failures=0"
+    )
     assert result.exit_code == 0, result.reason
     assert events(result.run_dir, "worker_lost") == []
 
@@ -307,7 +309,7 @@ def test_a_slow_batch_of_a_new_loader_is_not_a_hang(run: Any, pause: str, words:
 @pytest.mark.campaign
 def test_a_rank_that_hangs_at_the_same_step_again_gets_twice_the_time(run: Any) -> None:
     words = ("train.steps=12", "train.eval_every=0", "recovery.hang_min_s=1", "recovery.hang_max_s=3")
-    result = run("job._target_=helpers.stalling_job.Stalling", "job.val_s=4.5", *words)
+    result = run("job._target_=helpers.jobs.stalling_job.Stalling", "job.val_s=4.5", *words)
     assert result.exit_code == 0, result.reason
     (lost,) = events(result.run_dir, "worker_lost")
     assert "in phase eval (recovery.hang_max_s): " in lost["reason"]
@@ -317,7 +319,7 @@ def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path
     enrolled = tmp_path / "enrolled"
     enrolled.mkdir()
     job = (
-        "job._target_=helpers.enrolling_job.Enrolling",
+        "job._target_=helpers.jobs.enrolling_job.Enrolling",
         f"job.folder={enrolled}",
         "job.wanted=4",
     )  # the driver is one of them
@@ -338,8 +340,8 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
     pausing = threading.Thread(target=pause, daemon=True)
     pausing.start()
     result = run(
-        "job._target_=helpers.leisurely_job.Leisurely", "train.steps=120", "train.log_every=1", "train.eval_every=0",
-        "cluster.stopped_timeout_s=60",
+        "job._target_=helpers.jobs.leisurely_job.Leisurely", "train.steps=120", "train.log_every=1",
+        "train.eval_every=0", "cluster.stopped_timeout_s=60",
     )  # fmt: skip
     pausing.join(10)
     assert paused.is_set()

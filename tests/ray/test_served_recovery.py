@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import events, in_campaign, losses
+from helpers.records.runs import events, in_campaign, losses
 
 STEPS = 24
 WORDS = (
@@ -25,7 +25,7 @@ WORDS = (
 )
 SERVER = (*WORDS, "strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
 NO_CHECKPOINT = "checkpoint.every=0"
-NORMED = "job._target_=helpers.normed_job.Normed"
+NORMED = "job._target_=helpers.jobs.normed_job.Normed"
 """A model with buffers."""
 FIRST_SHARD = 2
 UNTRAINED_LOSS = math.log(10)

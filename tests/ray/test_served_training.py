@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from helpers.runs import events
+from helpers.records.runs import events
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
 

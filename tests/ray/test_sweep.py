@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator import compare, launch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.measure.profiling import PROFILED_STEPS

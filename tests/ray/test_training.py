@@ -14,7 +14,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from helpers.runs import events, in_campaign, losses, series, wait_for, wait_for_step
+from helpers.records.runs import events, in_campaign, losses, series, wait_for, wait_for_step
 from orchestrator.records import lease
 from orchestrator.records.json_file import read_json
 from orchestrator.records.lock import changed_at
@@ -106,7 +106,9 @@ def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callabl
 
 
 def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:
-    done = run("strategy=ddp", "job._target_=helpers.listening_job.Listening", "train.steps=2", "train.eval_every=0")
+    done = run(
+        "strategy=ddp", "job._target_=helpers.jobs.listening_job.Listening", "train.steps=2", "train.eval_every=0"
+    )
     assert done.status == "FINISHED"
     for rank in (0, 1):
         lines = (done.run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
@@ -134,7 +136,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[in
 
 TO_BE_STOPPED = (
     "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
-    "job._target_=helpers.leisurely_job.Leisurely", "job.frozen=true", "name=stopped",
+    "job._target_=helpers.jobs.leisurely_job.Leisurely", "job.frozen=true", "name=stopped",
 )  # fmt: skip
 
 

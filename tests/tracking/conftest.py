@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.ports import free_port
-from helpers.proxy import Proxy
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
+from helpers.servers.ports import free_port
+from helpers.servers.proxy import Proxy
 from orchestrator.tracking.mlflow import connect
 
 

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from helpers.browser import CHROMIUM, Page, browser
-from helpers.recorded_sweep import recorded_sweep
-from helpers.tracked_runs import client_of
+from helpers.records.recorded_sweep import recorded_sweep
+from helpers.records.tracked_runs import client_of
+from helpers.servers.browser import CHROMIUM, Page, browser
 from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.display.comparison import read_run

@@ -2,8 +2,8 @@
 
 import pytest
 
-from helpers.runs import wait_for
-from helpers.tracked_runs import (
+from helpers.records.runs import wait_for
+from helpers.records.tracked_runs import (
     artifacts,
     end,
     expected,

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-from helpers.runs import wait_for
-from helpers.tracked_runs import (
+from helpers.records.runs import wait_for
+from helpers.records.tracked_runs import (
     end,
     ended_run,
     expected,

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from helpers.recorder import Recorder
+from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.protocol.events import (

@@ -5,7 +5,7 @@ import re
 
 from PIL import Image
 
-from helpers.tracked_runs import artifacts, client_of, history, new_run, save_samples
+from helpers.records.tracked_runs import artifacts, client_of, history, new_run, save_samples
 from orchestrator.records.journal import Journal, Sample
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.mlflow import MlflowBackend

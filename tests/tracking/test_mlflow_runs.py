@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.tracked_runs import new_run
+from helpers.records.tracked_runs import new_run
 from orchestrator.compare import main
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records.journal import Ending, Journal

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.runs import wait_for
-from helpers.tracked_runs import artifacts, client_of, end, ended_run, log, new_run, run_of, start, tracking
+from helpers.records.runs import wait_for
+from helpers.records.tracked_runs import artifacts, client_of, end, ended_run, log, new_run, run_of, start, tracking
 from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.exporting.program import NotExportedError, export_program, prediction_inputs

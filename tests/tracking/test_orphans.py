@@ -6,8 +6,8 @@ import time
 
 import psutil
 
-from helpers.runs import events, wait_for
-from helpers.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
+from helpers.records.runs import events, wait_for
+from helpers.records.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
 from orchestrator.protocol.events import RunEnded
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import OutputDir

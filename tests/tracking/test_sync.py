@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from helpers.tracked_runs import (
+from helpers.records.tracked_runs import (
     DEAD_PROCESS,
     client_of,
     ended_run,

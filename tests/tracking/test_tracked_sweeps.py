@@ -8,8 +8,8 @@ import zlib
 
 from mlflow.tracking import MlflowClient
 
-from helpers.recorded_sweep import recorded_sweep
-from helpers.tracked_runs import client_of, ended_run, run_of
+from helpers.records.recorded_sweep import recorded_sweep
+from helpers.records.tracked_runs import client_of, ended_run, run_of
 from orchestrator import sync
 from orchestrator.tracking.mlflow_sweep import open_sweep
 from orchestrator.tracking.transfer import read_cursor

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from helpers.disks import mounted
-from helpers.tracked_runs import artifacts, ended_run, expected, history, log, new_run, run_of, save_samples
+from helpers.machines.disks import mounted
+from helpers.records.tracked_runs import artifacts, ended_run, expected, history, log, new_run, run_of, save_samples
 from orchestrator.protocol.events import MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
 from orchestrator.tracking.backend import OpenedRun

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from helpers.disks import mounted
-from helpers.recorder import Recorder
-from helpers.runs import wait_for
-from helpers.tracked_runs import (
+from helpers.machines.disks import mounted
+from helpers.records.recorder import Recorder
+from helpers.records.runs import wait_for
+from helpers.records.tracked_runs import (
     client_of,
     end,
     ended_run,

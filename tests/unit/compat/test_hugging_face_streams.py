@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.streams import Stateful
+from helpers.ranks.streams import Stateful
 from orchestrator.compat.hugging_face import loses_samples
 from orchestrator.strategies.data.datasets import is_stream, known_length
 from orchestrator.worker.data.stream import Mark, StreamReader

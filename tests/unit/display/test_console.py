@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.console_events import (
+from helpers.files.golden import Golden
+from helpers.records.console_events import (
     FAILED,
     FINISHED,
     FORMED,
@@ -19,7 +20,6 @@ from helpers.console_events import (
     point,
     printed,
 )
-from helpers.golden import Golden
 from orchestrator.config.compose import compose
 from orchestrator.display.console import make_console
 from orchestrator.display.report import errors_text, plan_table

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.golden import Golden
+from helpers.files.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.description import describe_run
 from orchestrator.driver.preflight.source import source_of

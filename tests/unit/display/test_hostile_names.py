@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.plans import plan_of
-from helpers.recorded_sweep import recorded_sweep
+from helpers.machines.plans import plan_of
+from helpers.records.recorded_sweep import recorded_sweep
 from orchestrator.display.comparison import read_run
 from orchestrator.display.comparison_analysis import Comparison
 from orchestrator.display.comparison_plot import draw

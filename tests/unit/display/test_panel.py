@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from helpers.console_events import (
+from helpers.records.console_events import (
     FINISHED,
     FORMED,
     SAVED,

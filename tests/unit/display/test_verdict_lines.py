@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from helpers.console_events import (
+from helpers.files.golden import Golden, sections
+from helpers.records.console_events import (
     FAILED,
     FINISHED,
     FORMED,
@@ -18,7 +19,6 @@ from helpers.console_events import (
     point,
     printed,
 )
-from helpers.golden import Golden, sections
 from orchestrator.protocol.events import (
     BestFound,
     RunEnded,

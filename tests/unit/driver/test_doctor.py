@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helpers.plans import config_of
+from helpers.machines.plans import config_of
 from orchestrator import cli
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.driver.doctor import check_job

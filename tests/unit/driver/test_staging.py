@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from helpers.plans import LAPTOP, config_of
+from helpers.machines.plans import LAPTOP, config_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job, Split

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from helpers.cases import Case, config_of
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, config_of
+from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.sweep_session import _publish

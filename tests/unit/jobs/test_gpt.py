@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.allocations import Allocations
-from helpers.batches import read_by_all_ranks
-from helpers.job_trials import errors, trained
+from helpers.ranks.allocations import Allocations
+from helpers.ranks.batches import read_by_all_ranks
+from helpers.ranks.job_trials import errors, trained
 from jobs import gpt
 from jobs.gpt import GPT
 from jobs.pretrained import save

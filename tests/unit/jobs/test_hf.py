@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.job_trials import errors, trained
+from helpers.ranks.job_trials import errors, trained
 from jobs.examples import Padded
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED

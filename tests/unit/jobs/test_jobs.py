@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.job_trials import accuracy, errors, trained
+from helpers.ranks.job_trials import accuracy, errors, trained
 from jobs.digits import Digits, load_digits
 from jobs.sleep import Sleep
 from jobs.toy import Toy

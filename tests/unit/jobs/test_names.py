@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.job_trials import accuracy, errors, one_thread, trained
+from helpers.ranks.job_trials import accuracy, errors, one_thread, trained
 from jobs.names import Names, Speller, pad
 
 TOWNS = [b"Ulm", b"Rome", b"Reykjav\xc3\xadk", b"Aix-en-Provence", b"New York"]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from helpers.job_trials import errors, trained
+from helpers.ranks.job_trials import errors, trained
 from jobs.resnet50 import ResNet50, resnet
 from orchestrator.model.partial_init import build_part
 

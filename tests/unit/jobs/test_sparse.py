@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers.job_trials import accuracy, errors, trained
+from helpers.ranks.job_trials import accuracy, errors, trained
 from jobs.sparse import MatrixCompletion, SparseJob, SparseLogistic
 
 SMALL = [SparseLogistic(features=500, words=20, samples=400), MatrixCompletion(size=40, rank=3, observed=600)]

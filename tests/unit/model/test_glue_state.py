@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.stage_toys import Chain
+from helpers.jobs.stage_toys import Chain
 from orchestrator.model.stages import sequence_of
 
 CALLS = {"number": 0}

@@ -1,7 +1,7 @@
 """Types of models of transformers: equal to one worker wherever batches are divided and models cut, or known to differ.
 
 Each row needs a second, and nothing but the installed package: replicas and micro-batches are compared as rank 0 does
-before training, and so are stages. ``tests/distributed/test_model_zoo.py`` trains some models for real.
+before training, and so are stages. ``tests/distributed/models/test_model_zoo.py`` trains some models for real.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from helpers.hf_table import Kind, has_batch_norm, in_stages, on_parts
+from helpers.models.hf_table import Kind, has_batch_norm, in_stages, on_parts
 
 pytestmark = pytest.mark.campaign
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.stage_toys import Chain
+from helpers.jobs.stage_toys import Chain
 from orchestrator.model.calls import first_modules
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import flow

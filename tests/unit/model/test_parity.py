@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.special_modules import SPECIAL, Model, _DoubledGradient, model_with
-from helpers.stage_toys import Chain, plain
+from helpers.jobs.special_modules import SPECIAL, Model, _DoubledGradient, model_with
+from helpers.jobs.stage_toys import Chain, plain
 from orchestrator.job import Job
 from orchestrator.model.parity import ParityResult, compare
 from orchestrator.model.precision import Precision

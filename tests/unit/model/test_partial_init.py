@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.utils import parametrizations
 
-from helpers.allocations import Allocations
+from helpers.ranks.allocations import Allocations
 from jobs.gpt import GPT
 from jobs.pretrained import save
 from orchestrator.model.partial_init import build_divided, build_fake, build_part

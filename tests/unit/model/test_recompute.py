@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.cases import having
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import having
+from helpers.jobs.quick_jobs import digits
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.model import blocks

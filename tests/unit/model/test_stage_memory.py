@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.allocations import Allocations
+from helpers.ranks.allocations import Allocations
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import costs, flow
 from orchestrator.model.precision import Precision

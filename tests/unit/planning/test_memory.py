@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.plans import GPU_BOX, LAPTOP, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, plan_of
 from orchestrator.planning.memory import UNKNOWN, Division, MemoryLimit, ParameterSize, fewest_parts, worker_memory
 from orchestrator.planning.plan import Node
 

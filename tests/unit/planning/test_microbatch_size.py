@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.plans import GPU_BOX, LAPTOP, config_of, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, config_of, plan_of
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.job import Job

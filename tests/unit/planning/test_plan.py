@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from helpers.plans import GPU_BOX, LAPTOP, errors_of, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, errors_of, plan_of
 from orchestrator.planning.plan import Node, Plan
 
 UNEVEN = (

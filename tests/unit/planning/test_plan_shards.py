@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.plans import LAPTOP, config_of, errors_of, plan_of
+from helpers.machines.plans import LAPTOP, config_of, errors_of, plan_of
 from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.plans import LAPTOP, config_of, plan_of
+from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.driver.candidates import check_all

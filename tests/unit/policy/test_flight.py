@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from helpers.cases import Case, config_of, plan_of
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.jobs.quick_jobs import digits
 from orchestrator.driver.run.health import write_stacks
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in

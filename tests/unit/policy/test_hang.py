@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.cases import RECOVERY
-from helpers.runs import wait_for
+from helpers.conformance.cases import RECOVERY
+from helpers.records.runs import wait_for
 from orchestrator.config.redact import Redactor
 from orchestrator.policy.hang import HangDetector, WatchedTime, culprit, limit_of
 from orchestrator.protocol.flight import Enqueued

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.queue_entries import entry
+from helpers.machines.queue_entries import entry
 from orchestrator.display.queue_table import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.policy.queue import (

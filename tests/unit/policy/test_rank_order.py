@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.plans import worker_on
+from helpers.machines.plans import worker_on
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
 from orchestrator.protocol.messages import WorkerInfo

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.cases import RECOVERY
+from helpers.conformance.cases import RECOVERY
 from orchestrator.planning.faults import Fault, parse, parse_entry, without_next
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, newest_state
 from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps

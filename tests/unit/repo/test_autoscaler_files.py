@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from helpers.cluster_files import CLUSTER, check_ray_command, documents, ray_commands
+from helpers.files.cluster_files import CLUSTER, check_ray_command, documents, ray_commands
 
 FILES = sorted((CLUSTER / "autoscaler").glob("*.yaml"))
 

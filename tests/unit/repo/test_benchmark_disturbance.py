@@ -15,8 +15,8 @@ BUSY = "import time\nwhile time.process_time() < 0.3: pass\nprint('.', flush=Tru
 
 OBSERVE = f"""
 import json, os, subprocess, sys
-from arms import environment
-from disturbance import OtherPrograms
+from harness.arms import environment
+from harness.disturbance import OtherPrograms
 
 def orphan(env):
     # Its parent, a shell, has ended: it is no descendant any more, like the processes of Ray.

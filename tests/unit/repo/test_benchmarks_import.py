@@ -26,9 +26,12 @@ def exists(module, name):
     return True
 
 root = Path(sys.argv[1])
-folders = [root / "benchmarks", root / "benchmarks" / "peers"]
-sys.path[:0] = map(str, [root, root / "tests", root / "docs/examples", *folders])  # as model_zoo.py and ports.py do
-for script in (script for folder in folders for script in sorted(folder.glob("*.py"))):
+folder = root / "benchmarks"
+folders = [root, root / "tests", root / "docs/examples", folder, folder / "peers"]
+sys.path[:0] = map(str, folders)  # as model_zoo.py and ports.py do
+for script in sorted(folder.glob("**/[a-z]*.py")):
+    if script.name == "sitecustomize.py":  # not imported by name
+        continue
     imports = []
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.Import):
@@ -39,7 +42,7 @@ for script in (script for folder in folders for script in sorted(folder.glob("*.
     missing = [f"{script.name}: {module} {name or ''}" for module, name in checked if not exists(module, name)]
     print(*missing, sep="\\n", end="\\n" if missing else "")
     if not missing and checked == imports:
-        importlib.import_module(script.stem)
+        importlib.import_module(".".join(script.relative_to(folder).with_suffix("").parts))
 """
 
 

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from helpers.cluster_files import documents
-from helpers.runs import ROOT
+from helpers.files.cluster_files import documents
+from helpers.records.runs import ROOT
 
 (WORKFLOW,) = documents(ROOT / ".github" / "workflows" / "ci.yml")
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]

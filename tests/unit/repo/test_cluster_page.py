@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from helpers.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
+from helpers.files.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
 from orchestrator.config.compose import compose
 from orchestrator.strategies import registry
 

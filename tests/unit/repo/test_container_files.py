@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from helpers.cluster_files import CLUSTER, KUBERNETES, check_ray_command, documents, ray_commands
-from helpers.runs import ROOT
+from helpers.files.cluster_files import CLUSTER, KUBERNETES, check_ray_command, documents, ray_commands
+from helpers.records.runs import ROOT
 from orchestrator.compat.ray.internals import CHECKED_VERSION
 from orchestrator.version import __version__
 

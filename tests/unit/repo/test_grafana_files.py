@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from helpers.cluster_files import CLUSTER
+from helpers.files.cluster_files import CLUSTER
 from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE
 
 DASHBOARD = json.loads((CLUSTER / "grafana" / "dashboard.json").read_text())

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from mlflow.environment_variables import MLFLOW_SERVER_ENABLE_JOB_EXECUTION
 
-from helpers.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
-from helpers.kubernetes import KINDS
+from helpers.files.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
+from helpers.files.kubernetes import KINDS
 from orchestrator.config.secret_names import is_secret
 from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
 

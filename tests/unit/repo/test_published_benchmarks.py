@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import all as every  # noqa: E402
-import published  # noqa: E402
-from disturbance import first_undisturbed  # noqa: E402
-from published import Measured, Result  # noqa: E402
-from rounds import Claim, table  # noqa: E402
+from harness import published  # noqa: E402
+from harness.disturbance import first_undisturbed  # noqa: E402
+from harness.published import Measured, Result  # noqa: E402
+from harness.rounds import Claim, table  # noqa: E402
 
 COMMANDS = {"speed": "python benchmarks/speed.py"}
 PAGE = "before\n<!-- benchmarks/all.py writes speed -->\n\n-\n\n<!-- end -->\nafter\n"

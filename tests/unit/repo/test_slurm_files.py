@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from helpers.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
+from helpers.files.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
 from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
 
 SCRIPT = CLUSTER / "slurm" / "train.sbatch"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.golden import GOLDEN
+from helpers.files.golden import GOLDEN
 
 TESTS = Path(__file__).resolve().parents[2]
 MODULES = sorted(TESTS.glob("*/**/*.py"))

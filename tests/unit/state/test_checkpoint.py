@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn, optim
 
-from helpers.disks import freezable_disk
+from helpers.machines.disks import freezable_disk
 from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
 from orchestrator.state.fence import Fence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease, renew_every_s, restored_within_s
 from orchestrator.records.run_dir import RunDir

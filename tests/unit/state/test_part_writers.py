@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import list_checkpoints, load, verify
 from orchestrator.state.checkpoint_results import WriteFailed, Written

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
-from helpers.runs import in_campaign
+from helpers.records.runs import in_campaign
 from orchestrator.state import digests
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import commit, find_newest, load, staging, verify, write_part

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.checkpoint_results import WriteFailed, Written

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.object_store import OUTPUT, s3  # noqa: F401 - s3 is a fixture
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
+from helpers.servers.object_store import OUTPUT, s3  # noqa: F401 - s3 is a fixture
 from orchestrator.storage import claim
 from orchestrator.storage.claim import claimed
 from orchestrator.storage.mirror import Mirror

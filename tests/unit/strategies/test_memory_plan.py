@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.cases import DDP, TRAIN, Case, config_of, plan_of
-from helpers.layouts import FSDP, LAYOUTS
-from helpers.toys import Toy
+from helpers.conformance.cases import DDP, TRAIN, Case, config_of, plan_of
+from helpers.conformance.layouts import FSDP, LAYOUTS
+from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.planning.memory import GIB, MIB, MemoryLimit
 from orchestrator.strategies import registry

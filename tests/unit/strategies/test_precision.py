@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.cases import DDP, Case, config_of, having, plan_of
-from helpers.layouts import PARAMETER_SERVER
-from helpers.quick_jobs import digits
-from helpers.step_toys import GAN
+from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.conformance.layouts import PARAMETER_SERVER
+from helpers.jobs.quick_jobs import digits
+from helpers.jobs.step_toys import GAN
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.precision import Precision, summable

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from helpers.batch_toys import Ragged
-from helpers.cases import DDP, SINGLE, Case, config_of, having, plan_of
-from helpers.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
-from helpers.toys import Toy
+from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
+from helpers.conformance.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.jobs.batch_toys import Ragged
+from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.strategies import registry

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.step_toys import GAN, Models, ScheduledGAN
-from helpers.toys import Toy
+from helpers.jobs.step_toys import GAN, Models, ScheduledGAN
+from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec

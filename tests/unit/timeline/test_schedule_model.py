@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.schedules import live_microbatches
+from helpers.ranks.schedules import live_microbatches
 from orchestrator.compat.pipelining import computations
 from orchestrator.timeline.ideal import order_of, simulate, theoretical_bubble
 from orchestrator.timeline.spans import bubble

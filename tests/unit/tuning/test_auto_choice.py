@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from helpers.cases import CLUSTER, Case, config_of, plan_of
-from helpers.step_toys import GAN
+from helpers.conformance.cases import CLUSTER, Case, config_of, plan_of
+from helpers.jobs.step_toys import GAN
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from jobs.names import Names

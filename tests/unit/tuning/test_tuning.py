@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from helpers.job_profile import PASSES, PROFILE
+from helpers.records.job_profile import PASSES, PROFILE
 from orchestrator.planning.memory import MemoryLimit
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan

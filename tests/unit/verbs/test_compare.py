@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.golden import Golden
+from helpers.files.golden import Golden
 from orchestrator.compare import main
 from orchestrator.display.comparison import labels, read_curve, read_run
 from orchestrator.display.comparison_analysis import Comparison

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from helpers.job_trials import errors
+from helpers.ranks.job_trials import errors
 from jobs.tokens import open_source
 from orchestrator import tokenize
 from orchestrator.corpus import encode, pieces

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.job_profile import PROFILE
+from helpers.records.job_profile import PROFILE
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import nn
 
-from helpers.cases import Case, config_of, plan_of
+from helpers.conformance.cases import Case, config_of, plan_of
 from jobs.digits import Digits
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from helpers.cases import Case, config_of, plan_of
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.jobs.quick_jobs import digits
 from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.code.packages import module_paths, requirements

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from helpers.cases import CLUSTER, assignment
+from helpers.conformance.cases import CLUSTER, assignment
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import Redactor

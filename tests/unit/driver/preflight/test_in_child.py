@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.cases import DDP, Case, config_of, plan_of
-from helpers.layouts import pipeline
-from helpers.toys import Toy
+from helpers.conformance.cases import DDP, Case, config_of, plan_of
+from helpers.conformance.layouts import pipeline
+from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.driver.preflight.in_child import ChildDiedError, in_child

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch import nn
 
-from helpers.earlier_runs import JOB, an_earlier_run, config_of, plan_of, refused, resume, save_steps
+from helpers.records.earlier_runs import JOB, an_earlier_run, config_of, plan_of, refused, resume, save_steps
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor

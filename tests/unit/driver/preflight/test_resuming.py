@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
+from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
@@ -82,7 +82,7 @@ def test_a_restarted_driver_continues_its_own_run_or_starts_afresh(
 RACE = """
 import os, sys, time
 from pathlib import Path
-from helpers.earlier_runs import JOB, config_of, plan_of, resume
+from helpers.records.earlier_runs import JOB, config_of, plan_of, resume
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.preflight.record import open_run

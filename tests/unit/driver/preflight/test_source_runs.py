@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from helpers.earlier_runs import JOB, an_earlier_run, config_of, refused, save_steps
+from helpers.records.earlier_runs import JOB, an_earlier_run, config_of, refused, save_steps
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor

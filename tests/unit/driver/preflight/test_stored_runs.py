@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.object_store import OUTPUT, S3Server, s3  # noqa: F401 - s3 is a fixture
+from helpers.servers.object_store import OUTPUT, S3Server, s3  # noqa: F401 - s3 is a fixture
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
 from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.head_watch import LOST_AFTER, watched_head

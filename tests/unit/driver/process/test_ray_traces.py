@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.ports import free_port
+from helpers.servers.ports import free_port
 from orchestrator.driver.process.ray_traces import ray_traces
 from orchestrator.policy.ray_traces import GCS_PORT, RayTraces, check_traces
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator import stop
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.stop_requests import StopRequests

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.plans import config_of
-from helpers.recorder import Recorder
+from helpers.machines.plans import config_of
+from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process import waiting
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError

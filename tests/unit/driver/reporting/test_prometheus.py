@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.records.runs import ROOT
 from orchestrator.driver.reporting import prometheus
 from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE, PrometheusSink
 from orchestrator.protocol.events import GenerationStarted, MetricsLogged, RankProgress, RunStarted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.recorder import Recorder
+from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.run.course import Course

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import losses
+from helpers.records.runs import losses
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.run.left_reports import record_ranks, take_left_reports
 from orchestrator.planning.mesh import Mesh

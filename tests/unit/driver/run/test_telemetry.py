@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.recorder import Recorder
+from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.process.event_stream import EventStream

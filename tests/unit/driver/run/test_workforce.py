@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from helpers.cases import Case, config_of, plan_of
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.jobs.quick_jobs import digits
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.policy.elastic import Sizes
 

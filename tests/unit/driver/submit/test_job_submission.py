@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from helpers.commands import environment
-from helpers.job_server import job_server
+from helpers.machines.commands import environment
+from helpers.servers.job_server import job_server
 from orchestrator import doctor, queue, submit
 from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError

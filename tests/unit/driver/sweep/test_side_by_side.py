@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.plans import GPU_BOX, plan_of
+from helpers.machines.plans import GPU_BOX, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.candidates import check_all
 from orchestrator.driver.sweep.side_by_side import num_at_once

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from helpers.batch_toys import DEPEND, EQUAL, OfBatches, class_weighted, contrastive, summed
-from helpers.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
-from helpers.layouts import pipeline
-from helpers.toys import Rows
-from helpers.zoo_cells import STRATEGIES
+from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
+from helpers.conformance.layouts import pipeline
+from helpers.jobs.batch_toys import DEPEND, EQUAL, OfBatches, class_weighted, contrastive, summed
+from helpers.jobs.toys import Rows
+from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
 from orchestrator.model.precision import Precision

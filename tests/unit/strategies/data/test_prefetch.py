@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cases import Case, assignment
-from helpers.quick_jobs import digits
-from helpers.training import make
+from helpers.conformance.cases import Case, assignment
+from helpers.conformance.training import make
+from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.deadlock import Launch, Operation, find_deadlock
+from helpers.ranks.deadlock import Launch, Operation, find_deadlock
 
 
 def reduce(*ranks: int, group: str = "default") -> Launch:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.launches import recorded
+from helpers.ranks.launches import recorded
 from orchestrator.compat.pipelining import computations
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.measure.device_clock import WaitTimer

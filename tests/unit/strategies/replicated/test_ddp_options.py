@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.cases import DDP, Case, config_of, having, plan_of
-from helpers.quick_jobs import QuickDigits, digits
+from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.jobs.quick_jobs import QuickDigits, digits
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.buckets import bucket_arguments, bucket_mb_for
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from helpers.cases import Case, config_of, plan_of
-from helpers.layouts import SHARDED_DDP
-from helpers.step_toys import NormedGAN
-from helpers.toys import Toy
+from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.conformance.layouts import SHARDED_DDP
+from helpers.jobs.step_toys import NormedGAN
+from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 from orchestrator.state.boxes import first_overlap, has_hole
 from orchestrator.strategies import registry

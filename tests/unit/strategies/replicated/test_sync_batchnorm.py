@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.plans import LAPTOP, config_of, plan_of
-from helpers.toys import Toy
+from helpers.jobs.toys import Toy
+from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, synchronize
 

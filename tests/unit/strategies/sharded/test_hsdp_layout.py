@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.plans import errors_of, plan_of
+from helpers.machines.plans import errors_of, plan_of
 from orchestrator.planning.plan import Node
 
 

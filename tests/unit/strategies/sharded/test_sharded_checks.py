@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helpers.cases import Case, config_of, plan_of
-from helpers.layouts import FSDP, HSDP
-from helpers.toys import Toy
+from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.conformance.layouts import FSDP, HSDP
+from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.state.boxes import Box
 from orchestrator.strategies import registry

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers.fake_stream import FakeEvent, FakeStream
+from helpers.ranks.fake_stream import FakeEvent, FakeStream
 from orchestrator.strategies.update.confirmation import POLL_S, Confirmation, confirmation, no_confirmation
 from orchestrator.worker.control.control import AbandonedError, StepGate
 

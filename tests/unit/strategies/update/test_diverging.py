@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from helpers.plans import GPU_BOX, config_of, plan_of
-from helpers.toys import Toy
+from helpers.jobs.toys import Toy
+from helpers.machines.plans import GPU_BOX, config_of, plan_of
 from orchestrator.job import Split
 from orchestrator.strategies import registry
 

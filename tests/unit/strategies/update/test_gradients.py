@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.cases import TRAIN, having
+from helpers.conformance.cases import TRAIN, having
 from orchestrator.strategies.update.gradients import clip
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from helpers.stage_toys import ScheduledChain, plain, tied_ends
-from helpers.step_toys import GAN
-from helpers.toys import Toy
+from helpers.jobs.stage_toys import ScheduledChain, plain, tied_ends
+from helpers.jobs.step_toys import GAN
+from helpers.jobs.toys import Toy
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of

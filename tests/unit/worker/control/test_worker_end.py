@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.cases import Case, assignment
-from helpers.faulty_jobs import OUT_OF_MEMORY
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import Case, assignment
+from helpers.jobs.faulty_jobs import OUT_OF_MEMORY
+from helpers.jobs.quick_jobs import digits
 from orchestrator.worker import failures
 from orchestrator.worker.actor import _close, _recoverable_steps
 from orchestrator.worker.control import rendezvous

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from helpers.batch_toys import Ragged, bags
-from helpers.batches import LAYOUTS, Numbers, eval_batches, evaluate, read_by_all_ranks, train, validated
-from helpers.cases import Case, having
-from helpers.training import make, model_of
+from helpers.conformance.cases import Case, having
+from helpers.conformance.training import make, model_of
+from helpers.jobs.batch_toys import Ragged, bags
+from helpers.ranks.batches import LAYOUTS, Numbers, eval_batches, evaluate, read_by_all_ranks, train, validated
 from orchestrator.model.batch import to_device
 from orchestrator.strategies.data.datasets import (
     check_dataset,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks, train
-from helpers.toys import Toy
+from helpers.jobs.toys import Toy
+from helpers.ranks.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks, train
 from orchestrator.job import Job, Split
 from orchestrator.strategies.data.datasets import (
     DatasetError,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from helpers.batches import Numbers, eval_batches, evaluate, train
-from helpers.runs import PYTHONPATH
+from helpers.ranks.batches import Numbers, eval_batches, evaluate, train
+from helpers.records.runs import PYTHONPATH
 from orchestrator.worker.data.loader import DataError
 
 
@@ -205,7 +205,7 @@ def test_loader_processes_die_with_their_worker_and_not_by_ctrl_c() -> None:
         import multiprocessing, time
         from torch.utils.data._utils import worker as torch_worker
         torch_worker.MP_STATUS_CHECK_INTERVAL = 90  # torch's own watch would end the loader process after 5 s
-        from helpers.batches import Numbers, train
+        from helpers.ranks.batches import Numbers, train
         batches = train(Numbers(64), num_workers=1, steps=100)
         next(batches)
         print(multiprocessing.active_children()[0].pid, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks
+from helpers.ranks.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks
 from orchestrator.worker.data.batches import SampleOrder, checked_weights
 
 WEIGHTS = torch.tensor([5.0, 1.0, 0.0, 1.0] * 25, dtype=torch.float64)

@@ -13,10 +13,10 @@ import ray.data
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from helpers import batches
-from helpers.batches import LAYOUTS
-from helpers.streams import KINDS, Counting, Epochs, Plain, Stateful
-from helpers.toys import Rows
+from helpers.jobs.toys import Rows
+from helpers.ranks import batches
+from helpers.ranks.batches import LAYOUTS
+from helpers.ranks.streams import KINDS, Counting, Epochs, Plain, Stateful
 from orchestrator.strategies.data.datasets import check_dataset, first_item, is_stream, known_length
 from orchestrator.worker.data.loader import DataError
 from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader

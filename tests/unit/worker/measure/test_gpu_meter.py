@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.worker.measure import gpu_meter
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.gpu_sharing import GpuSharing

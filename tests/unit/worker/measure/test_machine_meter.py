@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.runs import wait_for
+from helpers.records.runs import wait_for
 from orchestrator.worker.measure.machine_meter import MachineMeter
 
 BUSY_S = 0.5

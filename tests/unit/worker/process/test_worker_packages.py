@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.wheels import make_wheel
+from helpers.files.wheels import make_wheel
 from orchestrator.worker.process import packages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

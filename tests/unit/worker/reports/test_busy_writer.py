@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cases import CLUSTER, RECOVERY, SINGLE, Case, assignment, config_of
-from helpers.quick_jobs import digits
-from helpers.training import close_strategies, make
+from helpers.conformance.cases import CLUSTER, RECOVERY, SINGLE, Case, assignment, config_of
+from helpers.conformance.training import close_strategies, make
+from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import CheckpointSaved, Event, Warned
 from orchestrator.records.run_dir import RunDir

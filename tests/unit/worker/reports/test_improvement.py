@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.cases import CHECKPOINT, Case, config_of, having
-from helpers.quick_jobs import digits
+from helpers.conformance.cases import CHECKPOINT, Case, config_of, having
+from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint

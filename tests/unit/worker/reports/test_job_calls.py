@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.training import CPU
+from helpers.conformance.training import CPU
 from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
 
 

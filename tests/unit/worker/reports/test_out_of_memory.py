@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.cases import TRAIN
-from helpers.faulty_jobs import OUT_OF_MEMORY
+from helpers.conformance.cases import TRAIN
+from helpers.jobs.faulty_jobs import OUT_OF_MEMORY
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
 

@@ -1,0 +1,180 @@
+"""Streams, samples drawn by weight, and no validation set: equal losses in every layout, and resumed in another."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.conformance.cases import DDP, Case, assignment, having
+from helpers.conformance.layouts import LAYOUTS, SGD
+from helpers.conformance.training import CPU
+from helpers.jobs.toys import Toy
+from helpers.ranks.loops import Ran, evaluation, loop_of, losses_by_step, ran, run_loop
+from helpers.ranks.streams import StreamToy, Unvalidated, Weighed
+from orchestrator.config.redact import Redactor
+from orchestrator.protocol.messages import Assignment, EvalPoint
+from orchestrator.records.json_file import write_json
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import load
+from orchestrator.strategies import registry
+from orchestrator.strategies.base import StepResult
+from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.loop import Loop
+
+EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
+
+
+def loop(gang, job, path: Path, world_size: int, *, checkpoint: Path | None = None, every: int = 0) -> list[Ran]:
+    case = Case(job=job, options=DDP, train=having(steps=12, global_batch_size=36, eval_every=4))
+    start = None if checkpoint is None else str(checkpoint)
+    return gang.run(run_loop, case, world_size, str(path), start, every, world_size=world_size)
+
+
+def checkpoints(path: Path) -> list[Path]:
+    return sorted((path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("job", "warning"),
+    [
+        (StreamToy(kind="Plain"), "reading past 288 samples of the stream to the next one; with state_dict() and"),
+        (StreamToy(kind="Counting"), "reading past 288 samples of the stream to the next one; with state_dict() and"),
+        (StreamToy(kind="Epochs"), "reading past 88 samples of the stream to the next one; with state_dict() and"),
+        (StreamToy(kind="Stateful"), None),
+        (StreamToy(kind="Unsavable"), "reading past 288 samples of the stream to the next one"),
+        (Weighed(), None),
+    ],
+    ids=lambda value: value.__class__.__name__ + getattr(value, "kind", "") if isinstance(value, Toy) else "",
+)
+def test_a_run_resumes_at_the_next_sample_on_another_number_of_workers(gang, tmp_path, job, warning):
+    alone = loop(gang, job, tmp_path / "alone", 1)
+    expected = losses_by_step(alone)
+    assert len(expected) == 12
+    assert expected[12] < expected[1]
+    for first, second in ((2, 3), (3, 1)):
+        path = tmp_path / f"{first}"
+        whole = loop(gang, job, path, first, every=8)
+        assert losses_by_step(whole) == pytest.approx(expected, rel=SGD)
+        assert evaluation(whole) == pytest.approx(evaluation(alone), rel=SGD)
+        checkpoint = checkpoints(path)[0]
+        resumed = loop(gang, job, tmp_path / f"{first} to {second}", second, checkpoint=checkpoint)
+        rest = {step: loss for step, loss in expected.items() if step > 8}
+        assert losses_by_step(resumed) == pytest.approx(rest, rel=SGD)
+        warnings = [w for w in resumed[0].warnings if "not plain JSON" not in w]
+        assert [warning in w for w in warnings] == ([] if warning is None else [True])
+        assert not any(r.warnings for r in resumed[1:]), "one rank warns"
+
+
+def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int]:
+    """Both ranks fail in step 6, when they have read its batch; then rank 1 is a new process, as it were.
+
+    Returns what this rank saw, and how many samples of its last stream it read.
+    """
+    Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
+    orders = assignment(rank=rank, world_size=2, generation=1, store_port=0, run_dir=run_dir, case=case)
+    gate, outbox = StepGate(timeout_s=60), Outbox(Redactor())
+
+    def new_loop(orders: Assignment) -> Loop:
+        strategy = registry.load("ddp").create(context_of(orders, CPU), case.job)
+        return loop_of(orders, case, strategy, outbox=outbox, gate=gate)
+
+    loop = new_loop(orders)
+    train_step, calls = loop.strategy.train_step, itertools.count(1)
+
+    def failing(*args: Any, **options: Any) -> StepResult:
+        if next(calls) == 6:
+            raise ConnectionError
+        return train_step(*args, **options)
+
+    loop.strategy.train_step = failing  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        loop.run({})
+    loop.strategy.close()
+    again = replace(orders, generation=2, sources=(0, 0), source_step=5)
+    write_json(RunDir(Path(run_dir)).fence_file, {"generation": again.fence})
+    if rank == 0:
+        loop.reassign(again)
+    else:
+        loop.finish(timeout_s=60)
+        loop = new_loop(again)
+    outcome = loop.run({})
+    loop.strategy.close()
+    loop.finish(timeout_s=60)
+    assert loop._data is not None
+    reader = loop._data._reader
+    assert reader is not None
+    return ran(outcome, outbox, training=True, owns_reducer=False), reader._stream.yielded
+
+
+@pytest.mark.parametrize("kind", ["Plain", "Counting", "Epochs", "Stateful"])
+def test_a_run_continues_at_the_next_sample_after_a_failure(gang, tmp_path, kind):
+    case = Case(job=StreamToy(kind=kind), options=DDP, train=having(steps=12, global_batch_size=36))
+    expected = losses_by_step(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    answers = gang.run(replaced_after_step_5, case, str(tmp_path / "2"), world_size=2)
+    assert losses_by_step([seen for seen, _ in answers]) == pytest.approx(expected, rel=SGD)
+    steps_read = {"Stateful": (6 + 7, 7), "Plain": (12, 12), "Counting": (12, 12)}.get(kind)
+    if steps_read is not None:
+        assert tuple(yielded for _, yielded in answers) == tuple(36 * steps for steps in steps_read)
+    assert len(answers[0][0].warnings) == (kind != "Stateful")
+
+
+def test_a_checkpoint_has_the_state_of_the_stream(gang, tmp_path):
+    loop(gang, StreamToy(kind="Stateful"), tmp_path, 2, every=8)
+    stream = load(checkpoints(tmp_path)[0]).meta["stream"]
+    assert stream == {"position": 288, "epoch": 1, "state": {"done": 88, "shards": {"open": [0, 2]}}}
+
+
+def test_a_state_that_is_not_kept_is_warned_of_once(gang, tmp_path):
+    ranks = loop(gang, StreamToy(kind="Unsavable"), tmp_path, 2, every=4)
+    (warning,) = ranks[0].warnings
+    assert "state_dict() of the stream is not plain JSON" in warning
+    assert "stream" not in load(checkpoints(tmp_path)[0]).meta
+
+
+def test_a_stream_has_no_epoch_to_log(gang, tmp_path):
+    (streamed,) = loop(gang, StreamToy(), tmp_path / "stream", 1)
+    (indexed,) = loop(gang, Toy(), tmp_path / "index", 1)
+    assert "train/epoch" not in streamed.points[0].metrics
+    assert "train/epoch" in indexed.points[0].metrics
+
+
+def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path):
+    found = {}
+    sizes = {name: LAYOUTS[name].world_size for name in ("single", *EVERYWHERE)} | {"1F1B-4": 3}
+    for name, world_size in sizes.items():
+        train = having(steps=4, global_batch_size=16, eval_splits=("val", "train"))
+        case = LAYOUTS[name].of(Case(job=StreamToy(), train=train))
+        ranks = gang.run(run_loop, case, world_size, str(tmp_path / name), None, 0, world_size=world_size)
+        found[name] = evaluation(ranks)
+        assert (found[name]["weight"], found[name]["train weight"]) == (33, 200)
+        assert found[name] == pytest.approx(found["single"], rel=SGD)
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp-2", "model_parallel-2", "GPipe-2x2", "parameter_server-2+2"])
+def test_no_validation_set_no_evaluation(gang, tmp_path, layout):
+    options, world_size = LAYOUTS[layout].options, LAYOUTS[layout].world_size
+    train = having(steps=6, global_batch_size=16, eval_every=2)
+    runs = {}
+    for job in (Unvalidated(), Toy()):
+        path = str(tmp_path / type(job).__name__)
+        runs[type(job)] = gang.run(
+            run_loop, Case(job=job, options=options, train=train), world_size, path, None, 3, world_size=world_size
+        )
+    unvalidated = runs[Unvalidated]
+    assert not any(isinstance(p, EvalPoint) for r in unvalidated for p in r.points)
+    assert any(isinstance(p, EvalPoint) for r in runs[Toy] for p in r.points)
+    assert [r.outcome.status for r in unvalidated] == ["done"] * world_size
+    assert losses_by_step(unvalidated) == losses_by_step(runs[Toy])
+    (warning,) = unvalidated[0].warnings
+    assert "job.dataset('val') returns None" in warning
+    assert warning.endswith("train.eval_every=2 has no effect")
+    half_way = str(checkpoints(tmp_path / "Unvalidated")[0])
+    case = Case(job=Unvalidated(), options=options, train=train)
+    resumed = gang.run(run_loop, case, world_size, str(tmp_path / "resumed"), half_way, 0, world_size=world_size)
+    rest = {step: loss for step, loss in losses_by_step(unvalidated).items() if step > 3}
+    assert losses_by_step(resumed) == pytest.approx(rest, rel=SGD)

@@ -1,0 +1,50 @@
+"""The ranks of every strategy together count the FLOPs of the whole model, where the rank sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.conformance.cases import Case, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.jobs.quick_jobs import digits
+from helpers.ranks.gang import Gang
+from helpers.ranks.loops import Ran, run_loop
+from orchestrator.protocol.messages import TrainPoint
+from orchestrator.strategies.replicated.dp import DPConfig
+
+TRAIN = having(steps=2, global_batch_size=32)
+
+
+def flops(ranks: list[Ran]) -> list[float | None]:
+    """The count of each rank, which makes it in the second step."""
+    points = [[p.flops for p in rank.points if isinstance(p, TrainPoint)] for rank in ranks]
+    assert all(len(of_rank) == TRAIN.steps and of_rank[0] is None for of_rank in points)
+    return [of_rank[-1] for of_rank in points]
+
+
+@pytest.mark.parametrize(
+    "name", ["single", "ddp-4", "parameter_server-2+2", "model_parallel-2", "ZBVZeroBubble-2", "1F1B-2x2"]
+)
+def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, name: str) -> None:
+    job, layout = digits(depth=3), LAYOUTS[name]
+    inputs, target = torch.ones(32, 64), torch.zeros(32, dtype=torch.long)
+    with FlopCounterMode(display=False) as expected:
+        F.cross_entropy(job.model()(inputs), target).backward()
+    ranks = gang.run(
+        run_loop, layout.of(Case(job=job, train=TRAIN)), layout.world_size, str(tmp_path), None, 0,
+        world_size=layout.world_size,
+    )  # fmt: skip
+    counts = flops(ranks)
+    assert None not in counts
+    assert sum(c for c in counts if c is not None) == expected.get_total_flops()
+
+
+def test_the_flops_of_replicas_in_threads_are_unknown(gang: Gang, tmp_path: Path) -> None:
+    dp = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+    case = Case(job=digits(), train=TRAIN, alone=dp)
+    assert flops(gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)) == [None]

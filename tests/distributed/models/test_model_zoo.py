@@ -1,0 +1,95 @@
+"""Other people's models under every strategy: as on one worker, or refused with a reason, and never silently different.
+
+``benchmarks/model_zoo.py`` writes the same table, with all models, to docs/models.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from helpers.models.zoo import ZOO
+from helpers.models.zoo_cells import STRATEGIES, cell
+from helpers.ranks.gang import Gang
+from orchestrator.config.overrides import choices
+
+SHORT = [
+    *(("t5", strategy) for strategy in ("ddp", "fsdp", "dp", "model_parallel", "pipeline", "parameter_server sync")),
+    *(("lora_llama", strategy) for strategy in ("ddp", "fsdp", "model_parallel", "pipeline")),
+    *(("unet", strategy) for strategy in ("ddp", "model_parallel", "pipeline")),
+]
+"""An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""
+CAUSES = {
+    "llama_with_cache": ("changes an object that it is called with (DynamicCache)", "use_cache=False"),
+    "clip": ("parameters that take no part in the loss: ", "logit_scale", "freeze them (requires_grad=False)"),
+    "dit": ("the model calls a part of a module that does not run itself", "strategy.wrap"),
+}
+"""Words of the reason why a model is refused, with the remedy."""
+REFUSED = {
+    ("llama_with_cache", "model_parallel"),
+    ("llama_with_cache", "pipeline"),
+    ("llama_with_cache", "ddp_pipeline"),
+    ("llama_with_cache", "fsdp_pipeline"),
+    ("clip", "ddp"),
+    ("clip", "ddp_pipeline"),
+    ("dit", "fsdp"),
+    ("dit", "hsdp"),
+}
+ASYNCHRONOUS = {"hogwild", "locked_sgd", "parameter_server async"}
+
+
+def needs_package(name: str) -> None:
+    package = ZOO[name].package
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is missing: pip install -e '.[hf]'")
+
+
+def assert_as_expected(gang: Gang, name: str, strategy: str, *, split: Any = None) -> None:
+    found = cell(gang, name, strategy, split=split)
+    if (name, strategy) in REFUSED:
+        assert found.outcome == "refused", found.detail
+        assert [words for words in CAUSES[name] if words not in found.detail] == []
+    else:
+        expected = "asynchronous" if strategy in ASYNCHRONOUS else "equal"
+        assert found.outcome == expected, found.detail
+
+
+def test_every_strategy_is_in_the_table() -> None:
+    assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")} - {"auto"}
+
+
+@pytest.mark.parametrize(("name", "strategy"), SHORT)
+def test_a_model_under_every_strategy(gang: Gang, name: str, strategy: str) -> None:
+    needs_package(name)
+    assert_as_expected(gang, name, strategy)
+
+
+@pytest.mark.parametrize("name", ["llama_with_cache", "clip"])
+def test_a_model_that_is_refused(gang: Gang, name: str) -> None:
+    needs_package(name)
+    for strategy in ("ddp", "dp", "pipeline"):
+        assert_as_expected(gang, name, strategy)
+
+
+@pytest.mark.parametrize("name", ["bert", "unet"])
+def test_a_wrapped_model_is_cut_automatically(gang: Gang, name: str) -> None:
+    """The batch of the UNet has exactly two keys."""
+    needs_package(name)
+    assert_as_expected(gang, name, "model_parallel", split="auto")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ZOO)
+def test_the_whole_table(gang: Gang, name: str, strategy: str) -> None:
+    needs_package(name)
+    assert_as_expected(gang, name, strategy)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_is_cut_automatically(gang: Gang, name: str) -> None:
+    needs_package(name)
+    assert_as_expected(gang, name, "model_parallel", split="auto")

@@ -1,0 +1,302 @@
+"""What is not confirmed, as on a GPU when a rank is lost: a step leaves no trace, and a number is not reported."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.conformance.cases import Case, assignment, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.training import CPU, Steps, make, steps, train, watched
+from helpers.jobs.quick_jobs import digits
+from helpers.jobs.step_toys import NormedGAN
+from helpers.jobs.toys import Normed, Poisoned, Toy
+from helpers.ranks.gang import SOON_S, Gang
+from helpers.ranks.loops import loop_of
+from orchestrator.config.redact import Redactor
+from orchestrator.policy.recovery import newest_state
+from orchestrator.protocol.events import CheckpointSaved
+from orchestrator.protocol.messages import ANY_RANK, PENDING
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.replicated import optimizer_shards
+from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.confirmation import no_confirmation
+from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.data.batches import SampleOrder
+
+SHORT = having(steps=6, global_batch_size=16)
+
+
+def model_of(strategy: Strategy) -> nn.Module:
+    assert isinstance(strategy, Trainer)
+    return strategy.trained.module()
+
+
+def with_garbage(strategy: Strategy, *, call: int) -> Callable[[], None]:
+    """The confirmation that fails at a call, from 1: the gradients and the buffers are garbage by then."""
+    calls = iter(range(1, 100))
+
+    def confirm() -> None:
+        if next(calls) < call:
+            return
+        for parameter in model_of(strategy).parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("nan"))
+        for buffer in model_of(strategy).buffers():
+            buffer.fill_(1)
+        raise AbandonedError("another rank was lost")
+
+    return confirm
+
+
+def interrupted(rank: int, case: Case, call: int) -> tuple[Mapping[int, tuple[int, ...]], Steps | None]:
+    """Leave the third step at that confirmation, continue from the memory of the ranks, and train to the end."""
+    strategy = make(case, rank)
+    results = steps(strategy)
+    seen = [next(results), next(results)]
+    strategy.confirm = with_garbage(strategy, call=call)
+    with pytest.raises(AbandonedError):
+        next(results)
+    offered = strategy.recoverable_steps(2)
+    strategy.close()
+    if not offered:
+        return offered, None
+    strategy.confirm = no_confirmation
+    strategy.attach()
+    sources = range(strategy.context.mesh.world_size)
+    consumed = 2 * case.train.global_batch_size
+    meta = strategy.recover_state(list(sources), source_step=2, step=2, samples_consumed=consumed)
+    assert meta["step"] == 2
+    return offered, watched(strategy, [*seen, *steps(strategy, first=3)])
+
+
+def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tuple[int, Steps]:
+    """In the third step a rank is lost between its peers' updates. The step that the others continue from, and the end.
+
+    The ranks that are ``unconfirmed`` have given their part of the norm, and not seen it.
+    """
+    strategy = make(case, rank)
+    results = steps(strategy)
+    seen = [next(results), next(results)]
+    if rank in (lost, *unconfirmed):
+        strategy.confirm = Ended(at=1)
+        with pytest.raises(AbandonedError):
+            next(results)
+    else:
+        seen.append(next(results))
+    step = len(seen)
+    offers: list[Mapping[int, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(offers, strategy.recoverable_steps(step))
+    found, sources = newest_state({r: offered for r, offered in enumerate(offers) if r != lost}, range(len(offers)))
+    assert sources is not None, "a checkpoint would be the source"
+    strategy.close()
+    if rank == lost:
+        step, strategy = 0, type(strategy)(strategy.context, strategy.job)
+        strategy.setup(case.job.dataset("train"))
+    strategy.confirm = no_confirmation
+    strategy.attach()
+    batch = case.train.global_batch_size
+    meta = strategy.recover_state(sources, source_step=found, step=step, samples_consumed=step * batch)
+    assert meta == {"step": found, "samples_consumed": found * batch}
+    return found, watched(strategy, steps(strategy, first=found + 1))
+
+
+class Mean(nn.Module):
+    """Keeps a moving average of what it sees, in another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centred(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Mean(), nn.Linear(10, 4))
+
+
+CASES = {
+    "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
+    "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
+    "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
+    "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
+    "parts": LAYOUTS["fsdp-2"].of(Case(job=Normed(), train=SHORT)),
+    "parts, other buffers": LAYOUTS["fsdp-2"].of(Case(job=Centred(), train=SHORT)),
+    "parts that are updated": LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT)),
+    "own updates": Case(job=NormedGAN(), train=SHORT),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: str) -> None:
+    world_size = 4 if name.startswith("replicas") else 2
+    expected = gang.run(train, CASES[name], world_size=world_size)
+    found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
+    for (offered, seen), undisturbed in zip(found, expected, strict=True):
+        assert offered
+        assert all(2 in of_rank for key, of_rank in offered.items() if key != PENDING)
+        assert seen.loss_sums == undisturbed.loss_sums
+        assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps]:
+    """Rank 1 is lost in the sixth step, of which a neighbour has a copy after every second one; ``moment``: where the
+    others are then. The step that all continue from, and the end."""
+
+    def fail(*args: object, **more: object) -> None:
+        raise AbandonedError("another rank was lost")
+
+    strategy = make(case, rank, peer_copy_every=2)
+    assert isinstance(strategy, Trainer)
+    batch = case.train.global_batch_size
+    for step, _ in enumerate(steps(strategy, last=5), 1):
+        strategy.after_step(step=step, samples_consumed=step * batch)
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "exchange":
+            patch.setattr(optimizer_shards, "all_gather_single", fail)
+        else:
+            owner, name = {
+                "forward": (strategy.passes, "backward"),
+                "sums": (strategy.reduction, "finish"),
+                "update": (strategy, "confirm"),
+            }[moment]
+            patch.setattr(owner, name, fail)
+        with pytest.raises(AbandonedError):
+            next(steps(strategy, first=6))
+    offers: list[Mapping[int, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    deadline = time.monotonic() + SOON_S
+    offered = strategy.recoverable_steps(5)
+    while not all(4 in of_rank for of_rank in offered.values()):
+        assert time.monotonic() < deadline, f"no copy has arrived: {offered}"
+        time.sleep(0.01)
+        offered = strategy.recoverable_steps(5)
+    dist.all_gather_object(offers, offered)
+    found, sources = newest_state({r: of_rank for r, of_rank in enumerate(offers) if r != 1}, range(len(offers)))
+    assert sources is not None, "a checkpoint would be the source"
+    strategy.close()
+    step = 5
+    if rank == 1:
+        step, strategy = 0, type(strategy)(strategy.context, strategy.job)
+        strategy.setup(case.job.dataset("train"))
+    strategy.attach()
+    meta = strategy.recover_state(sources, source_step=found, step=step, samples_consumed=step * batch)
+    assert meta == {"step": found, "samples_consumed": found * batch}
+    seen = watched(strategy, steps(strategy, first=found + 1))
+    strategy.close()
+    return found, seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment"),
+    [
+        ("fsdp-3", "forward"),
+        ("fsdp-2", "sums"),
+        ("fsdp-3", "update"),
+        ("fsdp-1F1B-2x2", "update"),
+        ("sharded-ddp-2", "sums"),
+        ("sharded-ddp-2", "exchange"),
+    ],
+)
+def test_a_part_without_replicas_comes_from_the_memory_of_a_neighbour(gang: Gang, layout: str, moment: str) -> None:
+    case, world_size = LAYOUTS[layout].of(Case(job=Normed(), train=having(SHORT, steps=8))), LAYOUTS[layout].world_size
+    expected = gang.run(train, case, world_size=world_size)
+    for (step, seen), undisturbed in zip(
+        gang.run(lost_without_replica, case, moment, world_size=world_size), expected, strict=True
+    ):
+        assert step == 4
+        assert seen.loss_sums == undisturbed.loss_sums[4:]
+        assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+STAGES = CASES["replicas of stages"]
+TORN = {
+    "parts, clipped, in slices": replace(
+        CASES["replicas of parts"], train=replace(SHORT, grad_accumulation=2, clip_norm=0.05)
+    ),
+    "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
+    "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
+    "skipped": replace(
+        STAGES,
+        job=Poisoned(bad=tuple(SampleOrder(n=200, seed=3).indices(2 * 16, 1))),
+        train=replace(SHORT, on_nonfinite="skip"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_a_step_that_some_ranks_have_made_is_made_by_the_others(gang: Gang, name: str) -> None:
+    """Ranks 1 and 3 have one stage or part; after the loss of one of them, the other one has not made its update."""
+    case = TORN[name]
+    expected = gang.run(train, case, world_size=4)
+    assert [steps.skipped[2] for steps in expected] == [name == "skipped"] * 4
+    for lost, unconfirmed in ((3, (1,)), (0, (2, 3)), (1, (0, 2, 3))):
+        ranks = gang.run(torn, case, lost, unconfirmed, world_size=4)
+        made = len(unconfirmed) < 3
+        for (step, seen), undisturbed in zip(ranks, expected, strict=True):
+            assert step == (3 if made else 2)
+            np.testing.assert_array_equal(seen.loss_sums, undisturbed.loss_sums[step:])  # a NaN equals itself
+            assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+@pytest.mark.parametrize(("call", "offered"), [(1, {ANY_RANK: (2,)}), (2, {}), (3, {})])
+def test_a_step_with_several_updates_offers_nothing_once_it_has_made_one(
+    gang: Gang, call: int, offered: Mapping[int, tuple[int, ...]]
+) -> None:
+    found = gang.run(interrupted, CASES["own updates"], call, world_size=2)
+    assert [o for o, _ in found] == [offered] * 2
+
+
+class Ended:
+    """A confirmation that finds the generation ended at its ``at``-th call."""
+
+    def __init__(self, at: int):
+        self.at = at
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls >= self.at:
+            raise AbandonedError("another rank was lost")
+
+
+def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
+    """Run one rank, whose generation ends at a confirmation. How often it confirmed, and how much it has reported."""
+    (tmp_path / "checkpoints").mkdir(parents=True)
+    case = Case(job=digits(val_size=8), train=having(steps=4, global_batch_size=8, eval_every=2))
+    orders = assignment(
+        rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case, checkpoint_every=2
+    )
+    outbox, confirm = Outbox(Redactor()), Ended(at)
+    strategy = Single(context_of(orders, CPU), case.job)
+    loop = loop_of(orders, case, strategy, outbox=outbox)
+    strategy.confirm = confirm
+    with contextlib.suppress(AbandonedError):
+        loop.run({})
+    loop.finish(timeout_s=SOON_S)
+    heartbeat = outbox.collect({})
+    saved = [event for event in heartbeat.events if isinstance(event, CheckpointSaved)]
+    return confirm.calls, len(heartbeat.points) + len(saved)
+
+
+def test_each_report_and_checkpoint_has_its_own_confirmation(tmp_path: Path) -> None:
+    calls, everything = run_until_ended(tmp_path / "whole", at=1000)
+    reported = [run_until_ended(tmp_path / str(at), at=at)[1] for at in range(1, calls + 1)]
+    assert everything == 4 + 2 + 2, "points, evaluations and checkpoints"
+    assert calls == 4 + everything + 2, "the updates, the reports, the initial state and the end"
+    assert {after - before for before, after in itertools.pairwise([0, *reported, everything])} == {0, 1}

@@ -1,0 +1,181 @@
+"""``train.ema_decay``: the moving average of the weights is the same in every layout, and is evaluated too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import fsum
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.conformance.cases import DDP, Case, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.reference import averages
+from helpers.conformance.training import assert_same, make, model_of, piece, snapshot, steps
+from helpers.jobs.quick_jobs import AdamDigits, digits
+from helpers.jobs.toys import TwoHeads
+from helpers.ranks.gang import Gang
+from helpers.ranks.loops import Ran, run_loop
+from orchestrator.protocol.messages import EvalPoint
+from orchestrator.state.checkpoint import load
+from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.trainer import Trainer
+
+DECAY = 0.8
+AVERAGING = having(steps=6, global_batch_size=24, ema_decay=DECAY)
+DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+
+
+def averages_of(strategy: Trainer) -> dict[str, Tensor]:
+    return averages(strategy.trained.snapshot(step=0, samples_consumed=0).optimizer)
+
+
+def by_hand(weights: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The average of the weights after each update."""
+    first, *later = weights
+    average = dict(first)
+    for after in later:
+        average = {name: DECAY * average[name] + (1 - DECAY) * after[name] for name in average}
+    return average
+
+
+def on_the_fourth_call(rank: int, call: int) -> bool:
+    return call >= 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamHeads(TwoHeads):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01)
+
+
+def test_a_parameter_has_an_average_from_its_first_update_on() -> None:
+    """Before, an entry in its state would keep Adam from making its own."""
+    strategy = make(Case(job=AdamHeads(uses=on_the_fourth_call), train=AVERAGING), 0)
+    assert isinstance(strategy, Trainer)
+    seen = []
+    for step, _ in enumerate(steps(strategy), 1):
+        seen.append(snapshot(model_of(strategy)))
+        assert ("spare.weight" in averages_of(strategy)) == (step >= 4)
+    spare = [{"spare.weight": weights["spare.weight"]} for weights in seen[3:]]
+    found = averages_of(strategy)["spare.weight"]
+    torch.testing.assert_close(found, by_hand(spare)["spare.weight"], rtol=1e-6, atol=1e-7)
+
+
+def test_a_resume_in_other_layouts_continues_it(gang: Gang) -> None:
+    case = Case(job=AdamDigits(hidden=24, depth=3), train=having(AVERAGING, global_batch_size=32))
+    ((_, whole),) = gang.run(piece, case, None, 6, world_size=1)
+    state = None
+    for name, stop in (("1F1B-2", 2), ("fsdp-2", 3), ("sharded-ddp-2", 4), ("single", 6)):
+        layout = LAYOUTS[name]
+        state = gang.run(piece, layout.of(case), state, stop, world_size=layout.world_size)[0][1]
+    assert state is not None
+    torch.testing.assert_close(averages(state.optimizer), averages(whole.optimizer), rtol=1e-2, atol=1e-3)
+    assert state.meta == whole.meta
+
+
+def recovered(rank: int, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rank 1 is new after the third step, and receives the state of rank 0; the averages there and at the end."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    list(steps(strategy, last=3))
+    if rank == 1:
+        strategy.setup(case.job.dataset("train"))
+    strategy.close()
+    strategy.attach()
+    meta = strategy.recover_state((0, 0), source_step=3, step=3 if rank == 0 else 0, samples_consumed=3 * 24)
+    assert meta["step"] == 3
+    there = averages_of(strategy)
+    list(steps(strategy, first=4))
+    return there, averages_of(strategy)
+
+
+def test_a_new_worker_receives_it_from_a_survivor(gang: Gang) -> None:
+    case = Case(job=AdamDigits(hidden=24), train=AVERAGING)
+    (_, undisturbed), _ = gang.run(piece, case, None, 6, world_size=2)
+    (there, end), (received, received_end) = gang.run(recovered, case, world_size=2)
+    assert there
+    assert_same(received, there)
+    assert_same(received_end, end)
+    assert_same(end, averages(undisturbed.optimizer))
+
+
+def last_evaluation(ran: Ran) -> EvalPoint:
+    return next(p for p in reversed(ran.points) if isinstance(p, EvalPoint))
+
+
+@pytest.mark.parametrize("name", ["single", "sharded-ddp-2", "fsdp-2", "1F1B-2"])
+def test_it_is_evaluated_with_the_weights_swapped_in_and_back(gang: Gang, tmp_path: Path, name: str) -> None:
+    layout, job = LAYOUTS[name], digits(depth=3, val_size=32)
+    train = having(AVERAGING, global_batch_size=32, eval_every=3)
+    with_it, without = (
+        gang.run(
+            run_loop,
+            layout.of(Case(job=job, train=having(train, ema_decay=decay))),
+            layout.world_size,
+            str(tmp_path / str(decay)),
+            None,
+            0,
+            world_size=layout.world_size,
+        )
+        for decay in (DECAY, None)
+    )
+    state, plain = (load(tmp_path / str(decay) / "checkpoints" / "step-00000006") for decay in (DECAY, None))
+    assert_same(state.model, plain.model)
+    for ran, ran_without in zip(with_it, without, strict=True):
+        assert [p.loss_sum for p in ran.points] == [p.loss_sum for p in ran_without.points]
+        assert all(p.ema is None for p in ran_without.points if isinstance(p, EvalPoint))
+
+    model = job.model()
+    model.load_state_dict({**state.model, **averages(state.optimizer)})
+    inputs, targets = (torch.stack([torch.as_tensor(item[i]) for item in job.dataset("val").items]) for i in (0, 1))
+    with torch.no_grad():
+        expected = float(job.loss(model(inputs), targets))
+    points = [last_evaluation(ran) for ran in with_it]
+    found = [p.ema for p in points if p.ema is not None]
+    assert len(found) == len(points)
+    assert fsum(p.weight for p in found) == 32
+    assert fsum(p.loss_sum for p in found) / 32 == pytest.approx(expected, rel=1e-5)
+    assert any(p.sums != own.sums or p.loss_sum != own.loss_sum for p, own in zip(found, points, strict=True))
+    assert sum(p.sums.get("accuracy", 0.0) for p in found) > 0
+
+
+def test_it_can_be_switched_off_and_on_again(gang: Gang, tmp_path: Path) -> None:
+    train = having(AVERAGING, steps=4)
+    on = Case(job=AdamDigits(hidden=24, val_size=8), train=train)
+    off = replace(on, train=having(train, steps=6, ema_decay=None))
+    again = replace(on, train=having(train, steps=8))
+    checkpoint = None
+    for case, world_size, name in ((on, 2, "on"), (off, 1, "off"), (again, 2, "again")):
+        folder = tmp_path / name
+        ranks = gang.run(run_loop, case, world_size, str(folder), checkpoint, 0, world_size=world_size)
+        checkpoint = str(folder / "checkpoints" / f"step-{case.train.steps:08d}")
+        kept = averages(load(Path(checkpoint)).optimizer)
+        assert bool(kept) == (name != "off")
+        assert (last_evaluation(ranks[0]).ema is None) == (name == "off")
+    strategy = make(again, 0)
+    assert isinstance(strategy, Trainer)
+    strategy.restore(load(tmp_path / "off" / "checkpoints" / "step-00000006"), source=0)
+    seen = [snapshot(model_of(strategy)) for _ in steps(strategy, first=7)]
+    torch.testing.assert_close(kept, by_hand(seen), rtol=1e-4, atol=1e-5)
+
+
+def interrupted(rank: int, case: Case) -> bool:
+    """Fail in the evaluation of the average; whether the weights were others there."""
+    strategy = make(case, rank)
+    list(steps(strategy))
+    before, changed = snapshot(model_of(strategy)), False
+    try:
+        with strategy.averaged_weights():
+            changed = not torch.equal(model_of(strategy).state_dict()["head.weight"], before["head.weight"])
+            raise RuntimeError("the planted fault")
+    except RuntimeError:
+        assert_same(snapshot(model_of(strategy)), before)
+    return changed
+
+
+def test_an_error_in_its_evaluation_leaves_the_weights(gang: Gang) -> None:
+    assert gang.run(interrupted, Case(job=digits(), train=AVERAGING, options=DDP), world_size=2) == [True, True]

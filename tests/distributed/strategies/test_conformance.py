@@ -1,0 +1,86 @@
+"""Every strategy in every scenario; ``helpers/conformance/matrix.py`` declares them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from helpers.conformance.cases import config_of, plan_of
+from helpers.conformance.layouts import SGD, whole_model
+from helpers.conformance.matrix import EXCEPTIONS, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
+from helpers.conformance.reference import Seen, trained, trained_plainly
+from helpers.conformance.training import Steps, losses, metrics_of, train
+from helpers.ranks.gang import Gang
+from orchestrator.config.compose import compose
+from orchestrator.config.overrides import choices
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.strategies import registry
+
+
+@cache
+def reference_of(scenario: str) -> Seen:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    reference = trained_plainly(SCENARIOS[scenario].case)
+    torch.set_num_threads(threads)
+    expected = losses([reference.steps])
+    assert expected[-3:].mean() < expected[:3].mean(), "nothing was learned, so nothing is compared"
+    return reference
+
+
+@pytest.mark.parametrize(("scenario", "layout"), cells())  # some are marked: pytest.mark.fast
+def test_a_layout_trains_as_plain_torch(gang: Gang, scenario: str, layout: str) -> None:
+    declared, reference, case = SCENARIOS[scenario], reference_of(scenario), case_of(scenario, layout)
+    rtol, expected = declared.rtol, reference.steps
+    world_size = SYNCHRONOUS[layout].world_size
+    found: list[Seen] = gang.run(trained, case, declared.want_grad_norm, world_size=world_size)
+    ranks = [seen.steps for seen in found]
+    assert_equal_curves(ranks, expected, rtol=rtol)
+    for rank in ranks:
+        assert rank.skipped == expected.skipped
+        if declared.want_grad_norm:
+            torch.testing.assert_close(rank.norms, expected.norms, rtol=100 * rtol, atol=0, equal_nan=True)
+    torch.testing.assert_close(whole_model(ranks), expected.model, rtol=100 * rtol, atol=max(10 * rtol, declared.atol))
+    averages = {} if case.train.ema_decay is None else reference.averages
+    torch.testing.assert_close(found[0].averages, averages, rtol=100 * rtol, atol=max(10 * rtol, declared.atol))
+    assert layout != "ddp-2" or declared.happened(ranks, reference), "nothing was compared"
+
+
+def assert_equal_curves(ranks: list[Steps], expected: Steps, *, rtol: float) -> None:
+    torch.testing.assert_close(losses(ranks), losses([expected]), rtol=rtol, atol=0)
+    weights = torch.tensor([rank.weights for rank in ranks]).sum(0)
+    torch.testing.assert_close(weights, torch.tensor(expected.weights), rtol=0, atol=0, check_dtype=False)
+    torch.testing.assert_close(metrics_of(ranks), metrics_of([expected]), rtol=rtol, atol=1e-6)
+
+
+def test_what_the_matrix_leaves_out_is_in_it() -> None:
+    assert {scenario for scenario, _ in EXCEPTIONS} <= {*SCENARIOS}
+    assert {*WITHOUT, *VARIANTS, *(layout for _, layout in EXCEPTIONS)} <= {*SYNCHRONOUS}
+
+
+def default_options(name: str) -> StrategyConfig:
+    errors: list[str] = []
+    config, _ = compose([f"strategy={name}"], errors, registry.config_class)
+    assert config is not None, errors
+    return config.strategy
+
+
+REGISTERED = [n for n in choices("strategy") if registry.load(n).is_synchronous(default_options(n))]
+
+
+def test_every_registered_strategy_is_in_the_matrix() -> None:
+    assert {*REGISTERED} - {"auto"} == {layout.options.name for layout in SYNCHRONOUS.values()}
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_strategy_with_its_default_keys(gang: Gang, name: str) -> None:
+    options, scenario = default_options(name), "metrics and clipped values"
+    case = replace(SCENARIOS[scenario].case, options=options, alone=options)
+    # "auto" is what a machine without GPUs gets.
+    workers = registry.load(name).default_num_workers(options, gpus=(), spares=0)
+    plan = plan_of(config_of(case, workers + getattr(options, "num_shards", 0)))
+    ranks = gang.run(train, case, world_size=plan.world_size)
+    assert_equal_curves(ranks, reference_of(scenario).steps, rtol=SGD)

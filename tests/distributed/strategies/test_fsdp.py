@@ -1,0 +1,230 @@
+"""What is particular to parameters that are divided over ranks, in whole models, in stages and in optimizers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.conformance.cases import Case, having
+from helpers.conformance.exact_evaluation import evaluated_in_slices
+from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone
+from helpers.conformance.training import make, steps
+from helpers.jobs.quick_jobs import digits
+from helpers.jobs.toys import Toy
+from helpers.ranks.allocations import Allocations
+from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
+from jobs.gpt import GPT
+from orchestrator.strategies.shard_trainer import ShardTrainer
+from orchestrator.strategies.sharded.fsdp import FSDP
+
+
+class Block(nn.Module):
+    """Counts its calls, if ``counts``."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.layer, self.norm = nn.Linear(10, 10), nn.LayerNorm(10)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((10,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return x + self.norm(self.layer(x).tanh()) * self.scale
+
+
+class Odd(nn.Module):
+    """Has tied layers inside and outside of blocks, frozen and unused parameters, and a scalar."""
+
+    def __init__(self, counts: bool = True) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.blocks = nn.ModuleList(Block(counts) for _ in range(4))
+        self.last.weight = self.first.weight
+        self.blocks[2].layer.weight = self.blocks[0].layer.weight
+        self.blocks[1].requires_grad_(False)
+        self.blocks[3].norm.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x)) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddToy(Toy):
+    """Gives the model's norms another learning rate. Its buffers do not change: a call is one of a micro-batch."""
+
+    adamw: bool = False
+
+    def model(self) -> nn.Module:
+        return Odd(counts=False)
+
+    def parameter_groups(self, parameters: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        norms = [p for name, p in parameters if "norm" in name]
+        return [{"params": [p for name, p in parameters if "norm" not in name]}, {"params": norms, "lr": self.lr / 2}]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddCalls(OddToy):
+    """Calls parts of the model in ``forward``. Buffers change."""
+
+    def model(self) -> nn.Module:
+        return Odd()
+
+    def forward(self, model: Any, inputs: Tensor) -> Tensor:
+        x = model.first(inputs).tanh()
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.last(x)) * model.scale
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_any_parameters_have_the_losses_norms_and_values_of_one_worker(gang: Gang, adamw: bool) -> None:
+    case = Case(job=OddCalls(adamw=adamw, lr=0.02), train=having(global_batch_size=24, steps=8))
+    rtol = ADAMW if adamw else SGD
+    assert_as_alone(gang, case, "fsdp-2", "fsdp-3", "hsdp-2x2", rtol=rtol, want_grad_norm=True)
+    assert_as_alone(gang, case, "sharded-ddp-3", rtol=rtol, want_grad_norm=True, find_unused_parameters=True)
+
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reshard"),
+    [("ZBVZeroBubble", False), *in_campaign(*((s, False) for s in SCHEDULES), *((s, True) for s in SCHEDULES[:4]))],
+)
+def test_any_parameters_of_stages_have_the_losses_norms_and_values_of_one_worker(
+    gang: Gang, schedule: str, reshard: bool
+) -> None:
+    case = Case(job=OddToy(lr=0.02), train=having(global_batch_size=32, grad_accumulation=2, clip_norm=0.5))
+    keys = {"schedule": schedule, "num_microbatches": 4, "reshard_after_forward": reshard}
+    assert_as_alone(gang, case, "fsdp-1F1B-2x2", want_grad_norm=True, **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (FSDP_5, {}),
+        ("fsdp-3", {"reshard_after_forward": False}),
+        ("fsdp-3", {"wrap": ("Linear",)}),
+        ("sharded-ddp-3", {}),
+    ],
+    ids=["five", "kept", "classes", "optimizer"],
+)
+def test_slices_clipping_and_uneven_shares(gang: Gang, name: str | Layout, changes: dict[str, Any]) -> None:
+    train = having(global_batch_size=34, grad_accumulation=3, clip_norm=0.2)
+    case = Case(job=digits(depth=3, hidden=23), train=train)
+    seen = assert_as_alone(gang, case, name, want_grad_norm=True, **changes)
+    norms = seen[name][0].norms
+    assert any(norm is not None and norm > 0.2 for norm in norms), "nothing was clipped"
+
+
+def held(rank: int, case: Case) -> dict[str, int]:
+    """The elements that this rank holds after a step, by what they are for."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, ShardTrainer)
+    list(steps(strategy, last=1))
+    sizes: dict[str, int] = {}
+    for size in strategy.tensor_sizes():
+        sizes[size.kind] = sizes.get(size.kind, 0) + size.size_bytes // 4
+    return sizes
+
+
+def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(gang: Gang) -> None:
+    job = digits(depth=3, hidden=24)
+    case = LAYOUTS["fsdp-3"].of(Case(job=job, train=having(global_batch_size=24)))
+    shapes = [p.shape for p in job.model().parameters()]
+    share = sum(math.ceil(shape[0] / 3) * math.prod(shape[1:]) for shape in shapes)
+    sizes = gang.run(held, case, world_size=3)
+    for kind in ("parameter", "gradient", "optimizer state"):
+        assert max(size[kind] for size in sizes) == share
+        assert sum(size[kind] for size in sizes) == sum(math.prod(shape) for shape in shapes)
+
+
+def held_at_most(rank: int, case: Case) -> tuple[int, int]:
+    """The bytes that this rank has at one time until it can train, and those of its parts."""
+    with Allocations() as seen:
+        strategy = make(case, rank)
+    assert isinstance(strategy, FSDP)
+    return seen.peak_bytes, sum(part.nbytes for part in strategy.passes.divided.distinct)
+
+
+def test_a_rank_that_begins_never_has_more_than_its_parts_and_one_block(gang: Gang) -> None:
+    job = GPT(layers=12, width=128, heads=4, context=16)
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in job.model()]
+    for peak, own in gang.run(held_at_most, LAYOUTS["fsdp-3"].of(Case(job=job)), world_size=3):
+        assert own < sum(sizes) / 2.5
+        assert own < peak < own + 2 * max(sizes)
+
+
+def test_each_rank_of_ddp_holds_its_part_of_the_optimizer_state_and_all_parameters(gang: Gang) -> None:
+    job = digits(depth=3, hidden=24)
+    case = LAYOUTS["sharded-ddp-3"].of(Case(job=job, train=having(global_batch_size=24)))
+    total = sum(parameter.numel() for parameter in job.model().parameters())
+    sizes = gang.run(held, case, world_size=3)
+    assert [size["parameter"] for size in sizes] == [total] * 3
+    assert sum(size["optimizer state"] for size in sizes) == total
+    assert max(size["optimizer state"] for size in sizes) <= 1.02 * total / 3
+
+
+def waits(rank: int, case: Case) -> tuple[float | None, dict[str, float]]:
+    strategy = make(case, rank)
+    list(steps(strategy, last=2))
+    return strategy.comm_ms(), {name: metric.value for name, metric in strategy.metrics().items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp-2", "hsdp-2x2"])
+def test_the_time_of_communication_is_told_by_operation(gang: Gang, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=digits(depth=3)))
+    for total, parts in gang.run(waits, case, world_size=LAYOUTS[name].world_size):
+        assert parts.keys() == {f"perf/{what}_ms" for what in ("all_gather", "reduce_scatter", "all_reduce")}
+        assert min(parts.values()) > 0
+        assert total == pytest.approx(sum(parts.values()))
+
+
+class Meaned(nn.Module):
+    """Returns a number for the whole batch beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), x.square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanedToy(Toy):
+    def model(self) -> nn.Module:
+        return Meaned()
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return super().loss(output[0], target) + output[1]
+
+
+@pytest.mark.parametrize("job", [digits(depth=3, val_size=33), MeanedToy(samples=33)], ids=["rows", "a scalar"])
+def test_an_evaluation_counts_each_sample_once_although_a_rank_has_none_in_the_last_batch(gang: Gang, job: Any) -> None:
+    case = Case(job=job, train=having(global_batch_size=32))
+    ((_, expected),) = gang.run(evaluated_in_slices, case, world_size=1)
+    ranks = gang.run(evaluated_in_slices, LAYOUTS["fsdp-2"].of(case), world_size=2)
+    assert [point.weight for _, point in ranks] == [17, 16]
+    assert expected.weight == 33
+    assert sum(point.loss_sum for _, point in ranks) == pytest.approx(expected.loss_sum, rel=1e-5)

@@ -1,0 +1,1 @@
+"""What every strategy has in common with plain torch."""

@@ -1,0 +1,193 @@
+"""Strategies that cut the model, by name, and what they have to have in common with one worker alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.conformance.cases import DDP, SINGLE, Case
+from helpers.conformance.training import Steps, losses, train
+from helpers.ranks.gang import Gang
+from orchestrator.compat.pipelining import PASSES_CONSTANTS
+from orchestrator.config import schema
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
+from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
+from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
+from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipelineConfig
+from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
+from orchestrator.strategies.pipelined.pipeline import PipelineConfig
+from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.sharded.fsdp import FSDPConfig
+from orchestrator.strategies.sharded.hsdp import HSDPConfig
+
+# AdamW divides by the square root of tiny second moments, which magnifies rounding.
+SGD, ADAMW = 1e-5, 1e-4
+
+MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, split="auto")
+
+
+def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
+    return PipelineConfig(
+        name="pipeline",
+        num_workers=2,
+        split=split,
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+    )
+
+
+def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto") -> DDPPipelineConfig:
+    """Two replicas of two workers each."""
+    return DDPPipelineConfig(
+        name="ddp_pipeline",
+        num_workers=4,
+        pipeline_parallel_size=2,
+        close=close,  # type: ignore[arg-type]
+        split=split,
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+    )
+
+
+PARAMETER_SERVER = ParameterServerConfig(
+    name="parameter_server",
+    num_workers=2,
+    num_shards=2,
+    consistency="sync",
+    max_staleness=1,
+    compression="none",
+)
+
+SHARDED_DDP = replace(DDP, shard_optimizer=True)
+
+
+def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -> FSDPPipelineConfig:
+    """Two stages of two workers each."""
+    return FSDPPipelineConfig(
+        name="fsdp_pipeline",
+        num_workers=4,
+        pipeline_parallel_size=2,
+        split="auto",
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        stages_per_rank="auto",
+        wrap="auto",
+        reshard_after_forward=reshard,
+    )
+
+
+FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
+HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    options: schema.StrategyConfig
+    world_size: int
+
+    def of(self, case: Case, **changes: Any) -> Case:
+        options = replace(self.options, **changes)
+        return replace(case, options=options, alone=options if self.world_size == 1 else None)
+
+
+def layout(options: schema.StrategyConfig, world_size: int) -> Layout:
+    return Layout(options=options, world_size=world_size)
+
+
+FSDP_5 = layout(FSDP, 5)
+"""Not in the matrix, in which three workers have uneven parts too."""
+
+LAYOUTS = {
+    "single": layout(SINGLE, 1),
+    "ddp-2": layout(DDP, 2),
+    "ddp-4": layout(DDP, 4),
+    "sharded-ddp-2": layout(SHARDED_DDP, 2),
+    "sharded-ddp-3": layout(SHARDED_DDP, 3),
+    "parameter_server-2+2": layout(PARAMETER_SERVER, 4),
+    "fsdp-2": layout(FSDP, 2),
+    "fsdp-3": layout(FSDP, 3),
+    "hsdp-2x2": layout(HSDP, 4),
+    "fsdp-1F1B-2x2": layout(fsdp_pipeline("1F1B", 2, reshard=True), 4),
+    "fsdp-ZBVZeroBubble-2x2": layout(fsdp_pipeline("ZBVZeroBubble", 2), 4),
+    "model_parallel-2": layout(MODEL_PARALLEL, 2),
+    "GPipe-2": layout(pipeline("GPipe", 4), 2),
+    "1F1B-2": layout(pipeline("1F1B", 4), 2),
+    "1F1B-4": layout(pipeline("1F1B", 4), 4),
+    "Interleaved1F1B-2": layout(pipeline("Interleaved1F1B", 4), 2),
+    "LoopedBFS-2": layout(pipeline("LoopedBFS", 4), 2),
+    "InterleavedZeroBubble-2": layout(pipeline("InterleavedZeroBubble", 4), 2),
+    "ZBVZeroBubble-2": layout(pipeline("ZBVZeroBubble", 4), 2),
+    "DualPipeV-2": layout(pipeline("DualPipeV", 4), 2),
+    "GPipe-2x2": layout(ddp_pipeline("GPipe", 2), 4),
+    "1F1B-2x2": layout(ddp_pipeline("1F1B", 2), 4),
+    "1F1B-2x2-replicas-close": layout(ddp_pipeline("1F1B", 2, "replicas"), 4),
+    "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
+    "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
+}
+DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+EVERY = {
+    **LAYOUTS,
+    "dp-2": layout(DP, 1),
+    "hogwild-2": layout(HogwildConfig(name="hogwild", num_workers=2), 2),
+    "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
+}
+"""Those in one process too, and those whose losses are not those of one worker."""
+STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, StagedConfig)]
+
+passes_constants = pytest.mark.skipif(
+    not PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive no tensors without a gradient"
+)
+"""For tests in which a stage receives a tensor without a gradient."""
+refuses_constants = pytest.mark.skipif(
+    PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive tensors without a gradient"
+)
+
+
+def whole_model(ranks: list[Steps]) -> dict[str, Tensor]:
+    """The tensors of all ranks, of which those that several have are equal to the last bit."""
+    whole: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, tensor in rank.model.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between workers"
+    return whole
+
+
+@cache
+def _alone(gang: Gang, case: Case, want_grad_norm: bool) -> Steps:
+    (alone,) = gang.run(train, case, want_grad_norm, world_size=1)
+    return alone
+
+
+def assert_as_alone(
+    gang: Gang, case: Case, *layouts: str | Layout, rtol: float = SGD, want_grad_norm: bool = False, **changes: Any
+) -> dict[str | Layout, list[Steps]]:
+    """Train in each of the layouts, with these ``changes`` to its options, and compare losses, norms and model with
+    one worker; what the ranks saw."""
+    alone = _alone(gang, replace(case, options=DDP), want_grad_norm)
+    expected = losses([alone])
+    assert expected[-1] < expected[0], "nothing was learned, so nothing is compared"
+    seen = {}
+    for name in layouts:
+        of = LAYOUTS[name] if isinstance(name, str) else name
+        ranks = gang.run(train, of.of(case, **changes), want_grad_norm, world_size=of.world_size)
+        torch.testing.assert_close(losses(ranks), expected, rtol=rtol, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        assert sum(r.weights[0] for r in ranks) == alone.weights[0]
+        whole = whole_model(ranks)
+        assert whole.keys() == alone.model.keys()
+        torch.testing.assert_close(whole, alone.model, rtol=100 * rtol, atol=10 * rtol)
+        for rank in ranks:
+            assert rank.skipped == alone.skipped
+            assert [n is None for n in rank.norms] == [n is None for n in alone.norms]
+            if None not in rank.norms:
+                torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0, equal_nan=True)
+        seen[name] = ranks
+    return seen

@@ -1,1 +1,0 @@
-"""What the examples of the documentation need around them; see :mod:`helpers.documents`."""

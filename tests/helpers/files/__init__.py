@@ -1,0 +1,1 @@
+"""Files of this repository that tests read."""

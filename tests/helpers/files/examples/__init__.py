@@ -1,0 +1,1 @@
+"""What the examples of the documentation need around them; see :mod:`helpers.files.documents`."""

@@ -1,0 +1,19 @@
+"""Methods of a job whose targets are numbers of classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim.lr_scheduler import MultiStepLR
+
+from helpers.jobs.toys import Toy
+
+__all__ = ["MultiStepLR", "torch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Toy):
+    """A small network."""
+
+    # the example

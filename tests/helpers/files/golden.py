@@ -1,0 +1,33 @@
+"""Texts that users see, compared with files in ``tests/golden`` that ``pytest --renew-golden`` writes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The fixture ``golden``. Call it with ``<surface>/<name>``, written out, and a text without paths or times."""
+
+    renew: bool
+
+    def __call__(self, name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if self.renew:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        names = (f"tests/golden/{name}.txt", "the text now")
+        difference = "\n".join(difflib.unified_diff(expected.splitlines(), text.splitlines(), *names, lineterm=""))
+        assert text == expected, f"{difference}\nIf this is intended: pytest --renew-golden FILE, then git diff"
+
+
+def sections(texts: Mapping[str, list[str]]) -> str:
+    """Several outputs in one file, each below what it shows."""
+    return "\n\n".join("\n".join([f"## {title}", *lines]) for title, lines in texts.items())

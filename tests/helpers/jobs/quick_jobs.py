@@ -1,0 +1,89 @@
+"""The jobs that ship, made quick for tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import Dataset
+
+from helpers.jobs.toys import Rows
+from jobs.digits import Digits, Images
+from jobs.gpt import GPT, Windows
+from orchestrator.job import Split
+
+
+def digits(**fields: Any) -> Digits:
+    return QuickDigits(**{"hidden": 24, **fields})
+
+
+@cache
+def _digits(split: Split) -> Images:
+    dataset = Digits().dataset(split)
+    assert isinstance(dataset, Images)
+    return dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickDigits(Digits):
+    """Digits that each process reads once; ``val_size`` limits the validation set."""
+
+    val_size: int | None = None
+
+    def dataset(self, split: Split) -> Dataset[tuple[Tensor, int]]:
+        images = _digits(split)
+        if split == "train" or self.val_size is None:
+            return images
+        return Rows(list(itertools.islice(images.items, self.val_size)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredDigits(QuickDigits):
+    """Measures its training batches, once for each loss and without gradients."""
+
+    def train_metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        assert not output.requires_grad
+        assert not torch.is_grad_enabled()
+        large = target > 4
+        return {**self.metrics(output, target), "large/share": large.sum(), "large/logit": output[large].sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamDigits(QuickDigits):
+    lr: float = 2e-3
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledDigits(QuickDigits):
+    """The learning rate is halved every three steps."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+        return StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+@cache
+def _windows(split: Split, context: int) -> Windows:
+    dataset = GPT(context=context).dataset(split)
+    assert isinstance(dataset, Windows)
+    return dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyGPT(GPT):
+    layers: int = 1
+    width: int = 16
+    heads: int = 2
+    context: int = 16
+    warmup_steps: int = 5
+
+    def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
+        return _windows(split, self.context)

@@ -1,0 +1,1 @@
+"""Machines and commands: hosts, nodes, disks and processes."""

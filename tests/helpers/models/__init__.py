@@ -1,0 +1,1 @@
+"""Models of other people, and what becomes of them under each strategy."""

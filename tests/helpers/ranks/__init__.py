@@ -1,0 +1,1 @@
+"""Ranks without Ray, and what they do."""

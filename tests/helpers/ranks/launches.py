@@ -1,0 +1,53 @@
+"""Recording of what a rank communicates through its process groups, whether Python or C++ starts it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.ranks.deadlock import Launch, Operation
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Record the launches of this thread. Creating a group is not recorded: it meets at the store, with any backend."""
+    recorder = _Recorder()
+    with recorder, patch.object(dist, "batch_isend_irecv", recorder.batch):
+        yield recorder.launches
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees the operators of the namespace ``c10d``, through which all communication of process groups passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self._unbatched = dist.batch_isend_irecv
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.launches.append((_operation(func.name().removeprefix("c10d::").removesuffix("_"), args),))
+        return func(*args, **(kwargs or {}))
+
+    def batch(self, transfers: list[dist.P2POp]) -> list[dist.Work]:
+        """Make one launch of the transfers, as NCCL does; gloo makes one of each."""
+        first = len(self.launches)
+        works = self._unbatched(transfers)
+        self.launches[first:] = [tuple(operation for launch in self.launches[first:] for operation in launch)]
+        return works
+
+
+def _operation(name: str, args: Sequence[Any]) -> Operation:
+    (boxed,) = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    group = dist.ProcessGroup.unbox(boxed)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if name in ("send", "recv"):
+        own, peer = dist.get_rank(), ranks[args[2]]
+        name, ranks = "transfer", (own, peer) if name == "send" else (peer, own)
+    return Operation(name=name, group=group.group_name, ranks=ranks)
