@@ -102,41 +102,42 @@ def gathered_bytes(groups: Sequence[float], *, keep_whole: bool) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """The memory that there is for a worker.
+    """The memory that there is for workers.
 
     Attributes:
-        worker_bytes: that of a worker; 0 if unknown.
-        shared: whether this is its part of the memory of all nodes, so that more workers have less each.
+        largest_bytes: what one worker can have at most: a GPU, or the memory of a node; 0 if unknown.
+        total_bytes: what all workers have together, which more workers have to share; infinite if each has its own.
     """
 
-    worker_bytes: float
-    shared: bool
+    largest_bytes: float = 0.0
+    total_bytes: float = math.inf
+
+    def of_each(self, sharers: int) -> float:
+        """Return what each of so many has at most; 0 if unknown."""
+        return min(self.largest_bytes, self.total_bytes / sharers)
 
 
-UNKNOWN = MemoryLimit(worker_bytes=0.0, shared=False)
+UNKNOWN = MemoryLimit()
 
 
-def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit, workers: int) -> int | None:
+def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit) -> int | None:
     """Return the smallest number of workers over which parameters, gradients and optimizer state can be divided to fit.
 
     Args:
         sizes: the parameters.
-        limit: the memory of a worker, if there are ``workers`` of them.
-        workers: the number for which the limit holds.
+        limit: the memory of the workers.
 
     Returns:
         The number, at least 2; None if no number fits.
     """
 
-    def fits(parts: int) -> bool:
-        state = worker_memory(sizes, Division(parameters=parts, gradients=parts, optimizer=parts)).state
-        return state <= limit.worker_bytes * (workers / parts if limit.shared else 1)
+    def state(parts: int) -> float:
+        return worker_memory(sizes, Division(parameters=parts, gradients=parts, optimizer=parts)).state
 
-    if limit.shared:
-        return 2 if fits(2) else None
     numbers = range(2, max((size.rows for size in sizes), default=0) + 1)
-    place = bisect.bisect_left(numbers, True, key=fits)
-    return numbers[place] if place < len(numbers) else None
+    place = bisect.bisect_left(numbers, True, key=lambda parts: state(parts) <= limit.largest_bytes)
+    fewest = numbers[place] if place < len(numbers) else None
+    return fewest if fewest and state(fewest) <= limit.of_each(fewest) else None
 
 
 def size_text(size_bytes: float) -> str:

@@ -170,7 +170,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         pipeline=layout.pipeline,
         split=layout.split,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
-        memory=_memory(config, nodes, device, layout.mesh.num_workers),
+        memory=_memory(config, nodes, device),
         faults=faults,
         notes=tuple(notes),
     )
@@ -241,13 +241,14 @@ def _room(
     return room + [largest] * math.ceil(missing / largest)
 
 
-def _memory(config: Config, nodes: tuple[Node, ...], device: str, num_workers: int) -> MemoryLimit:
-    """Return the memory of the smallest GPU, or on CPUs the part of a worker in the memory of all nodes."""
+def _memory(config: Config, nodes: tuple[Node, ...], device: str) -> MemoryLimit:
+    """Return the memory of the smallest GPU, or on CPUs that of the largest node and of all nodes."""
     if device == "cuda":
-        return MemoryLimit(worker_bytes=min((n.gpu_memory_bytes for n in nodes if n.gpus), default=0), shared=False)
-    known = not config.cluster.autoscaling and all(node.memory_bytes for node in nodes)
-    total = sum(node.memory_bytes for node in nodes) if known else 0
-    return MemoryLimit(worker_bytes=total / num_workers, shared=True)
+        return MemoryLimit(largest_bytes=min((n.gpu_memory_bytes for n in nodes if n.gpus), default=0))
+    if config.cluster.autoscaling or not all(node.memory_bytes for node in nodes):
+        return UNKNOWN
+    of_nodes = [node.memory_bytes for node in nodes]
+    return MemoryLimit(largest_bytes=max(of_nodes, default=0), total_bytes=sum(of_nodes))
 
 
 def _gpus_per_worker(layout: Layout, device: str) -> int:

@@ -56,18 +56,19 @@ def memory_notes(
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
         memory = replace(memory, activations=_activations(config, job, plan))
-    limit, count = plan.memory, plan.mesh.num_workers
+    count = plan.mesh.num_workers
+    limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
-    if not limit.worker_bytes or memory.total <= limit.worker_bytes:
+    if not limit_bytes or memory.total <= limit_bytes:
         return tuple(notes)
-    there = f"{size_text(limit.worker_bytes)} of memory {'for each' if limit.shared else 'on each'} of {count} workers"
-    if memory.state <= limit.worker_bytes:
+    there = f"{size_text(limit_bytes)} of memory for {f'each of {count} workers' if count > 1 else 'one worker'}"
+    if memory.state <= limit_bytes:
         notes.append(
             f"training is estimated to take {size_text(memory.total)} on a worker, and there are {there}; raise "
             "train.grad_accumulation, or set train.activation_checkpointing=blocks"
         )
         return tuple(notes)
-    parts = fewest_parts(sizes, limit, count)
+    parts = fewest_parts(sizes, plan.memory)
     if parts is None:
         whole = worker_memory(sizes, Division()).state
         remedy = f"all of them take {size_text(whole)} without the activations: add memory, or use a smaller model"

@@ -72,8 +72,7 @@ def memory_error(profile: Profile, plan: Plan, prediction: Prediction, *, num_no
     """
     sharing = math.ceil(plan.world_size / num_nodes) if profile.device == "cpu" else 1
     needed = prediction.memory_bytes * sharing
-    share = plan.mesh.num_workers / num_nodes if plan.memory.shared else 1
-    free = min(profile.free_bytes, plan.memory.worker_bytes * share or math.inf)
+    free = min(profile.free_bytes, plan.memory.of_each(num_nodes) or math.inf)
     if needed <= free:
         return None
     where = f"the {sharing} workers of a node need" if sharing > 1 else "a worker needs"

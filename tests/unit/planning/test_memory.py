@@ -25,27 +25,30 @@ def test_rows_are_divided_as_on_the_worker_that_has_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "workers", "fewest"),
+    ("limit", "fewest"),
     [
-        (MemoryLimit(worker_bytes=STATE, shared=False), 1, 2),
-        (MemoryLimit(worker_bytes=STATE / 2 - 1, shared=False), 1, 3),
-        (MemoryLimit(worker_bytes=4 + 160, shared=False), 8, 10),
-        (MemoryLimit(worker_bytes=4 + 159, shared=False), 8, None),
-        (MemoryLimit(worker_bytes=STATE / 4 + 10, shared=True), 4, 2),
-        (MemoryLimit(worker_bytes=STATE / 4 - 10, shared=True), 4, None),
+        (MemoryLimit(largest_bytes=STATE), 2),
+        (MemoryLimit(largest_bytes=STATE / 2 - 1), 3),
+        (MemoryLimit(largest_bytes=4 + 160), 10),
+        (MemoryLimit(largest_bytes=4 + 159), None),
+        (MemoryLimit(largest_bytes=STATE + 40, total_bytes=STATE + 40), 2),
+        (MemoryLimit(largest_bytes=STATE - 40, total_bytes=STATE - 40), None),
+        (MemoryLimit(largest_bytes=STATE / 2 - 1, total_bytes=2 * STATE), 3),
     ],
 )
-def test_the_fewest_workers_over_which_the_state_fits(limit: MemoryLimit, workers: int, fewest: int | None) -> None:
-    assert fewest_parts(SIZES, limit, workers) == fewest
+def test_the_fewest_workers_over_which_the_state_fits(limit: MemoryLimit, fewest: int | None) -> None:
+    assert fewest_parts(SIZES, limit) == fewest
 
 
 def test_workers_on_cpus_share_the_memory_of_the_nodes() -> None:
     nodes = tuple(Node(node_id=str(i), name=f"n{i}", cpus=8, gpus=0, memory_bytes=100 * (i + 1)) for i in range(2))
-    assert plan_of(nodes, "strategy.num_workers=4").memory == MemoryLimit(worker_bytes=75, shared=True)
-    assert plan_of(LAPTOP).memory.worker_bytes == UNKNOWN.worker_bytes
+    memory = plan_of(nodes, "strategy.num_workers=4").memory
+    assert memory.of_each(4) == 75
+    assert memory.of_each(1) == 200, "a worker is on one node"
+    assert plan_of(LAPTOP).memory == UNKNOWN
 
 
 def test_a_worker_on_a_gpu_has_the_memory_of_the_smallest() -> None:
     nodes = tuple(Node(node_id=str(i), name=f"n{i}", cpus=8, gpus=4, gpu_memory_bytes=80 - i) for i in range(2))
-    assert plan_of(nodes).memory == MemoryLimit(worker_bytes=79, shared=False)
+    assert plan_of(nodes).memory == MemoryLimit(largest_bytes=79)
     assert plan_of(GPU_BOX).memory == UNKNOWN

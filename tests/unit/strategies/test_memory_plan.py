@@ -100,10 +100,10 @@ def test_an_average_of_the_weights_counts_as_optimizer_state() -> None:
 @pytest.mark.parametrize(
     ("options", "workers", "limit", "remedy"),
     [
-        (DDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=False), "strategy.num_workers=4 or more"),
-        (FSDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=False), "strategy.num_workers=4 or more"),
-        (DDP, 4, MemoryLimit(worker_bytes=2 * WEIGHTS, shared=True), "strategy.num_workers=2 or more"),
-        (DDP, 2, MemoryLimit(worker_bytes=WEIGHTS, shared=True), "add memory, or use a smaller model"),
+        (DDP, 2, MemoryLimit(largest_bytes=WEIGHTS), "strategy.num_workers=4 or more"),
+        (FSDP, 2, MemoryLimit(largest_bytes=WEIGHTS), "strategy.num_workers=4 or more"),
+        (DDP, 4, MemoryLimit(largest_bytes=8 * WEIGHTS, total_bytes=8 * WEIGHTS), "strategy.num_workers=2 or more"),
+        (DDP, 2, MemoryLimit(largest_bytes=2 * WEIGHTS, total_bytes=2 * WEIGHTS), "add memory, or use a smaller model"),
     ],
 )
 def test_a_state_that_cannot_fit_is_refused_with_the_fewest_workers(
@@ -116,7 +116,7 @@ def test_a_state_that_cannot_fit_is_refused_with_the_fewest_workers(
 
 
 def test_an_estimate_that_does_not_fit_is_only_warned_of() -> None:
-    errors, notes = checked(DDP, 2, limit=MemoryLimit(worker_bytes=4 * WEIGHTS, shared=False))
+    errors, notes = checked(DDP, 2, limit=MemoryLimit(largest_bytes=4 * WEIGHTS))
     assert errors == []
     assert "training is estimated to take" in notes
-    assert "estimated" not in checked(DDP, 2, limit=MemoryLimit(worker_bytes=GIB, shared=False))[1]
+    assert "estimated" not in checked(DDP, 2, limit=MemoryLimit(largest_bytes=GIB))[1]

@@ -197,7 +197,9 @@ def test_stages_in_parts_are_gathered_once_in_a_step_and_stay_whole_during_it() 
 def test_there_is_no_more_memory_than_the_plan_knows_of() -> None:
     """A container may have less than its machine has free."""
     free = dataclasses.replace(PROFILE, free_bytes=10**9)
-    known = dataclasses.replace(plan("single", Mesh()), memory=MemoryLimit(worker_bytes=13_000.0, shared=True))
+    known = dataclasses.replace(
+        plan("single", Mesh()), memory=MemoryLimit(largest_bytes=13_000.0, total_bytes=13_000.0)
+    )
     needed = predict(free, known, gpipe)
     assert memory_error(free, known, needed, num_nodes=1) is None
     assert memory_error(free, known, needed, num_nodes=2) is not None, "a worker is on one of the two nodes"
