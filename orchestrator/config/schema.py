@@ -61,6 +61,9 @@ class TrainConfig:
     stop_min_delta: float = option(
         "how much better a value has to be than the one before that counted, for train.stop_after", minimum=0
     )
+    histograms_every: int = option(
+        "steps between histograms of all parameters and gradients, in the samples of the run; 0: none", minimum=0
+    )
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
     clip_value: float | None = option("maximum size of each entry of the gradient; null: no clipping", above=0)
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16-true", "fp16"] = option(
@@ -104,7 +107,14 @@ class TrainConfig:
     def only_training(self, *, steps: int, log_every: int) -> TrainConfig:
         """Return this section for a run of ``steps`` that evaluates nothing."""
         return replace(
-            self, steps=steps, log_every=log_every, eval_every=0, eval_splits=(), stop_after=None, stop_min_delta=0
+            self,
+            steps=steps,
+            log_every=log_every,
+            histograms_every=0,
+            eval_every=0,
+            eval_splits=(),
+            stop_after=None,
+            stop_min_delta=0,
         )
 
     @property

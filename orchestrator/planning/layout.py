@@ -53,6 +53,9 @@ class LayoutRules:
     averages_weights: ClassVar[bool] = True
     """Whether the strategy supports ``train.ema_decay``."""
 
+    gathers_gradients: ClassVar[bool] = True
+    """Whether the gradient of the whole batch is on the ranks before the update, for ``train.histograms_every``."""
+
     refused_precisions: ClassVar[Mapping[str, str]] = {}
     """The values of ``train.precision`` that the strategy does not support, each with the reason."""
 

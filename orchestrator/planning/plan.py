@@ -208,6 +208,11 @@ def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
             f"train.ema_decay={decay:g}: strategy={name} keeps no average of the weights; set it to null, "
             "or use strategy=ddp"
         )
+    if (every := config.train.histograms_every) and not rules.gathers_gradients:
+        errors.append(
+            f"train.histograms_every={every}: strategy={name} never has the gradient of a whole step on a worker; set "
+            "it to 0, or use strategy=ddp"
+        )
     if reason := rules.refused_precisions.get(precision):
         errors.append(f"train.precision={precision}: strategy={name}: {reason}; set it to bf16 or fp32")
     return errors

@@ -290,7 +290,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSaved(Event):
-    """A sample of the job after ``step`` is on disk: an image (``.png``) or a text (``.txt``).
+    """A sample of the job after ``step`` is on disk: an image (``.png``) or a text (``.txt``, ``.json``).
 
     ``path`` is relative to the run directory.
     """

@@ -129,6 +129,13 @@ class Strategy(LayoutRules, abc.ABC):
     """Call this before an update, before received state is loaded, and before numbers of the device are used: see
     :mod:`orchestrator.strategies.update.confirmation`."""
 
+    observe: Callable[[Iterable[tuple[str, nn.Parameter]]], None] | None = None
+    """Called in a step, before the update, with what this rank has of the parameters, by name, and their gradients.
+
+    The gradients are those of the whole batch, without the factor of the loss, and not clipped. Of all ranks, one has
+    each parameter, or each part of it.
+    """
+
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.state.merge import merge, without_copies
@@ -33,11 +32,9 @@ class ShardTrainer(PartTrainer):
         state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
         return state if self.context.global_rank == 0 else without_copies(state)
 
-    def frozen(self) -> Mapping[str, int]:
-        rank, sums = self.context.global_rank, self.trained.frozen()
-        if rank not in self.writers:
-            return {}
-        return sums if rank == 0 else {name: value for name, value in sums.items() if name in self.trained.boxes}
+    def is_first_with(self, name: str) -> bool:
+        rank = self.context.global_rank
+        return rank == 0 or (rank in self.writers and name in self.trained.boxes)
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state)

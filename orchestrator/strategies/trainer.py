@@ -125,6 +125,9 @@ class Trainer(Strategy):
             trained.settled = reduction.settles
             norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
             self.confirm()
+            if self.observe is not None:
+                named = trained.module().named_parameters()
+                self.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
             admitted = self.end_step(norm)
             return StepResult(
                 loss_sum=loss_sum,
@@ -160,8 +163,12 @@ class Trainer(Strategy):
             return None
         return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
 
+    def is_first_with(self, name: str) -> bool:
+        """Return whether this is the first rank that has the parameter, or this part of it."""
+        return self.context.global_rank == 0
+
     def frozen(self) -> Mapping[str, int]:
-        return self.trained.frozen() if self.context.global_rank == 0 else {}
+        return {name: value for name, value in self.trained.frozen().items() if self.is_first_with(name)}
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         if self.context.mesh.world_size > 1:

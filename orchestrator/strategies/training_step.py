@@ -108,6 +108,11 @@ def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[s
             f"train.on_nonfinite=skip: {overrides}, and updates that it has made cannot be undone; set it to stop, and "
             "check the loss there"
         )
+    if train.histograms_every:
+        errors.append(
+            f"train.histograms_every={train.histograms_every}: {overrides}, whose gradients are gone after it; set it "
+            "to 0, and count them there"
+        )
     if config.checkpoint.only_trained:
         errors.append(
             f"checkpoint.only_trained=true: {overrides}, which may change frozen parameters by hand; set it to false"

@@ -41,6 +41,7 @@ from orchestrator.worker.measure.metrics import NonFiniteError, Window, lr_of_gr
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
+from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.reports.samples import has_samples
@@ -95,6 +96,7 @@ class Loop:
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
+        self._histograms = Histograms(self._run_dir, outbox=outbox, device=device)
         self._improvement = Improvement(self.config, device=device, outbox=outbox)
         self._reports = JobReports(
             job,
@@ -248,6 +250,9 @@ class Loop:
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
+                if self.strategy.observe is not None:
+                    self._save_histograms(step)
+                    window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()
@@ -261,13 +266,16 @@ class Loop:
             batch = next(batches)
         self._inject_fault("train", step)
         compiled_s = self._compile_meter.seconds
+        every = self.config.train.histograms_every
+        observed = every > 0 and step % every == 0
+        self.strategy.observe = self._histograms.observe if observed else None
         with self._flop_meter.counting(step):
             result = self.strategy.train_step(
                 batch,
                 want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
                 want_metrics=self._is_logged(step),
             )
-        slowed = self._compile_meter.seconds > compiled_s or self._flop_meter.slows(step)
+        slowed = self._compile_meter.seconds > compiled_s or self._flop_meter.slows(step) or observed
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
@@ -276,6 +284,12 @@ class Loop:
         self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
         self._reports.step_ended(result, step=step, samples_consumed=self.position.samples_consumed)
         return result
+
+    def _save_histograms(self, step: int) -> None:
+        try:
+            self._histograms.save(step=step, rank=self.rank, world_size=self.assignment.plan.world_size)
+        except OSError as e:
+            self._warner.warn(f"the histograms of step {step} cannot be written: {e}", topic="histograms")
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""

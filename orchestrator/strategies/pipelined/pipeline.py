@@ -257,12 +257,17 @@ class Pipeline(PartTrainer):
         state = without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
         return state if self._is_first_shard else without_copies(state)
 
+    def is_first_with(self, name: str) -> bool:
+        return self._saves(name, elsewhere=self._connected.sharing.first_names)
+
     def frozen(self) -> Mapping[str, int]:
-        if self.context.global_rank not in self.writers:
-            return {}
         elsewhere = self._connected.sharing.saved_elsewhere
-        sums = {name: value for name, value in self.trained.frozen().items() if name not in elsewhere}
-        return sums if self._is_first_shard else {n: value for n, value in sums.items() if n in self.trained.boxes}
+        return {n: value for n, value in self.trained.frozen().items() if self._saves(n, elsewhere=elsewhere)}
+
+    def _saves(self, name: str, *, elsewhere: Collection[str]) -> bool:
+        """Return whether this rank saves its part of a parameter, unless the name is one of ``elsewhere``."""
+        is_writer = self.context.global_rank in self.writers and name not in elsewhere
+        return is_writer and (self._is_first_shard or name in self.trained.boxes)
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state, partial=True)

@@ -26,6 +26,7 @@ TRAIN = schema.TrainConfig(
     eval_splits=("val",),
     stop_after=None,
     stop_min_delta=0,
+    histograms_every=0,
     clip_norm=None,
     clip_value=None,
     precision="fp32",

@@ -264,6 +264,13 @@ def test_an_average_of_the_weights_needs_a_strategy_that_keeps_one(strategy: str
     assert errors == (f"{kept}; set it to null, or use strategy=ddp",)
 
 
+@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
+def test_histograms_need_the_gradient_of_a_whole_step(strategy: str) -> None:
+    errors = errors_of(LAPTOP, f"strategy={strategy}", "train.histograms_every=5", embedded=True)
+    never = f"train.histograms_every=5: strategy={strategy} never has the gradient of a whole step on a worker"
+    assert errors == (f"{never}; set it to 0, or use strategy=ddp",)
+
+
 def test_auto_is_noted_where_it_may_be_bfloat16() -> None:
     note = "train.precision=auto: bf16 if all GPUs have it, else fp32"
     assert note in plan_of(GPU_BOX).notes

@@ -72,6 +72,7 @@ class WithoutForward(GAN):
         ),
         (GAN, "train.grad_accumulation=2", "train.grad_accumulation=2: the job overrides Job.training_step, which "),
         (GAN, "train.on_nonfinite=skip", "train.on_nonfinite=skip: the job overrides Job.training_step, and updates "),
+        (GAN, "train.histograms_every=5", "train.histograms_every=5: the job overrides Job.training_step, whose "),
         (GAN, "strategy.comm_hook=bf16", "strategy.comm_hook=bf16: the job overrides Job.training_step, whose "),
         (
             GAN,
