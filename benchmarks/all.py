@@ -1,10 +1,10 @@
-"""Every benchmark in one command, and the tables of docs/benchmarks.md from their results.
+"""The benchmarks of docs/benchmarks.md in one command, and its tables from their results.
 
 python benchmarks/all.py [--only NAME ...] [--list] [--check]
 
 The commands and how long they take are those of the table in benchmarks/README.md. Each one is a process of its own,
-which is ended after four times that duration. What fails is named at the end. With --check, nothing runs: it compares
-docs/benchmarks.md with the results.
+which is ended after four times that duration. What fails is named at the end. Those whose results the page does not
+show run with --only. With --check, nothing runs: it compares docs/benchmarks.md with the results.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,13 +51,14 @@ def benchmarks(readme: str) -> list[Benchmark]:
 def main() -> int:
     known = {benchmark.name: benchmark for benchmark in benchmarks((HERE / "README.md").read_text())}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, default=list(known), help="run only these")
-    parser.add_argument("--list", action="store_true", help="print the names, commands and durations, and run nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=known, help="run only these")
+    parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--check", action="store_true", help="compare the documentation with the results; run nothing")
     arguments = parser.parse_args()
-    chosen = [known[name] for name in arguments.only]
+    shown = published.names(PAGE.read_text())
+    chosen = [known[name] for name in arguments.only or (name for name in known if name in shown)]
     if arguments.list:
-        print("\n".join(f"{b.name:22} {b.duration_s / 60:5.1f} min  {b.command}" for b in chosen))
+        print(listing(chosen, [b for b in known.values() if b not in chosen]))
         return 0
     if arguments.check:
         return check()
@@ -66,14 +68,27 @@ def main() -> int:
     return 1 if any(code not in (0, NOT_HERE) for code in codes.values()) else 0
 
 
+def listing(chosen: Sequence[Benchmark], others: Sequence[Benchmark]) -> str:
+    """Return the names, durations and commands of the benchmarks that would run, and the names of the others."""
+    rows = [(b.name, b.duration_s, b.command) for b in chosen]
+    rows.append(("all of these", sum(b.duration_s for b in chosen), ""))
+    lines = [f"{name:22} {seconds / 60:5.1f} min  {command}".rstrip() for name, seconds, command in rows]
+    return "\n".join([*lines, f"with --only: {', '.join(b.name for b in others)}"])
+
+
 def run(benchmark: Benchmark) -> int | None:
     """Run a benchmark and return its exit code; None if it was killed because it took too long."""
     print(f"\n{benchmark.command}", flush=True)
     process = subprocess.Popen(
         [sys.executable, *benchmark.command.split()[1:]], cwd=HERE.parent, stdin=subprocess.DEVNULL
     )
+    began = time.monotonic()
     try:
-        return process.wait(PATIENCE * benchmark.duration_s)
+        code = process.wait(PATIENCE * benchmark.duration_s)
+        print(
+            f"took {(time.monotonic() - began) / 60:.1f} min; {benchmark.duration_s / 60:.1f} are expected", flush=True
+        )
+        return code
     except BaseException as error:  # also an interrupt
         kill_tree(process)
         if not isinstance(error, subprocess.TimeoutExpired):

@@ -10,22 +10,23 @@ workers answer in parallel. CPU times are those of whole processes, including Ra
 
 from __future__ import annotations
 
-import tempfile
+import math
+import statistics
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import ray
-from harness.disturbance import undisturbed
-from harness.rounds import Claim, argument_parser, report, table
+from harness.rounds import Claim, argument_parser, interleave, report, table
 from harness.simulated_gang import HOSTS, SimulatedSlots, prepared_run, simulated_gangs
 
-SIZES = (8, 64, 256, 1024, 2048)
+SIZES = (8, 256, 1024, 2048)
+ROUNDS = 2
 LOST_SHARE = 1 / 128
-WATCH_S = 20.0
+WATCH_S = 10.0
 TIMEOUT_S = 300.0
 
 
@@ -48,27 +49,13 @@ class Cost:
     restarted: int
     end_s: float
 
-    def row(self) -> list[str]:
-        return [
-            f"{self.world_size:,}",
-            f"{self.start_s:.2f}",
-            f"{100 * self.watching:.1f} %",
-            f"{self.lost}",
-            f"{self.heal_s:.2f}",
-            f"{self.heal_cpu_s:.2f}",
-            f"{self.workers_cpu_s:.2f}",
-            f"{self.restarted}",
-            f"{self.end_s:.2f}",
-        ]
+    def __str__(self) -> str:
+        return f"{100 * self.watching:.1f} % of a core, {self.lost} lost workers healed in {self.heal_s:.2f} s"
 
 
-def measure(world_size: int, lost: int) -> Cost:
+def measure(world_size: int, folder: Path) -> Cost:
     """Run one simulated training under the real driver."""
-    with simulated_gangs(), tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        return measure_in(Path(folder), world_size, lost)
-
-
-def measure_in(folder: Path, world_size: int, lost: int) -> Cost:
+    lost = max(1, round(LOST_SHARE * world_size))
     run, watcher = prepared_run(world_size, folder)
     thread = threading.Thread(target=run.execute)
     began = time.monotonic()
@@ -114,42 +101,50 @@ def cpu_of_workers() -> float:
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     ray.init(num_cpus=HOSTS, include_dashboard=False, log_to_driver=False)
-    costs = []
-    for world_size in SIZES[:3] if arguments.quick else SIZES:
-        costs.append(undisturbed(partial(measure, world_size, max(1, round(LOST_SHARE * world_size)))))
-        print("  ".join(costs[-1].row()), flush=True)
-    head = [
-        "ranks",
-        "start, s",
-        "watching, of a core",
-        "ranks lost",
-        "healed in, s",
-        "CPU of the driver while healing, s",
-        "CPU of the simulated workers, s",
-        "workers started anew",
-        "end, s",
+    arms = {ranks(size): partial(measure, size) for size in (SIZES[:2] if arguments.quick else SIZES)}
+    with simulated_gangs():
+        rounds = interleave(arms, rounds=1 if arguments.quick else ROUNDS)
+    costs = {name: [r[name] for r in rounds] for name in arms}
+    columns = {
+        "start, s": "start_s",
+        "CPU of the driver while healing, s": "heal_cpu_s",
+        "CPU of the simulated workers, s": "workers_cpu_s",
+        "workers started anew": "restarted",
+        "end, s": "end_s",
+    }
+    rows = [
+        [name, *(f"{statistics.median(asdict(cost)[key] for cost in of_size):.3g}" for key in columns.values())]
+        for name, of_size in costs.items()
     ]
     report(
         "driver-scale",
-        [] if arguments.quick else claims({cost.world_size: cost for cost in costs}),
+        claims(costs),
         ceiling=None,
         rounds={},
-        notes=table(head, [cost.row() for cost in costs]),
+        notes=table(["size", *columns], rows),
         keep=not arguments.quick,
     )
 
 
-def claims(costs: Mapping[int, Cost]) -> list[Claim]:
-    """Return the goals for 1,024 ranks."""
-    large, small = costs[1024], costs[8]
-    return [
-        Claim(name="watching 1,024 ranks, share of a core", ratios=[large.watching], at_most=0.10),
-        Claim(
-            name=f"time to heal {large.lost} of 1,024 ranks / {small.lost} of 8",
-            ratios=[large.heal_s / small.heal_s],
-            at_most=2.0,
-        ),
-    ]
+def ranks(world_size: int) -> str:
+    return f"{world_size:,} ranks"
+
+
+def claims(costs: Mapping[str, Sequence[Cost]]) -> list[Claim]:
+    """Return the figures of each size, and the goals for 1,024 ranks."""
+    large, smallest = ranks(1024), costs[ranks(SIZES[0])]
+    found = []
+    for name, of_size in costs.items():
+        share = [cost.watching for cost in of_size]
+        healed = [cost.heal_s for cost in of_size]
+        found += [
+            Claim(name=f"{name}: watching, share of a core", ratios=share, at_most=0.10 if name == large else math.inf),
+            Claim(name=f"{name}: seconds to heal {of_size[0].lost}", ratios=healed),
+        ]
+        if name == large:
+            relative = [s / cost.heal_s for s, cost in zip(healed, smallest, strict=True)]
+            found.append(Claim(name=f"{name}: the same, relative to {ranks(SIZES[0])}", ratios=relative, at_most=2.0))
+    return found
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ WORKLOAD = Workload(
     job="paced.Paced",
     fields={"hidden": 64, "step_ms": 100.0},
     global_batch_size=64,
-    steps=350,
+    steps=250,
     log_every=10,
 )
 

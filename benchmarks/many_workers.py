@@ -22,7 +22,7 @@ from harness.arms import PEERS, RESULTS, Workload, basic_overrides, execute, lau
 from harness.rounds import Claim, argument_parser, interleave, report, table
 
 ROUNDS = 3
-SIZES = (2, 4, 8, 16)
+SIZES = (2, 8, 16)
 OURS, EMPTY = "ours", "empty actors"
 WORKLOAD = Workload(job="jobs.digits.Digits", fields={}, steps=5, global_batch_size=64, log_every=1000)
 PICTURE = RESULTS / "many-workers.png"

@@ -79,7 +79,7 @@ def main() -> None:
     rounds = 1 if arguments.quick else ROUNDS
     claims: list[Claim] = []
     rates, idle = _delays(claims, rounds)
-    to_target = _bounds(rounds)
+    to_target = _bounds()
     notes = [
         table(
             ["delays", "consistency", f"gradients/s of {WORKERS} workers", "idle, %"],
@@ -130,7 +130,7 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
     return rates, idle
 
 
-def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
+def _bounds() -> dict[str, tuple[float, float]]:
     """Measure steps and seconds to a loss with transient delays: looser bounds give faster but less effective steps."""
     bounded = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
     consistencies = {"sync": CONSISTENCIES["sync"], **bounded, "async": CONSISTENCIES["async"]}
@@ -138,12 +138,8 @@ def _bounds(rounds: int) -> dict[str, tuple[float, float]]:
         name: delayed(overrides, Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS))
         for name, overrides in consistencies.items()
     }
-    found = interleave(arms, rounds=rounds, text=_describe_time_to)
-    reached = {name: [_time_to(TARGET_LOSS, ranks[name]) for ranks in found] for name in arms}
-    return {
-        name: (statistics.median(steps for steps, _ in times), statistics.median(seconds for _, seconds in times))
-        for name, times in reached.items()
-    }
+    (found,) = interleave(arms, rounds=1, text=_describe_time_to)
+    return {name: _time_to(TARGET_LOSS, ranks) for name, ranks in found.items()}
 
 
 def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
@@ -193,7 +189,9 @@ def _over_ddp(claims: list[Claim], rounds: int) -> str:
             "1 shard": lambda _, two=two: two(CONSISTENCIES["sync"], shards=1),
             "2 shards": lambda _, two=two: two(CONSISTENCIES["sync"], shards=2),
         }
-        found = interleave(arms, rounds=rounds, text=lambda ranks: f"{1e3 * _step_s(ranks):.1f} ms")
+        found = interleave(
+            arms, rounds=rounds if size_mb == 4 else 1, text=lambda ranks: f"{1e3 * _step_s(ranks):.1f} ms"
+        )
         for name in arms:
             middle = statistics.median(_step_s(r[name]) for r in found)
             relative = [_step_s(r[name]) / _step_s(r["ddp"]) for r in found]

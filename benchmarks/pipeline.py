@@ -24,11 +24,11 @@ WORKLOAD = Workload(
 )
 SPLIT = "block3"
 """Splits the work into two equal halves."""
-MICROBATCHES = (2, 4, 8, 16)
+MICROBATCHES = (4, 8, 16)
 COMPARED = 8
-"""The number of micro-batches at which schedules and launchers are compared."""
+"""The number of micro-batches at which launchers are compared."""
 PIPELINE = {m: f"1F1B, m = {m}" for m in MICROBATCHES}
-GPIPE, TORCHRUN = f"GPipe, m = {COMPARED}", f"torchrun, 1F1B, m = {COMPARED}"
+TORCHRUN = f"torchrun, 1F1B, m = {COMPARED}"
 
 
 def main() -> None:
@@ -41,9 +41,8 @@ def main() -> None:
             "single": ours(WORKLOAD, strategy="single", address=address),
             "naive": ours(WORKLOAD, strategy="model_parallel", address=address, overrides=[cut]),
         }
-        pipelines = {name: ("1F1B", m) for m, name in PIPELINE.items()} | {GPIPE: ("GPipe", COMPARED)}
-        for name, (schedule, m) in pipelines.items():
-            overrides = [cut, f"strategy.schedule={schedule}", f"strategy.num_microbatches={m}"]
+        for m, name in PIPELINE.items():
+            overrides = [cut, "strategy.schedule=1F1B", f"strategy.num_microbatches={m}"]
             arms[name] = ours(WORKLOAD, strategy="pipeline", address=address, overrides=overrides)
         arms[TORCHRUN] = torch_pipeline(WORKLOAD, split=SPLIT, schedule="1F1B", num_microbatches=COMPARED)
         for number in range(1 if arguments.quick else ROUNDS):

@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.arms import WORKERS, Arm, Timing, Workload, basic_overrides, environment, ours, running_ray
 from harness.rounds import Claim, argument_parser, interleave, median, ratios, report, table, wait_until_quiet
 
-ROUNDS = 5
+ROUNDS = 4
 TIMEOUT_S = 60.0
 ALONE, BESIDE = "alone", "beside another run"
 WORKLOAD = Workload(job="jobs.digits.Digits", fields={}, steps=20, global_batch_size=64, log_every=1000)

@@ -146,8 +146,8 @@ def run_dir_in(folder: Path) -> RunDir:
     return RunDir(record.parent)
 
 
-def plain_loop(workload: Workload, *, compile: bool, loading_processes: int) -> Arm:
-    """Return the arm that trains in a plain loop on one GPU in bfloat16, with or without ``torch.compile``."""
+def plain_loop(workload: Workload, *, compile: bool = False, loading_processes: int = 0) -> Arm:
+    """Return the arm that trains in a plain loop: on one GPU in bfloat16, or on the CPU if there is none."""
     flags = [f"--loading-processes={loading_processes}", *(["--compile"] if compile else [])]
     return _peer([str(PEERS / "plain_loop.py"), *flags], workload)
 

@@ -68,10 +68,10 @@ def document(names: Sequence[str], results: Mapping[str, Result], commands: Mapp
     """Return the table of the claims of some results; ``commands`` has the command line of each result.
 
     Raises:
-        KeyError: a result or its command is missing.
+        KeyError: a command is missing.
     """
     rows = []
-    for name in names:
+    for name in filter(results.__contains__, names):
         for number, claim in enumerate(results[name].claims):
             median = shown(claim.median, claim.median)
             low, high = (shown(value, claim.median) for value in claim.spread)
@@ -84,13 +84,19 @@ def document(names: Sequence[str], results: Mapping[str, Result], commands: Mapp
                     "" if number else f"`{commands[name]}`",
                 ]
             )
-    where = "\n".join(f"- `{name}`: {results[name].where}" for name in names)
-    return f"{table(HEAD, rows)}\n\n{where}"
+    lacking = "not measured; run `{}`"
+    where = [f"- `{n}`: {results[n].where if n in results else lacking.format(commands[n])}" for n in names]
+    return f"{table(HEAD, rows)}\n\n" + "\n".join(where)
 
 
 def shown(value: float, median: float) -> str:
     """Return a value as the tables show it: with three decimals if the median is below 0.1, without from 20 on."""
     return f"{value:.3f}" if median < 0.1 else f"{value:.2f}" if median < 20 else f"{value:,.0f}"
+
+
+def names(page: str) -> list[str]:
+    """Return the names of the results that ``page`` shows."""
+    return [name for part in parts(page, WRITER) for name in part.split()]
 
 
 def written(page: str, results: Mapping[str, Result], commands: Mapping[str, str]) -> str:
@@ -109,7 +115,7 @@ def differences(page: str, results: Mapping[str, Result]) -> list[str]:
     for part, text in parts(page, WRITER).items():
         rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
         published = {row[0]: figure[1] for row in rows if len(row) > 1 and (figure := _FIGURE.fullmatch(row[1]))}
-        claims = {claim.what: claim for name in part.split() for claim in results[name].claims}
+        claims = {claim.what: claim for name in part.split() if name in results for claim in results[name].claims}
         found += [f"{what}: published, but not among the results" for what in published if what not in claims]
         for what, claim in claims.items():
             if what not in published:

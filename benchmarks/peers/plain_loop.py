@@ -1,7 +1,8 @@
-"""A hand-written training loop on one GPU, or on the CPU if there is none, with autocast to bfloat16."""
+"""A hand-written training loop: on one GPU with autocast to bfloat16, or on the CPU if there is none."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 
@@ -59,7 +60,7 @@ def main() -> None:
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for step, (inputs, target) in enumerate(itertools.islice(batches, settings.steps), 1):
         inputs, target = inputs.to(device, non_blocking=True), target.to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
             loss = job.loss(forward(inputs), target)
         optimizer.zero_grad()
         loss.backward()

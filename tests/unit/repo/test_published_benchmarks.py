@@ -74,6 +74,15 @@ def test_a_table_has_the_spread_beside_each_median() -> None:
     )
 
 
+def test_a_result_that_is_missing_is_said_and_the_others_are_published() -> None:
+    page = PAGE.replace("speed", "speed memory")
+    commands = {**COMMANDS, "memory": "python benchmarks/memory.py"}
+    text = published.written(page, {"speed": result()}, commands)
+    assert "| no goal | 0.055 |" in text
+    assert "- `memory`: not measured; run `python benchmarks/memory.py`\n" in text
+    assert published.differences(text, {"speed": result()}) == []
+
+
 @pytest.mark.parametrize(
     ("published_text", "found"),
     [
