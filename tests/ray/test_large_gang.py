@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    module = importlib.import_module("simulated_gang")
+    module = importlib.import_module("harness.simulated_gang")
     cloudpickle.register_pickle_by_value(module)  # the workers of this Ray do not have the folder on their path
     with module.simulated_gangs():
         yield module
