@@ -53,7 +53,7 @@ class LayoutRules:
     averages_weights: ClassVar[bool] = True
     """Whether the strategy supports ``train.ema_decay``."""
 
-    gathers_gradients: ClassVar[bool] = True
+    observes_gradients: ClassVar[bool] = True
     """Whether the gradient of the whole batch is on the ranks before the update, for ``train.histograms_every``."""
 
     refused_precisions: ClassVar[Mapping[str, str]] = {}

@@ -208,7 +208,7 @@ def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
             f"train.ema_decay={decay:g}: strategy={name} keeps no average of the weights; set it to null, "
             "or use strategy=ddp"
         )
-    if (every := config.train.histograms_every) and not rules.gathers_gradients:
+    if (every := config.train.histograms_every) and not rules.observes_gradients:
         errors.append(
             f"train.histograms_every={every}: strategy={name} never has the gradient of a whole step on a worker; set "
             "it to 0, or use strategy=ddp"

@@ -61,7 +61,7 @@ class Hogwild(Trainer):
     passes: WholeModel
     reduction = OwnGradients()
     averages_weights = False
-    gathers_gradients = False
+    observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "fp16": "its workers update one after another, so they cannot agree on which steps to skip",
     }

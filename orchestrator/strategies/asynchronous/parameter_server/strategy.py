@@ -43,7 +43,7 @@ class ParameterServer(Strategy):
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
     averages_weights = False
-    gathers_gradients = False
+    observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "fp16": "its workers push gradients before they can agree on which steps to skip",
         "bf16-true": "its shards hold the parameters as the job builds them",
