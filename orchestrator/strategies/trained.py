@@ -78,7 +78,7 @@ class Trained:
         self.norm: Tensor | None = None
         self._train = train
         self._buffers_before: Sequence[Tensor] = ()
-        self._frozen: Mapping[str, int] | None = None
+        self._frozen: dict[str, int] = {}
 
     def use(self, modules: Sequence[nn.Module]) -> None:
         """Take other ``modules`` as they are called, of the same structure."""
@@ -161,15 +161,14 @@ class Trained:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def frozen(self) -> Mapping[str, int]:
-        """Return the checksums of the parameters on this rank that no optimizer updates, by each of their names."""
-        if self._frozen is None:
-            module, boxes = self.module(), self.boxes
-            updated = {p for group in self.optimizer.param_groups for p in group["params"]}
-            every = module.named_parameters(remove_duplicate=False)
-            own = {name: p for name, p in every if p not in updated}
-            self._frozen = {name: checksum(p, boxes.get(name) or Box.whole(p.shape)) for name, p in own.items()}
-        return self._frozen
+    def frozen(self, wanted: Callable[[str], bool]) -> Mapping[str, int]:
+        """Return the checksums of the ``wanted`` parameters that no optimizer updates, by each of their names."""
+        updated = {p for group in self.optimizer.param_groups for p in group["params"]}
+        every = self.module().named_parameters(remove_duplicate=False)
+        own = {name: p for name, p in every if p not in updated and wanted(name)}
+        for name in own.keys() - self._frozen.keys():
+            self._frozen[name] = checksum(own[name], self.boxes.get(name) or Box.whole(own[name].shape))
+        return {name: self._frozen[name] for name in own}
 
     def snapshot(
         self,
@@ -199,7 +198,7 @@ class Trained:
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
-        self._frozen = None
+        self._frozen.clear()
         train_state.restore(
             state,
             self.module(),

@@ -168,7 +168,7 @@ class Trainer(Strategy):
         return self.context.global_rank == 0
 
     def frozen(self) -> Mapping[str, int]:
-        return {name: value for name, value in self.trained.frozen().items() if self.is_first_with(name)}
+        return self.trained.frozen(self.is_first_with)
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         if self.context.mesh.world_size > 1:

@@ -262,7 +262,7 @@ class Pipeline(PartTrainer):
 
     def frozen(self) -> Mapping[str, int]:
         elsewhere = self._connected.sharing.saved_elsewhere
-        return {n: value for n, value in self.trained.frozen().items() if self._saves(n, elsewhere=elsewhere)}
+        return self.trained.frozen(lambda name: self._saves(name, elsewhere=elsewhere))
 
     def _saves(self, name: str, *, elsewhere: Collection[str]) -> bool:
         """Return whether this rank saves its part of a parameter, unless the name is one of ``elsewhere``."""
