@@ -96,7 +96,7 @@ class Loop:
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
-        self._histograms = Histograms(self._run_dir, outbox=outbox, device=device)
+        self._histograms = Histograms(self._run_dir, outbox=outbox, warner=self._warner, device=device)
         self._improvement = Improvement(self.config, device=device, outbox=outbox)
         self._reports = JobReports(
             job,
@@ -251,7 +251,8 @@ class Loop:
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:
-                    self._save_histograms(step)
+                    world_size = self.assignment.plan.world_size
+                    self._histograms.save(step=step, rank=self.rank, world_size=world_size)
                     window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
@@ -284,12 +285,6 @@ class Loop:
         self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
         self._reports.step_ended(result, step=step, samples_consumed=self.position.samples_consumed)
         return result
-
-    def _save_histograms(self, step: int) -> None:
-        try:
-            self._histograms.save(step=step, rank=self.rank, world_size=self.assignment.plan.world_size)
-        except OSError as e:
-            self._warner.warn(f"the histograms of step {step} cannot be written: {e}", topic="histograms")
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from orchestrator.protocol.events import SampleSaved
@@ -19,6 +18,7 @@ from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.transport import gather_json
 from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.control.warner import Warner
 
 LOWEST, HIGHEST = -32, 8
 """A bin is [2^e, 2^(e+1)), for each e from the first to the last of these, which also have what lies beyond."""
@@ -27,8 +27,8 @@ ZERO, NOT_FINITE, NUM_COUNTS = _BINS, 2 * _BINS + 1, 2 * _BINS + 2
 """Counts are in the order of the values: negative, zero, positive, and in the end what is not finite."""
 _NAME = "histograms"
 _KINDS = ("parameters", "gradients")
-_AT_ONCE = 2**24
-"""Entries that are counted at the same time, because it takes several times their memory."""
+_AT_ONCE = 2**20
+"""Entries that are counted at the same time, because it takes some 30 bytes for each."""
 
 Counts = Mapping[str, Sequence[int]]
 """The counts of each tensor, by its name."""
@@ -67,33 +67,33 @@ def added(parts: Iterable[Counts]) -> dict[str, list[int]]:
 class Histograms:
     """Counts on this rank what it has of the model, and writes the sums over all ranks into the run directory."""
 
-    def __init__(self, run_dir: RunDir, *, outbox: Outbox, device: torch.device):
+    def __init__(self, run_dir: RunDir, *, outbox: Outbox, warner: Warner, device: torch.device):
         self._run_dir = run_dir
         self._outbox = outbox
+        self._warner = warner
         self._device = device
-        self._counts: dict[str, dict[str, Tensor]] = {}
+        self._counts: dict[str, Counts] = {}
 
     def observe(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Count ``parameters`` and their gradients, before the update."""
-        own = dict(parameters)
+        own: Mapping[str, Tensor] = dict(parameters)
         gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
-        tensors: Sequence[Mapping[str, Tensor]] = (own, gradients)
-        self._counts = {
-            kind: {n: counts_of(t) for n, t in each.items()} for kind, each in zip(_KINDS, tensors, strict=True)
-        }
+        self._counts = {kind: _counted(each) for kind, each in zip(_KINDS, (own, gradients), strict=True)}
 
     def save(self, *, step: int, rank: int, world_size: int) -> None:
         """Write what the ranks have observed in ``step``, on rank 0. A collective operation.
 
-        Raises:
-            OSError: a file cannot be written.
+        A file that cannot be written is a warning.
         """
-        own = {kind: {name: c.tolist() for name, c in each.items()} for kind, each in self._counts.items()}
-        self._counts = {}
-        ranks = gather_json(own, world_size=world_size, device=self._device)
+        ranks = gather_json(self._counts, world_size=world_size, device=self._device)
         if rank != 0:
             return
-        sums = {kind: added(found.get(kind, {}) for found in ranks) for kind in _KINDS}
+        try:
+            self._write(step, {kind: added(counts[kind] for counts in ranks) for kind in _KINDS})
+        except OSError as e:
+            self._warner.warn(f"the histograms of step {step} cannot be written: {e}", topic=_NAME)
+
+    def _write(self, step: int, sums: Mapping[str, Counts]) -> None:
         record = {"step": step, "lowest_exponent": LOWEST, "highest_exponent": HIGHEST, **sums}
         self._run_dir.samples.mkdir(exist_ok=True)
         for suffix, data in (("json", json.dumps(record).encode()), ("png", drawn(sums))):
@@ -101,6 +101,12 @@ class Histograms:
             write_atomically(path, data)
             name = _NAME if suffix == "png" else f"{_NAME}.{suffix}"
             self._outbox.put_event(SampleSaved(step=step, name=name, path=str(path.relative_to(self._run_dir.path))))
+
+
+def _counted(tensors: Mapping[str, Tensor]) -> Counts:
+    """Return the counts of each tensor, after one copy from the device."""
+    counts = [counts_of(tensor) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(counts).tolist() if counts else [], strict=True))
 
 
 # The picture --------------------------------------------------------------------------------------
@@ -113,26 +119,29 @@ _WHITE, _BLUE = (255, 255, 255), (0, 69, 120)
 _RED = (200, 30, 30)
 
 
-def rows_of(counts: Counts) -> Counts:
-    """Return the counts by tensor, or if these are too many by module, as far inside the model as there is room."""
-    depth = max((name.count(".") + 1 for name in counts), default=1)
-    rows: Counts = counts
-    while len(rows) > _MOST_ROWS and depth > 1:
+def rows_of(names: Collection[str]) -> dict[str, str]:
+    """Return the row of each tensor: its own, or if these are too many that of a module, as deep as there is room."""
+    depth = max((name.count(".") + 1 for name in names), default=1)
+    rows = {name: name for name in names}
+    while len(set(rows.values())) > _MOST_ROWS and depth > 1:
         depth -= 1
-        rows = added({".".join(name.split(".")[:depth]): each} for name, each in counts.items())
-    return dict(list(rows.items())[:_MOST_ROWS])
+        rows = {name: ".".join(name.split(".")[:depth]) for name in names}
+    return rows
 
 
 def drawn(sums: Mapping[str, Counts]) -> bytes:
-    """Return a PNG: for each kind a panel with a row per tensor; the darker a bin, the more entries it has.
+    """Return a PNG: for each kind a panel with a row per tensor or module; the darker a bin, the more entries it has.
 
-    A red square at the end of a row: some entries are not finite.
+    A red mark at the end of a row: some entries are not finite.
     """
+    from PIL import Image, ImageDraw
+
     width, height = _CELL
     left, top = 7 * _LABEL_CHARACTERS, 2 * height
     panel = (2 * _BINS + 2) * width
-    tables = {kind: rows_of(counts) for kind, counts in sums.items()}
-    names = list(dict.fromkeys(name for table in tables.values() for name in table))
+    rows = rows_of(list(dict.fromkeys(name for counts in sums.values() for name in counts)))
+    names = list(dict.fromkeys(rows.values()))
+    tables = {kind: added({rows[name]: each} for name, each in counts.items()) for kind, counts in sums.items()}
     image = Image.new("RGB", (left + len(tables) * (panel + 4 * width), top + (len(names) + 2) * height), _WHITE)
     draw = ImageDraw.Draw(image)
     for row, name in enumerate(names):

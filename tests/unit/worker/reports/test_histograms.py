@@ -56,10 +56,20 @@ def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
 
 
 def test_too_many_tensors_are_shown_by_module() -> None:
-    counts = {f"blocks.{block}.{part}.weight": [1] * NUM_COUNTS for block in range(30) for part in ("q", "k", "v")}
-    rows = rows_of(counts)
-    assert list(rows) == [f"blocks.{block}" for block in range(30)]
-    assert rows["blocks.0"] == [3] * NUM_COUNTS
+    names = [f"blocks.{block}.{part}.weight" for block in range(30) for part in ("q", "k", "v")]
+    assert rows_of(names) == {name: name.rpartition(".")[0].rpartition(".")[0] for name in names}
+    assert rows_of(names[:60]) == {name: name for name in names[:60]}
+
+
+def test_a_frozen_model_with_few_gradients_has_the_same_rows_for_both() -> None:
+    ones = [1] * NUM_COUNTS
+    parameters = {f"blocks.{block}.{part}": ones for block in range(40) for part in ("weight", "lora")}
+    trained = {name: counts for name, counts in parameters.items() if "lora" in name}
+    heights = [
+        Image.open(io.BytesIO(drawn({"parameters": parameters, "gradients": of}))).height
+        for of in (trained, parameters)
+    ]
+    assert heights[0] == heights[1]
 
 
 def test_the_picture_marks_what_is_not_finite() -> None:
