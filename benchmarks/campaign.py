@@ -2,7 +2,7 @@
 
 python benchmarks/campaign.py --trials 300 --slow 50 --record campaign.jsonl
 
-A trial is one run that is disturbed in one way (``campaign_kinds.py``), drawn from the seed and the trial's number.
+A trial is one run that is disturbed in one way (``campaigns/kinds.py``), drawn from the seed and the trial's number.
 Two of three trials are faults of workers, the others everything else in turn. A trial passes if the run ends as
 promised, leaves no process, placement group or shared memory behind and, where the strategy is deterministic, has the
 losses and weights of an undisturbed run.
@@ -38,8 +38,8 @@ import ray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for tests/helpers: disks, and waiting for what a run does
 
-from campaigns.campaign_kinds import FAULTY, KINDS  # noqa: E402
-from campaigns.campaign_trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
+from campaigns.kinds import FAULTY, KINDS  # noqa: E402
+from campaigns.trial import LAYOUTS, Outcome, Setting, Trial, TrialId, run_trial, train  # noqa: E402
 from harness.arms import RESULTS  # noqa: E402
 from harness.rounds import code_version, table  # noqa: E402
 

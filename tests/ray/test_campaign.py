@@ -31,8 +31,8 @@ from helpers.records.runs import ROOT
 def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
-    from campaigns.campaign_kinds import KINDS
-    from campaigns.campaign_trial import LAYOUTS, Setting, TrialId, run_trial, train
+    from campaigns.kinds import KINDS
+    from campaigns.trial import LAYOUTS, Setting, TrialId, run_trial, train
 
     def setting(name: str) -> Setting:
         folder = tmp_path / name

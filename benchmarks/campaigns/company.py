@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import ray
 
-from campaigns.campaign_commands import (
+from campaigns.commands import (
     HEALTHY,
     beside,
     ended_process,
@@ -24,7 +24,7 @@ from campaigns.campaign_commands import (
     run_dirs,
     verb_problems,
 )
-from campaigns.campaign_trial import (
+from campaigns.trial import (
     CHECKPOINT_EVERY,
     STEPS,
     STOPPED,

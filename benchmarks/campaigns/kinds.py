@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from harness.arms import HERE, kill_tree
 
-from campaigns.campaign_commands import HEALTHY, IMPORTS, beside, ended_process, last_step, launched, run_dir
-from campaigns.campaign_company import reader_on_node, second_driver, sweep_and_run, two_resume, two_users
-from campaigns.campaign_trial import (
+from campaigns.commands import HEALTHY, IMPORTS, beside, ended_process, last_step, launched, run_dir
+from campaigns.company import reader_on_node, second_driver, sweep_and_run, two_resume, two_users
+from campaigns.trial import (
     CHECKPOINT_EVERY,
     STEPS,
     STOPPED,

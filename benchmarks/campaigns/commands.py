@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from harness.arms import HERE, kill_tree
 
-from campaigns.campaign_trial import TRIAL_TIMEOUT_S, Ended, Setting, ended
+from campaigns.trial import TRIAL_TIMEOUT_S, Ended, Setting, ended
 from helpers.records.runs import wait_for
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
