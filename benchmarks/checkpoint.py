@@ -45,7 +45,7 @@ from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.strategies.base import Strategy
 
-WRITERS = (4,)
+WRITERS = (1, 2, 4)
 WIDTH, LAYER_MB = 1024, 12.6
 """A layer, and its state with the two moments of Adam."""
 LIMIT_S, ROUND_LIMIT_S = 120.0, 300.0

@@ -12,7 +12,7 @@ from dataclasses import replace
 from harness.arms import Workload, ours, running_ray
 from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report
 
-ROUNDS = 3
+ROUNDS = 5
 NEVER = Workload(job="jobs.digits.Digits", fields={"hidden": 1024}, global_batch_size=128, steps=600, log_every=100_000)
 EVERY = replace(NEVER, log_every=1)
 SQLITE = ("tracking.uri=sqlite:///mlflow.db", "tracking.log_model=false")
