@@ -58,7 +58,8 @@ def ray_start(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[byt
         process.send_signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(family, timeout=5)
         for p in alive:
-            p.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends with the others
+                p.kill()
 
 
 @pytest.fixture(scope="module")
