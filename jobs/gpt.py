@@ -63,7 +63,6 @@ class GPT(Job):
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf",)
-    validation_field: ClassVar[str | None] = "val_path"
 
     size: Size = "tiny"
     variant: Variant | None = None
@@ -97,6 +96,10 @@ class GPT(Job):
         if self.weights is not None:
             load(model, a, Path(self.weights).expanduser())
         return model
+
+    @classmethod
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        return {"path": paths, "path_weights": (), "val_path": paths}
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
         return self._samples(split)

@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -69,7 +69,6 @@ class HuggingFace(Job):
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf", "adapter")
-    validation_field: ClassVar[str | None] = "validation_file"
 
     task: Task = "causal"
     model_name_or_path: str | None = None
@@ -105,6 +104,14 @@ class HuggingFace(Job):
         if self.peft is not None:
             model = _with_adapters(model, self._peft_config())
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
+
+    @classmethod
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        if len(paths) > 1:
+            raise ValueError(
+                f"--data {paths[1]}: job=hf reads one file; join the files, or evaluate one after the other"
+            )
+        return {"train_file": paths, "validation_file": paths}
 
     def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
         train = self._examples("train_file")

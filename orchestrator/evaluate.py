@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data",
         action="append",
         metavar="PATH",
-        help="files to evaluate as the validation set of the job, such as job.val_path of job=gpt; may be repeated",
+        help="files to evaluate as the validation set of the job, without the recorded data; may be repeated",
     )
     options = parser.parse_intermixed_args(argv)
     try:
@@ -61,7 +61,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     words = list(options.overrides)
     if options.data:
-        words.append(_data_override(run_dir.config_file, options.data))
+        words += _data_overrides(run_dir.config_file, options.data)
     if splits := options.split or (options.data and [VAL]):
         words.append(f"train.eval_splits=[{','.join(splits)}]")
     if "name" not in values(words):
@@ -71,11 +71,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     return launch.main([*overrides_to_evaluate(run_dir.config_file, words), f"evaluate={quote_text(evaluated)}"])
 
 
-def _data_override(config_file: Path, paths: Sequence[str]) -> str:
-    """Return the override that lets the job of a run evaluate the files ``paths``.
+def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
+    """Return the overrides that let the job of a run evaluate the files ``paths``.
 
     Raises:
-        ValueError: the class of the job cannot be imported, or has no field for them.
+        ValueError: the class of the job cannot be imported, or has no fields for them.
     """
     from orchestrator.config.compose import recorded_job
     from orchestrator.config.job_loader import find_class
@@ -85,13 +85,16 @@ def _data_override(config_file: Path, paths: Sequence[str]) -> str:
     cls = find_class(target, errors)
     if cls is None:
         raise ValueError("; ".join(errors))
-    if cls.validation_field is None:
+    fields = cls.fields_to_evaluate(paths)
+    if fields is None:
         raise ValueError(
-            f"--data {paths[0]}: {target} names no field for its validation data (Job.validation_field); override the "
-            "fields that it has, as in job.<field>=<value>"
+            f"--data {paths[0]}: {target} names no fields for its data (Job.fields_to_evaluate); override those that "
+            "it has, as in job.<field>=<value>"
         )
-    quoted = ",".join(map(quote_text, paths))
-    return f"job.{cls.validation_field}={quoted if len(paths) == 1 else f'[{quoted}]'}"
+    words = {name: [quote_text(file) for file in files] or ["null"] for name, files in fields.items()}
+    return [
+        f"job.{name}={files[0] if len(files) == 1 else '[' + ','.join(files) + ']'}" for name, files in words.items()
+    ]
 
 
 if __name__ == "__main__":

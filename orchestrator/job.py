@@ -67,9 +67,6 @@ class Job(abc.ABC):
     export_formats: ClassVar[tuple[str, ...]] = ()
     """The names that :meth:`export` knows, such as ``"hf"``."""
 
-    validation_field: ClassVar[str | None] = None
-    """The field that names the validation data, which ``orchestrator evaluate --data`` sets; None if no field does."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.training_step is Job.training_step:
@@ -398,6 +395,24 @@ class Job(abc.ABC):
                 loads.
         """
         raise NotImplementedError
+
+    @classmethod
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]] | None:
+        """Return the files for each field that names data of the job, for ``orchestrator evaluate --data``.
+
+        The files that the run was trained with may be gone: ``paths`` serves as its training set, too, from which an
+        evaluation learns how a sample looks.
+
+        Args:
+            paths: the files to evaluate as the validation set.
+
+        Returns:
+            Fields that are set to one file, to several, or to null without files; None if the job has no such field.
+
+        Raises:
+            ValueError: the job cannot read so many files.
+        """
+        return None
 
     def check(self) -> None:  # noqa: B027 - not abstract, because a job need not check anything
         """Check the fields. The driver calls this before it starts anything.

@@ -83,21 +83,27 @@ def test_other_data_is_the_validation_set_of_the_job(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     fields = {"layers": 1, "width": 8, "heads": 1, "context": 4}
-    words = [*(f"job.{name}={value}" for name, value in fields.items()), "train.eval_splits=[]"]
+    trained_on = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    words = [f"job.{name}={value}" for name, value in fields.items()]
+    words += [f"job.path=[{','.join(map(str, trained_on))}]", "job.path_weights=[1,2]", "train.eval_splits=[]"]
+    for path in trained_on:
+        path.write_bytes(b"what is gone when the run is evaluated\n" * 4)
     run = run_of(tmp_path, GPT(**fields), "job=gpt", *words)
+    for path in trained_on:
+        path.unlink()
     mine, missing = tmp_path / "mine, and 1.txt", tmp_path / "missing.txt"
     mine.write_bytes(b"a text of one line\n")
     common = [str(run.path), "strategy=single", "plan=true"]
     assert evaluate.main([*common, "--data", str(mine), "--data", str(mine)]) == 0
     assert evaluate.main([*common, "--data", str(missing)]) == 2
-    assert f"job.val_path={missing}: cannot be read" in capsys.readouterr().err
+    assert f"job.path={missing}: cannot be read" in capsys.readouterr().err
+    assert evaluate.main([*common, "--split", "val"]) == 2
+    assert f"job.path={trained_on[0]}: cannot be read" in capsys.readouterr().err
 
 
-def test_a_job_without_a_field_for_validation_data_is_refused(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_fields_for_data_is_refused(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(run_dir.path), "--data", "mine.txt"]) == 2
-    assert "--data mine.txt: jobs.digits.Digits names no field for its validation data" in capsys.readouterr().err
+    assert "--data mine.txt: jobs.digits.Digits names no fields for its data" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_exist_and_a_cluster_are_refused(
