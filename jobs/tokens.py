@@ -59,7 +59,10 @@ def open_source(path: Path, *, dtype: str) -> Source:
     """
     name, about = str(path), _description(path)
     if path.suffix == ".npy":
-        tokens: Tokens = np.load(path, mmap_mode="r")
+        try:
+            tokens: Tokens = np.load(path, mmap_mode="r")
+        except ValueError as e:
+            raise ValueError(f"is no whole .npy file ({e}): it is cut short, or damaged") from e
         if tokens.ndim != 1 or tokens.dtype.kind != "u":
             raise ValueError(f"holds {tokens.dtype} of shape {list(tokens.shape)}, not unsigned integers in a row")
     else:

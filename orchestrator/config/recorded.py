@@ -36,3 +36,9 @@ def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
 
 def _key(word: str) -> str:
     return word.partition("=")[0]
+
+
+def why_no_checkpoint(config_file: Path) -> str:
+    """Return what is wrong with a run that has no checkpoint, and what to name instead if it was an evaluation."""
+    evaluated = recorded_data(config_file).get("evaluate") if config_file.exists() else None
+    return "it has no checkpoint" + (f", because it evaluated {evaluated}; name that run" if evaluated else "")

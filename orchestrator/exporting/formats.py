@@ -12,6 +12,7 @@ from orchestrator.compat.generators import seed_generators
 from orchestrator.config.build import build
 from orchestrator.config.compose import recorded_data, recorded_job
 from orchestrator.config.job_loader import find_class
+from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.records.run_dir import RunDir
@@ -89,7 +90,7 @@ def _job(run_dir: RunDir, format: str) -> Job:
 def _checkpoint(store: CheckpointStore, run_dir: RunDir, *, best: bool) -> str:
     names = store.list()
     if not names:
-        raise ValueError("the run has no checkpoint")
+        raise ValueError(f"{run_dir.location}: {why_no_checkpoint(run_dir.config_file)}")
     if not best:
         return names[-1]
     step = best_step(store.read_manifest(names[-1])["meta"])

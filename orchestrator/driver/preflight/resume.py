@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
@@ -97,7 +98,7 @@ def find_resume(
         warnings.append(f"{left} has no checkpoint yet; this is a new run")
         return None
     if checkpoint is None:
-        why = "; ".join(str(e) for e in damaged) or "it has no checkpoint"
+        why = "; ".join(str(e) for e in damaged) or why_no_checkpoint(run_dir.config_file)
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
@@ -183,7 +184,7 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
     if name in (None, BEST):
         newest = store.find_newest(damaged.append)
         if newest is None:
-            raise ValueError("; ".join(map(str, damaged)) or "it has no checkpoint")
+            raise ValueError("; ".join(map(str, damaged)) or why_no_checkpoint(run_dir.config_file))
         if name is None:
             return newest
         step = best_step(read_manifest(newest)["meta"])

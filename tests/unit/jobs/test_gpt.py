@@ -327,12 +327,16 @@ def test_tokens_that_the_model_does_not_know_are_refused_before_training(tmp_pat
     assert errors("jobs.gpt.GPT", path=path, vocabulary=301, context=16) == []
 
 
+NPY_HEADER = b"\x93NUMPY\x01\x00\x46\x00{'descr': '<u2', 'fortran_order': False, 'shape': (500,), }".ljust(79) + b"\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("odd.bin", b"123", "3 bytes are no whole number of uint16 tokens"),
         ("empty.bin", b"", "has 0 tokens"),
         ("floats.npy", None, "holds float64"),
+        ("cut.npy", NPY_HEADER, "is no whole .npy file"),
     ],
 )
 def test_a_damaged_file_of_tokens_is_named(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:

@@ -176,4 +176,7 @@ def test_a_job_without_formats_and_a_run_without_checkpoints(
     empty.update_record(name="empty", uid="second", state="failed")
     empty.config_file.write_text(to_yaml({"job": {"_target_": "jobs.gpt.GPT"}}))
     assert export.main([str(empty.path), "--to", str(tmp_path / "model")]) == 2
-    assert "export: the run has no checkpoint" in capsys.readouterr().err
+    assert f"export: {empty.path}: it has no checkpoint\n" in capsys.readouterr().err
+    empty.config_file.write_text(to_yaml({"job": {"_target_": "jobs.gpt.GPT"}, "evaluate": "another"}))
+    assert export.main([str(empty.path), "--to", str(tmp_path / "model")]) == 2
+    assert "it has no checkpoint, because it evaluated another; name that run" in capsys.readouterr().err
