@@ -98,8 +98,8 @@ class GPT(Job):
         return model
 
     @classmethod
-    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        return {"path": paths, "path_weights": (), "val_path": paths}
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Any]:
+        return {"path": paths, "path_weights": None, "val_path": paths}
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
         return self._samples(split)

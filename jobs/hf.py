@@ -106,12 +106,12 @@ class HuggingFace(Job):
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
 
     @classmethod
-    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Any]:
         if len(paths) > 1:
             raise ValueError(
                 f"--data {paths[1]}: job=hf reads one file; join the files, or evaluate one after the other"
             )
-        return {"train_file": paths, "validation_file": paths}
+        return {"train_file": paths[0], "validation_file": paths[0]}
 
     def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
         train = self._examples("train_file")

@@ -77,9 +77,9 @@ def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
     Raises:
         ValueError: the class of the job cannot be imported, or has no fields for them.
     """
+    from orchestrator.config.arguments import read_arguments
     from orchestrator.config.compose import recorded_job
     from orchestrator.config.job_loader import find_class
-    from orchestrator.config.overrides import quote_text
 
     target, errors = recorded_job(config_file).target, list[str]()
     cls = find_class(target, errors)
@@ -91,10 +91,7 @@ def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
             f"--data {paths[0]}: {target} names no fields for its data (Job.fields_to_evaluate); override those that "
             "it has, as in job.<field>=<value>"
         )
-    words = {name: [quote_text(file) for file in files] or ["null"] for name, files in fields.items()}
-    return [
-        f"job.{name}={files[0] if len(files) == 1 else '[' + ','.join(files) + ']'}" for name, files in words.items()
-    ]
+    return list(read_arguments([{"job": dict(fields)}], {}).overrides)
 
 
 if __name__ == "__main__":

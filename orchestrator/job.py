@@ -397,8 +397,8 @@ class Job(abc.ABC):
         raise NotImplementedError
 
     @classmethod
-    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Sequence[str]] | None:
-        """Return the files for each field that names data of the job, for ``orchestrator evaluate --data``.
+    def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Any] | None:
+        """Return the values of the fields that name data of the job, for ``orchestrator evaluate --data``.
 
         The files that the run was trained with may be gone: ``paths`` serves as its training set, too, from which an
         evaluation learns how a sample looks.
@@ -407,7 +407,7 @@ class Job(abc.ABC):
             paths: the files to evaluate as the validation set.
 
         Returns:
-            Fields that are set to one file, to several, or to null without files; None if the job has no such field.
+            Each field with its value; None if the job has no such field.
 
         Raises:
             ValueError: the job cannot read so many files.

@@ -1,4 +1,4 @@
-"""The configuration that a run has recorded, as overrides for another run."""
+"""The configuration that a run has recorded, for the runs and verbs that begin with its checkpoints."""
 
 from __future__ import annotations
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -327,7 +329,10 @@ def test_tokens_that_the_model_does_not_know_are_refused_before_training(tmp_pat
     assert errors("jobs.gpt.GPT", path=path, vocabulary=301, context=16) == []
 
 
-NPY_HEADER = b"\x93NUMPY\x01\x00\x46\x00{'descr': '<u2', 'fortran_order': False, 'shape': (500,), }".ljust(79) + b"\n"
+def npy(array: npt.NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -335,15 +340,12 @@ NPY_HEADER = b"\x93NUMPY\x01\x00\x46\x00{'descr': '<u2', 'fortran_order': False,
     [
         ("odd.bin", b"123", "3 bytes are no whole number of uint16 tokens"),
         ("empty.bin", b"", "has 0 tokens"),
-        ("floats.npy", None, "holds float64"),
-        ("cut.npy", NPY_HEADER, "is no whole .npy file"),
+        ("floats.npy", npy(np.zeros(500)), "holds float64"),
+        ("cut.npy", npy(np.zeros(500, np.uint16))[:-1], "is no whole .npy file"),
     ],
 )
-def test_a_damaged_file_of_tokens_is_named(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
-    if content is None:
-        np.save(tmp_path / name, np.zeros(500))
-    else:
-        (tmp_path / name).write_bytes(content)
+def test_a_damaged_file_of_tokens_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(content)
     [error] = errors("jobs.gpt.GPT", path=str(tmp_path / name))
     assert error.startswith(f"job.path={tmp_path / name}: {reason}")
 

@@ -251,9 +251,9 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
 
 def test_other_data_is_evaluated_without_the_data_of_the_training(folder: Path) -> None:
     recorded = fields(folder, data="gone.jsonl", validation_file=str(folder / "sums.jsonl"))
-    other = {name: path for name, (path,) in HuggingFace.fields_to_evaluate([str(folder / "lines.txt")]).items()}
+    other = HuggingFace.fields_to_evaluate([str(folder / "lines.txt")])
     assert "gone.jsonl: cannot be read" in errors("jobs.hf.HuggingFace", **recorded)[0]
-    assert not errors("jobs.hf.HuggingFace", **recorded | other)
-    assert len(HuggingFace(**recorded | other).dataset("val")) == 40  # type: ignore[arg-type]
+    assert not errors("jobs.hf.HuggingFace", **{**recorded, **other})
+    assert len(HuggingFace(**{**recorded, **other}).dataset("val")) == 40  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"--data b\.txt: job=hf reads one file"):
         HuggingFace.fields_to_evaluate(["a.txt", "b.txt"])

@@ -69,7 +69,10 @@ def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluate=nothing: no run directory there"):
         source(tmp_path, "evaluate=nothing")
     empty = an_earlier_run(tmp_path, steps=())
-    with pytest.raises(ConfigError, match="it has no checkpoint"):
+    with pytest.raises(ConfigError, match=r"it has no checkpoint$"):
+        source(tmp_path, f"evaluate={empty.path}")
+    empty.config_file.write_text("evaluate: another\n")
+    with pytest.raises(ConfigError, match="it has no checkpoint, because it evaluated another; name that run"):
         source(tmp_path, f"evaluate={empty.path}")
 
 
