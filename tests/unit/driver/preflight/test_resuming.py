@@ -297,7 +297,7 @@ class Computing(Digits):
     sums: list[float] = field(default_factory=list)
 
     def model(self) -> nn.Module:
-        self.sums.append(torch.linspace(0, 1, 3).sum().item())
+        self.sums.append(torch.ones(3).sum().item())
         return super().model()
 
 
