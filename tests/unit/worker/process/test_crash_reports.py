@@ -30,7 +30,7 @@ def crash():
     elif how == "abort":
         ctypes.CDLL(None).abort()
     else:
-        os.kill(os.getpid(), getattr(signal, how))
+        signal.raise_signal(getattr(signal, how))  # os.kill may interrupt the other thread
 
 thread = threading.Thread(target=crash)
 thread.start()
