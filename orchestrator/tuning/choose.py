@@ -22,6 +22,7 @@ class Contender:
         prediction: None if the proposal was refused, or the job cannot be predicted.
         refused: why it cannot be trained; empty if it can.
         measured_ms: the median time of its steps; None if it was not measured.
+        past_errors: the relative errors of earlier predictions of this strategy, for any job, on this hardware.
     """
 
     overrides: tuple[str, ...]
@@ -29,6 +30,7 @@ class Contender:
     prediction: Prediction | None = None
     refused: str = ""
     measured_ms: float | None = None
+    past_errors: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.tuning.choose import Contender, best, reason
 
-_HEADS = ("strategy", "predicted ms", "compute", "exchange", "idle", "input", "memory MB", "measured ms", "error")
-DISPENSABLE = ("input", "memory MB", "exchange", "idle", "compute", "error")
+_HEADS = (
+    *("strategy", "predicted ms", "compute", "exchange", "idle", "input", "memory MB"),
+    *("measured ms", "error", "past error"),
+)
+DISPENSABLE = ("input", "memory MB", "exchange", "idle", "compute", "error", "past error")
 """The columns that a narrow terminal leaves out, the first ones first."""
 
 _LEGEND = "step times in ms: predicted = compute + exchange of gradients + idle (waiting for other stages) + input"
+_LEGEND_OF_PAST = "past error: the median of earlier predictions for any job on this hardware, and their number"
 
 
 def columns(contenders: Sequence[Contender]) -> list[tuple[str, ...]]:
@@ -39,6 +44,7 @@ def markdown(contenders: Sequence[Contender]) -> str:
 def with_table(contenders: Sequence[Contender], table: Sequence[str]) -> str:
     """Return a report with the lines of a table of the columns: how to read it, what was refused, and the choice."""
     legend = [_LEGEND] if any(c.prediction for c in contenders) else []
+    legend += [_LEGEND_OF_PAST] if any(c.past_errors for c in contenders) else []
     refused = [f"- {c.name}: refused: {c.refused}" for c in contenders if c.refused]
     parts = (legend, table, refused, [verdict(contenders)])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
@@ -73,7 +79,9 @@ def _row(contender: Contender) -> tuple[str, ...]:
             f"{prediction.memory_bytes / 1e6:.4g}",
         )
     measured = "" if contender.measured_ms is None else f"{contender.measured_ms:.4g}"
-    return (contender.name, *predicted, measured, "" if error is None else f"{error:+.0%}")
+    past = contender.past_errors
+    past_error = f"{statistics.median(past):+.0%} ({len(past)})" if past else ""
+    return (contender.name, *predicted, measured, "" if error is None else f"{error:+.0%}", past_error)
 
 
 def _line(cells: Sequence[str]) -> str:

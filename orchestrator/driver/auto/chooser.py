@@ -17,7 +17,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.auto.profile_key import profile_key
+from orchestrator.driver.auto.past_errors import add_errors, read_errors
+from orchestrator.driver.auto.profile_key import hardware_key, profile_key
 from orchestrator.driver.preflight.job_check import check_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.result import RunResult
@@ -37,7 +38,7 @@ from orchestrator.tuning.profile import Profile
 from orchestrator.tuning.proposals import proposals
 
 FOLDER = "auto"
-"""The directory below ``output_dir`` with the profiles, and with the runs that measure."""
+"""The directory below ``output_dir`` with the profiles, the past errors, and the runs that measure."""
 LONGEST_S = 300.0
 """The least timeout of the first step of a run that measures, in which one rank works while the others wait."""
 WARM_UP = 1.25
@@ -82,6 +83,8 @@ class Chooser:
         self._redactor = redactor
         self._oversubscribe_cpus = oversubscribe_cpus
         self._plans: dict[tuple[str, ...], tuple[Config, Plan]] = {}
+        self._folder = output_dir(config).path / FOLDER
+        self._errors_file = self._folder / f"errors-{hardware_key(plan, nodes)}.json"
 
     def choose(self, *, measure: bool = True) -> Decision:
         """Predict all contenders, measure the best of them if ``measure``, and return the best.
@@ -96,6 +99,7 @@ class Chooser:
         options = self._options
         while measure and (index := next_to_measure(contenders, options.measured)) is not None:
             contenders[index] = self._measured(contenders[index], steps=options.measured_steps)
+        add_errors(self._errors_file, contenders)
         winner = best(contenders)
         if winner is None:
             raise ConfigError([f"strategy=auto: no strategy fits; {c.name}: {c.refused}" for c in contenders])
@@ -122,7 +126,9 @@ class Chooser:
         if has_training_step(self._job) or all(c.refused for c in contenders):
             return contenders
         profile = self._profile()
-        return [c if c.refused else self._with_prediction(c, profile) for c in contenders]
+        errors = read_errors(self._errors_file)
+        predicted = [c if c.refused else self._with_prediction(c, profile) for c in contenders]
+        return [replace(c, past_errors=tuple(errors.get(c.name, ()))) for c in predicted]
 
     def _measured(self, contender: Contender, *, steps: int) -> Contender:
         """Return ``contender`` with the median time of ``steps`` steps, or refused if its run failed.
@@ -170,9 +176,8 @@ class Chooser:
 
     def _profile(self) -> Profile:
         """Return the profile of an earlier run, or measure the job."""
-        folder = output_dir(self._config).path / FOLDER
         key = profile_key(self._config, self._job, self._plan, self._nodes)
-        file = folder / f"profile-{key}.json"
+        file = self._folder / f"profile-{key}.json"
         if self._options.profile == "reuse" and (saved := _read(file)) is not None:
             where = self._redactor.text(str(file))
             print(f"auto uses the measurements in {where}; strategy.profile=fresh makes new ones", flush=True)
@@ -184,7 +189,7 @@ class Chooser:
         errors: list[str] = []
         profile = build(Profile, data, "", errors)
         assert profile is not None, errors
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         write_json(file, data)
         _remove(result)
         return profile

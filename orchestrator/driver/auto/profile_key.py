@@ -1,4 +1,4 @@
-"""The key of a measured profile: everything on which the measurements of a job depend."""
+"""The keys of what was measured: of a job, everything on which it depends, and of the hardware alone."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         nodes: the nodes of the cluster.
     """
     assert isinstance(config.strategy, AutoConfig)
-    # The driver does not know the model of a GPU, so that nodes with GPUs are told apart by name.
-    hardware = sorted((node.cpus, node.gpus, node.name if node.gpus else "") for node in nodes)
-    facts: tuple[Any, ...] = (
+    return _digest(
         config.job.target,
         plain_fields(job),
         _code_of(type(job)),
@@ -47,12 +45,24 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         plan.device,
         stage_counts(plan.world_size, config.strategy.schedules),
         config.strategy.with_shards,
-        hardware,
-        platform.machine(),
-        processor(),
+        *_hardware(nodes),
         torch.__version__,
     )
+
+
+def hardware_key(plan: Plan, nodes: Sequence[Node]) -> str:
+    """Return the key of the hardware on which a run with ``plan`` measures."""
+    return _digest(plan.device, *_hardware(nodes))
+
+
+def _digest(*facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _hardware(nodes: Sequence[Node]) -> tuple[Any, ...]:
+    # The driver does not know the model of a GPU, so that nodes with GPUs are told apart by name.
+    sizes = sorted((node.cpus, node.gpus, node.name if node.gpus else "") for node in nodes)
+    return sizes, platform.machine(), processor()
 
 
 def _code_of(cls: type) -> list[str]:

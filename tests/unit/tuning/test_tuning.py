@@ -286,6 +286,16 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
     ]
 
 
+def test_a_report_says_how_far_earlier_predictions_were_off() -> None:
+    past = (-0.1, 0.3, -0.2)
+    contenders = [
+        Contender(overrides=("strategy=single",), prediction=prediction(30)),
+        Contender(overrides=("strategy=ddp",), prediction=prediction(40), past_errors=past),
+    ]
+    assert columns(contenders)[-1] == ("past error", "", "-10% (3)")
+    assert "past error: the median of earlier predictions" in markdown(contenders)
+
+
 def test_a_report_has_no_empty_columns_and_explains_none() -> None:
     predicted, unknown = ([Contender(overrides=("strategy=single",), prediction=p)] for p in (prediction(30), None))
     assert [head for head, *_ in columns(predicted)][-1] == "memory MB"

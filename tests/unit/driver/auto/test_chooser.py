@@ -28,6 +28,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY
+from orchestrator.tuning.choose import Contender
 
 NODES = (Node(node_id="here", name="here", cpus=1, gpus=0), Node(node_id="there", name="there", cpus=1, gpus=0))
 JOB = Digits(hidden=8, depth=1, lr=0.1, momentum=0.9)
@@ -61,9 +62,9 @@ class Runs:
 
 
 def chooser(
-    store: Path, staging: Path, runs: Runs, *, candidates: str = "single,ddp", node_bytes: int = 0
+    store: Path, staging: Path, runs: Runs, *, candidates: str = "single,ddp", node_bytes: int = 0, cpus: int = 1
 ) -> tuple[Chooser, OutputDir]:
-    nodes = tuple(replace(node, memory_bytes=node_bytes) for node in NODES)
+    nodes = tuple(replace(node, memory_bytes=node_bytes, cpus=cpus) for node in NODES)
     words = ["strategy=auto", f"strategy.candidates=[{candidates}]", f"output_dir={store.as_uri()}", "tracking=none"]
     errors: list[str] = []
     config, _ = compose([*words, f"storage.staging_dir={staging}"], errors, registry.config_class)
@@ -82,6 +83,24 @@ def test_the_runs_that_measure_are_read_from_the_store_and_removed_there(tmp_pat
     assert len(runs.executed) == 3, "the profile, and both candidates"
     assert list(output.runs()) == []
     assert not [run_dir for run_dir in runs.executed if run_dir.path.exists()]
+
+
+def test_the_errors_of_a_choice_are_shown_in_the_next_one_on_the_same_hardware(tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "there")
+
+    def choice(**words: int) -> dict[str, Contender]:
+        auto, _ = chooser(tmp_path / "store", tmp_path / "here", runs, **words)
+        return {contender.name: contender for contender in auto.choose().contenders}
+
+    first = choice()
+    assert [contender.past_errors for contender in first.values()] == [(), ()]
+    assert [c.past_errors for c in choice().values()] == [(c.error,) for c in first.values()]
+    assert [c.past_errors for c in choice().values()] == [(c.error,) * 2 for c in first.values()]
+    assert [c.past_errors for c in choice(cpus=2).values() if c.prediction] == [(), ()]
+
+    (file, _) = sorted((tmp_path / "here").rglob("errors-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    file.write_text("{")
+    assert [c.past_errors for c in choice().values()] == [(), ()], "a damaged file is no reason to stop"
 
 
 def test_measurements_that_cannot_be_read_are_an_error_and_not_a_crash(tmp_path: Path) -> None:

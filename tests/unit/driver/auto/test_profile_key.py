@@ -12,7 +12,7 @@ from helpers.conformance.cases import Case, config_of, plan_of
 from jobs.digits import Digits
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
-from orchestrator.driver.auto.profile_key import profile_key
+from orchestrator.driver.auto.profile_key import hardware_key, profile_key
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry
@@ -71,3 +71,13 @@ def test_an_edited_model_has_another_key() -> None:
     assert key(job_of(nn.ReLU)) == key(job_of(nn.ReLU))
     assert key(job_of(nn.ReLU)) != key(job_of(nn.GELU)), "its modules are others, although its source is the same"
     assert key(job_of(nn.ReLU)) != key(Digits(hidden=8, depth=1, lr=0.1, momentum=0.9))
+
+
+def test_the_key_of_the_hardware_is_the_same_for_all_jobs() -> None:
+    errors: list[str] = []
+    composed, _ = compose(["strategy=auto"], errors, registry.config_class)
+    assert composed is not None, errors
+    plans = [plan_of(config_of(Case(job=replace(JOB, hidden=h)), 1, strategy=composed.strategy)) for h in (8, 16)]
+    first, second = (hardware_key(plan, (HERE,)) for plan in plans)
+    assert first == second
+    assert first != hardware_key(plans[0], (replace(HERE, cpus=4),))
