@@ -226,8 +226,9 @@ class HuggingFace(Job):
             with torch.device("meta"):
                 model = getattr(transformers, AUTO_CLASSES[self.task]).from_config(config)
         except (OSError, ValueError, ImportError) as e:
+            missing = "" if Path(place).expanduser().exists() else "no such directory, and not found on the hub: "
             raise ValueError(
-                f"job.{key}={place}: {_first_sentence(e)}; set it to a model for job.task={self.task}"
+                f"job.{key}={place}: {missing}{_first_sentence(e)}; set it to a model for job.task={self.task}"
             ) from e
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and self.block_size > longest:

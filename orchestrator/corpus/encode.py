@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -116,7 +116,11 @@ def _end_token(tokenizer: Any, recipe: Recipe) -> int:
 
 
 def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
-    """Create the directory of the parts, or check that it is of the same recipe and files."""
+    """Create the directory of the parts; of texts that have changed since, no command can use the parts: remove them.
+
+    Raises:
+        ValueError: the parts are of another recipe, whose command can continue them.
+    """
     made_of = {
         "inputs": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in recipe.inputs],
         "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
@@ -124,12 +128,18 @@ def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
         "end": end,
         "dtype": dtype,
     }
-    recipe.parts.mkdir(parents=True, exist_ok=True)
     file = recipe.parts / "recipe.json"
-    if not file.exists():
-        write_json(file, made_of)
-    elif read_json(file) != made_of:
+    found = read_json(file)
+    if found and _of_any_content(found) != _of_any_content(made_of):
         raise ValueError(f"{recipe.parts}: holds interrupted work on other files or with other options; remove it")
+    if found and found != made_of:
+        shutil.rmtree(recipe.parts)
+    recipe.parts.mkdir(parents=True, exist_ok=True)
+    write_json(file, made_of)
+
+
+def _of_any_content(made_of: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**made_of, "inputs": [path for path, *_ in made_of["inputs"]]}
 
 
 def _encoded(

@@ -222,7 +222,11 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
     here = f"job.train_file={tmp_path}"
     for others, reason in (
-        ({"model_name_or_path": str(tmp_path)}, f"job.model_name_or_path={tmp_path}: "),
+        ({"model_name_or_path": str(tmp_path)}, f"job.model_name_or_path={tmp_path}: Unrecognized"),
+        (
+            {"model_name_or_path": "~/no/model"},
+            "job.model_name_or_path=~/no/model: no such directory, and not found on",
+        ),
         ({"model_name_or_path": None}, "job.model_name_or_path=null: set it, or job.config_name for random weights"),
         (
             {"model_name_or_path": None, "config_name": str(bare)},

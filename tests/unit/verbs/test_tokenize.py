@@ -123,6 +123,16 @@ def test_damaged_lines_are_refused_or_counted_and_named(
     ]
 
 
+def test_texts_that_were_mended_are_encoded_anew(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text(DAMAGED)
+    assert run(tmp_path, file, "--workers", 1) == 2
+    jsonl(file, WORDS)
+    assert run(tmp_path, file, "--workers", 1) == 0
+    ends = open_source(tmp_path / "tokens.npy", dtype="uint16").tokens == 0
+    assert ends.sum() == len(WORDS)
+
+
 def test_says_what_is_wrong(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = jsonl(tmp_path / "texts.jsonl", WORDS)
     (tmp_path / "latin.txt").write_bytes(b"one \xe9")
