@@ -10,6 +10,7 @@ show run with --only. With --check, nothing runs: it compares docs/benchmarks.md
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 
 from harness import published
 from harness.arms import HERE, RESULTS, kill_tree
+
+from orchestrator.records.git import carried, git_facts
 
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PATIENCE = 4
@@ -62,6 +65,7 @@ def main() -> int:
         return 0
     if arguments.check:
         return check()
+    os.environ |= carried(git_facts(HERE))  # of the code before the results of the first benchmark change it
     codes = {b.name: run(b) for b in chosen}
     PAGE.write_text(published.written(PAGE.read_text(), results(), {b.name: b.command for b in known.values()}))
     print("\n" + outcome(codes))
