@@ -58,7 +58,11 @@ class Run:
             assert self._process.poll() is None, self._process.communicate()[0]
             return condition()
 
-        wait_for(met, timeout_s=100)
+        try:
+            wait_for(met, timeout_s=100)
+        except AssertionError as e:
+            files = self._folder.glob("outputs/*/*/events.jsonl")
+            raise AssertionError(f"{e}; the events: {[file.read_text() for file in files]}") from e
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: last_step(self._folder) >= step)
