@@ -31,7 +31,7 @@ class Examples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, rows: Rows, encode: Encode, *, left_out: Sequence[int] = ()):
-        self.rows, self.encode = rows, encode
+        self.rows, self.encode, self.left_out = rows, encode, left_out
         self.kept = np.delete(np.arange(len(rows)), left_out)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from jobs.pretrained import architecture_of, check_weights, load, save, save_tokenizer
+from jobs.pretrained import CONFIG, architecture_of, check_weights, load, save, save_tokenizer
 from jobs.tokens import BYTES, IGNORED, TOKEN_SUFFIXES, Documents, Source, Windows, help_texts, open_source
 from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
@@ -46,20 +46,24 @@ Codec = tuple[Callable[[str], list[int]], Callable[[list[int]], str]]
 class GPT(Job):
     """A language model with the architecture of GPT-2 or of Llama, at a published size.
 
-    Model: ``size`` sets what ``variant`` and the fields after it leave at null. ``weights`` is a directory of Hugging
-    Face (GPT-2 or Llama, safetensors) to start from, which sets all of them. ``context`` is the tokens of a sample.
+    AdamW trains it, with weight decay for matrices only.
 
-    Data: ``path`` is one or several files of tokens (``.npy``; ``.bin`` of ``dtype``) or texts, whose tokens are their
-    bytes; null is the help texts that Python ships in ``pydoc_data.topics``. With ``path_weights``, files are drawn in
-    these proportions. ``val_path`` is held out; null holds out the last tenth of each file. ``end_token`` is the token
-    between documents, which are packed into samples, but then do not see each other; null for one long text. With
-    ``documents=padded``, each has samples of its own, which are padded.
-
-    Training: AdamW, with ``weight_decay`` for matrices only. The rate warms up for ``warmup_steps``; then ``cosine``
-    decays it to a tenth of ``lr`` over the rest, ``wsd`` (https://arxiv.org/abs/2404.06395) over the last fifth.
-
-    After an evaluation and at the end, the model writes ``sample_tokens`` tokens, drawn with ``temperature``:
-    bytes, or tokens of ``tokenizer``, a ``tokenizer.json`` (``pip install tokenizers``).
+    Attributes:
+        size: sets each of the fields from ``variant`` to ``tied`` that is None.
+        context: the tokens of a sample.
+        weights: a directory of Hugging Face (GPT-2 or Llama, safetensors) to start from. It sets the size, too.
+        path: one or several files of tokens (``.npy``; ``.bin`` of ``dtype``) or texts, whose tokens are their bytes.
+            None for the help texts that Python ships in ``pydoc_data.topics``.
+        path_weights: the proportions in which the files are drawn.
+        val_path: the files that are held out; None to hold out the last tenth of each file of ``path``.
+        end_token: the token between documents; None for one long text.
+        documents: ``packed`` fills samples with documents, which do not see each other if there is an ``end_token``.
+            ``padded`` gives each document samples of its own.
+        tokenizer: a ``tokenizer.json`` for texts that the model writes (``pip install tokenizers``); None for bytes.
+        schedule: what follows the warm-up. ``cosine`` decays the rate to a tenth of ``lr`` over the rest of the steps,
+            ``wsd`` (https://arxiv.org/abs/2404.06395) over the last fifth.
+        sample_tokens: how many tokens the model writes after an evaluation and at the end.
+        temperature: the temperature at which these tokens are drawn.
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf",)
@@ -155,6 +159,10 @@ class GPT(Job):
     @property
     def reports_perplexity(self) -> bool:
         return True
+
+    @property
+    def draws_samples(self) -> bool:
+        return self.sample_tokens > 0
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
         """Generate ``sample_tokens`` tokens after a newline, or the ``end_token``; None without a codec for them."""
@@ -278,7 +286,8 @@ class GPT(Job):
         try:
             a = replace(architecture_of(directory, dropout=self.dropout), end_token=self._seen_end_token)
         except (OSError, ValueError, KeyError) as e:
-            raise ValueError(f"{key}: {e}; set it to a directory of Hugging Face with a GPT-2 or a Llama") from e
+            reason = f"{CONFIG}: has no {e.args[0]}" if isinstance(e, KeyError) else e
+            raise ValueError(f"{key}: {reason}; set it to a directory of Hugging Face with a GPT-2 or a Llama") from e
         for name in ("variant", "layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "tied"):
             wanted, found = getattr(self, name), getattr(a, name)
             if wanted is not None and wanted != found:

@@ -2,17 +2,16 @@
 
     python -m orchestrator.launch job=hf job.model_name_or_path=my-llama job.train_file=my.jsonl job.peft=lora
 
-``jobs/examples.py`` reads the data. It takes ``pip install 'orchestrator[hf]'``.
+``jobs/examples.py`` reads the data, ``jobs/hugging_face.py`` the files of models. They need
+``pip install 'orchestrator[hf]'``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
 from jobs.examples import Blocks, Encoder, Examples, Padded
+from jobs.hugging_face import first_sentence, load_tokenizer, outline, place, quiet, unmatched, with_adapters
 from jobs.rows import damaged, open_rows
 from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
 from orchestrator.job import Job, Split
@@ -44,6 +44,8 @@ FIELDS: Mapping[Task, tuple[tuple[str, ...], ...]] = {
 SHOWN_DAMAGED = 3
 LOOKED_AT = 100
 """The first examples, which are encoded before training to see if they can be."""
+LOOKED_THROUGH = 2**17
+"""The first examples, which are read before training to see if one is damaged."""
 SHOWN_PROMPTS = 3
 
 
@@ -51,21 +53,24 @@ SHOWN_PROMPTS = 3
 class HuggingFace(Job):
     """A model of ``transformers``; fields have the names of the options of its ``run_clm.py``.
 
-    Model: ``model_name_or_path`` is a directory or a name on the hub; null: random weights for the configuration in
-    ``config_name``. ``tokenizer_name`` is where the tokenizer is, if not there too. ``peft`` trains only what this
-    method adds, such as ``lora``, with ``peft_options``: the fields of its configuration (``use_dora`` for DoRA).
+    After evaluations, ``causal`` and ``seq2seq`` models answer the first prompts of the held-out examples.
 
-    Data: ``train_file`` is ``.jsonl``, ``.parquet``, a directory of ``datasets.save_to_disk``, or a text with an
-    example in each line; or tokens of ``orchestrator tokenize``, which fill each ``block_size``. ``causal`` examples
-    have a ``text``; or a ``prompt`` and a ``completion``, which alone is learned; or ``messages`` for the chat
-    template, of which the last one is learned. ``seq2seq`` has ``prompt`` and ``completion``, ``masked`` a ``text``,
-    ``classification`` a ``text`` and a ``label`` from 0. Without ``validation_file``, the last
-    ``validation_split_percentage`` of the examples are held out. A damaged example is refused by name, or left out
-    with ``damaged=skip``. Examples are cut to ``block_size`` tokens and padded to it, as pipelines need it; with
-    ``pad_to_max_length=false`` only to the longest of the batch.
-
-    After evaluations, ``causal`` and ``seq2seq`` models answer the first prompts of the held-out examples, with up to
-    ``max_new_tokens`` tokens, the most probable in each place.
+    Attributes:
+        model_name_or_path: a directory, or a name on the hub; None for random weights.
+        config_name: the configuration of a model with random weights.
+        tokenizer_name: where the tokenizer is; None if it is with the model.
+        train_file: ``.jsonl``, ``.parquet``, a directory of ``datasets.save_to_disk``, a text with an example in each
+            line, or tokens of ``orchestrator tokenize``, which fill each ``block_size``. A ``causal`` example has a
+            ``text``; or a ``prompt`` and a ``completion``, and only the completion is learned; or ``messages`` for the
+            chat template, and only the last one is learned. ``seq2seq`` needs ``prompt`` and ``completion``, ``masked``
+            a ``text``, ``classification`` a ``text`` and a ``label`` from 0.
+        validation_file: the held-out examples; None to hold out the last ``validation_split_percentage`` of the others.
+        damaged: ``refuse`` names a damaged example and ends; ``skip`` leaves it out.
+        block_size: the tokens to which an example is cut, and padded, because pipelines need it.
+        pad_to_max_length: False to pad only to the longest example of the batch.
+        peft: the method, such as ``lora``, whose additions alone are trained.
+        peft_options: the fields of the configuration of this method (``use_dora`` for DoRA).
+        max_new_tokens: the length of an answer; each token is the most probable one.
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf", "adapter")
@@ -94,15 +99,14 @@ class HuggingFace(Job):
         import transformers
 
         auto = getattr(transformers, AUTO_CLASSES[self.task])
-        labels = {"num_labels": self.num_labels} if self.task == "classification" else {}
         if self.model_name_or_path is not None and torch.get_default_device().type != "meta":
-            with _no_progress_bars():
-                model = auto.from_pretrained(_place(self.model_name_or_path), dtype=torch.float32, **labels)
+            with quiet():
+                model = auto.from_pretrained(place(self.model_name_or_path), dtype=torch.float32, **self._labels)
         else:  # from_pretrained refuses to build a model without memory, as checks do
-            place = _place(self.model_name_or_path or self.config_name)
-            model = auto.from_config(transformers.AutoConfig.from_pretrained(place, **labels))
+            source = place(self.model_name_or_path or self.config_name)
+            model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self._labels))
         if self.peft is not None:
-            model = _with_adapters(model, self._peft_config())
+            model = with_adapters(model, self._peft_config())
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
 
     @classmethod
@@ -157,9 +161,13 @@ class HuggingFace(Job):
         )
         return made
 
+    @property
+    def draws_samples(self) -> bool:
+        return self.task in ("causal", "seq2seq") and self.max_new_tokens > 0
+
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        val: Any = self.dataset("val")
-        if self.task not in ("causal", "seq2seq") or val is None or not self.max_new_tokens:
+        val: Any = self.dataset("val") if self.draws_samples else None
+        if val is None:
             return None
         tokenizer, device = self._tokenizer(), next(model.parameters()).device
         texts = []
@@ -191,7 +199,7 @@ class HuggingFace(Job):
         model: Any = wrapper.model
         if format == "hf" and self.peft is not None:
             model = model.merge_and_unload()
-        with _no_progress_bars():
+        with quiet():
             model.save_pretrained(directory)
         self._tokenizer().save_pretrained(directory)
 
@@ -200,8 +208,10 @@ class HuggingFace(Job):
             import transformers  # noqa: F401
         except ImportError as e:
             raise ValueError("job=hf: transformers is not installed: pip install 'orchestrator[hf]'") from e
-        if (self.model_name_or_path is None) == (self.config_name is None):
+        if self.model_name_or_path is None and self.config_name is None:
             raise ValueError("job.model_name_or_path=null: set it, or job.config_name for random weights")
+        if self.model_name_or_path is not None and self.config_name is not None:
+            raise ValueError(f"job.config_name={self.config_name}: job.model_name_or_path is set, too; leave one out")
         if self.train_file is None:
             raise ValueError("job.train_file=null: set it to a .jsonl or a text")
         if not 0 <= self.validation_split_percentage < 100:
@@ -211,24 +221,38 @@ class HuggingFace(Job):
                 raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(f"job.mlm_probability={self.mlm_probability:g}: must be in (0, 1]")
+        self._check_rates()
         self._check_model()
         for name in ("train_file", "validation_file"):
             if getattr(self, name) is not None:
                 self._check_examples(name)
 
+    def _check_rates(self) -> None:
+        if self.learning_rate <= 0:
+            raise ValueError(f"job.learning_rate={self.learning_rate:g}: must be greater than 0")
+        if self.weight_decay < 0:
+            raise ValueError(f"job.weight_decay={self.weight_decay:g}: must be at least 0")
+        optimizer = self.optimizer([nn.Parameter(torch.zeros(1))])
+        try:
+            schedule = self.scheduler(optimizer, 10)
+            optimizer.step()
+            schedule.step()  # some need a loss
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"job.lr_scheduler_type={self.lr_scheduler_type}: {first_sentence(e)}") from e
+
     def _check_model(self) -> None:
         import transformers
+        from safetensors import SafetensorError
 
         key = "model_name_or_path" if self.model_name_or_path is not None else "config_name"
-        place = getattr(self, key)
+        named = getattr(self, key)
         try:
-            config = transformers.AutoConfig.from_pretrained(_place(place))
-            with torch.device("meta"):
-                model = getattr(transformers, AUTO_CLASSES[self.task]).from_config(config)
-        except (OSError, ValueError, ImportError) as e:
-            missing = "" if Path(place).expanduser().exists() else "no such directory, and not found on the hub: "
+            config = transformers.AutoConfig.from_pretrained(place(named), **self._labels)
+            model = self._without_memory(config)
+        except (OSError, ValueError, ImportError, SafetensorError) as e:
+            missing = "" if Path(named).expanduser().exists() else "no such directory, and not found on the hub: "
             raise ValueError(
-                f"job.{key}={place}: {missing}{_first_sentence(e)}; set it to a model for job.task={self.task}"
+                f"job.{key}={named}: {missing}{first_sentence(e)}; set it to a model for job.task={self.task}"
             ) from e
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and self.block_size > longest:
@@ -244,21 +268,45 @@ class HuggingFace(Job):
         if self.peft is not None:
             self._check_peft(model)
 
+    def _without_memory(self, config: Any) -> nn.Module:
+        import transformers
+
+        auto = getattr(transformers, AUTO_CLASSES[self.task])
+        if self.model_name_or_path is None or not Path(place(self.model_name_or_path)).exists():
+            with torch.device("meta"):
+                made: nn.Module = auto.from_config(config)
+            return made
+        made, missing = outline(auto, place(self.model_name_or_path), config)
+        if missing:
+            warnings.warn(
+                f"job.model_name_or_path={self.model_name_or_path}: {len(missing)} weights are not in the files and "
+                f"begin at random: {', '.join(missing)}",
+                stacklevel=1,
+            )
+        return made
+
+    @property
+    def _labels(self) -> Mapping[str, int]:
+        return {"num_labels": self.num_labels} if self.task == "classification" else {}
+
     def _check_peft(self, model: nn.Module) -> None:
         try:
             import peft  # noqa: F401
         except ImportError as e:
             raise ValueError(f"job.peft={self.peft}: peft is not installed: pip install peft") from e
         settings = self._peft_config()
+        names = [name for name, _ in model.named_modules() if name]
+        known = sorted({name.rpartition(".")[2] for name in names} - set(map(str, range(len(names)))))
+        for option in ("target_modules", "modules_to_save"):
+            for target in unmatched(self.peft_options.get(option), names):
+                near = difflib.get_close_matches(target, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+                raise ValueError(f"job.peft_options.{option}={target}: the model has no such module; {hint}")
         try:
             with torch.device("meta"):
-                _with_adapters(model, settings)
+                with_adapters(model, settings)
         except ValueError as e:
-            targets = self.peft_options.get("target_modules") or []
-            known = sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if name})
-            near = [n for target in targets for n in difflib.get_close_matches(str(target), known, n=1)]
-            hint = f"did you mean {near[0]}?" if near else f"the model has {', '.join(known)}"
-            raise ValueError(f"job.peft_options.target_modules={targets}: {_first_sentence(e)}; {hint}") from e
+            raise ValueError(f"job.peft_options={dict(self.peft_options)}: {first_sentence(e)}") from e
 
     def _peft_config(self) -> Any:
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
@@ -278,6 +326,8 @@ class HuggingFace(Job):
         key = f"job.{name}={getattr(self, name)}"
         try:
             examples = self._examples(name)
+            if isinstance(examples, Examples) and self.damaged == "refuse":
+                self._refuse_damaged(examples)
             looked_at = [examples[i] for i in range(min(LOOKED_AT, len(examples)))]
         except OSError as e:
             raise ValueError(f"{key}: cannot be read ({e.strerror})") from e
@@ -285,15 +335,38 @@ class HuggingFace(Job):
             raise ValueError(f"{key}: {e}") from e
         if isinstance(examples, Blocks):
             self._check_tokens(key, examples.source)
-        elif left_out := len(examples.rows) - len(examples):
-            named = [examples.rows.name(i) for i in damaged(examples.rows, FIELDS[self.task])[:SHOWN_DAMAGED]]
-            warnings.warn(f"{key}: {left_out} damaged examples are left out: {'; '.join(named)}", stacklevel=1)
+        else:
+            self._warn_of_losses(key, examples)
         if not looked_at:
             raise ValueError(f"{key}: has no examples, or fewer tokens than job.block_size={self.block_size}")
-        if self.task != "classification" and not any(bool((e["labels"] != IGNORED).any()) for e in looked_at):
+        first = 1 if self.task == "causal" else 0  # nothing predicts the first token
+        if self.task != "classification" and not any(bool((e["labels"][first:] != IGNORED).any()) for e in looked_at):
             raise ValueError(
                 f"{key}: the loss counts no token of the first {len(looked_at)} examples; prompts alone may be longer "
                 f"than job.block_size={self.block_size}"
+            )
+
+    def _refuse_damaged(self, examples: Examples) -> None:
+        if found := damaged(examples.rows, FIELDS[self.task], LOOKED_THROUGH):
+            try:
+                examples[found[0]]
+            except ValueError as e:
+                more = f"{len(found)} such examples" if len(found) > 1 else "it"
+                raise ValueError(f"{e}; job.damaged=skip leaves out {more}") from e
+
+    def _warn_of_losses(self, key: str, examples: Examples) -> None:
+        rows, left_out = examples.rows, examples.left_out
+        if left_out:
+            named = "; ".join(rows.name(i) for i in left_out[:SHOWN_DAMAGED])
+            warnings.warn(f"{key}: {len(left_out)} damaged examples are left out: {named}", stacklevel=1)
+        longer = Encoder(replace(self, block_size=self.block_size + 1), self._tokenizer())
+        whole = Examples(rows, longer, left_out=left_out)
+        lengths = [len(whole[i]["input_ids"]) for i in range(min(LOOKED_AT, len(whole)))]
+        if cut := sum(length > self.block_size for length in lengths):
+            warnings.warn(
+                f"{key}: {cut} of the first {len(lengths)} examples have more than job.block_size={self.block_size} "
+                "tokens, and are cut",
+                stacklevel=1,
             )
 
     def _check_tokens(self, key: str, source: Source) -> None:
@@ -317,13 +390,13 @@ class HuggingFace(Job):
         return Examples(rows, Encoder(self, self._tokenizer()), left_out=left_out)
 
     def _tokenizer(self) -> Any:
-        place = self.tokenizer_name or self.model_name_or_path or self.config_name
+        named = self.tokenizer_name or self.model_name_or_path or self.config_name
         try:
-            return _load_tokenizer(_place(place))
+            return load_tokenizer(place(named))
         except (OSError, ValueError, ImportError) as e:
             key = "job.tokenizer_name=" + (self.tokenizer_name or "null")
             raise ValueError(
-                f"{key}: there is no tokenizer in {place}; set it to a directory or a name with one"
+                f"{key}: there is no tokenizer in {named}; set it to a directory or a name with one"
             ) from e
 
     def _aligned(self, output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -352,45 +425,3 @@ class Logits(nn.Module):
         logits: Tensor = self.model(**inputs).logits
         # Methods such as prompt tuning put tokens of their own before a text.
         return logits[:, -batch["input_ids"].shape[1] :] if self.task == "causal" else logits
-
-
-def _with_adapters(model: nn.Module, settings: Any) -> nn.Module:
-    from peft import get_peft_model
-
-    with warnings.catch_warnings():
-        # peft asks for a property that transformers has renamed.
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
-        made: nn.Module = get_peft_model(model, settings)
-    return made
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the bars of ``transformers``, which every worker would write."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@functools.lru_cache(maxsize=4)
-def _load_tokenizer(place: str) -> Any:
-    """Return a tokenizer, which nobody changes; reading it takes a part of a second."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(place)
-
-
-def _place(text: str | None) -> str:
-    assert text is not None
-    path = Path(text).expanduser()
-    return str(path) if path.exists() else text
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". ")[0][:300]

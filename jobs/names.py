@@ -33,10 +33,12 @@ Sample = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Names(Job):
-    """A character-level LSTM.
+    """A character-level LSTM. After an evaluation and at the end, it makes up names.
 
-    ``path`` is a text file, or None for the names of the functions and classes in Python's standard library. After
-    an evaluation and at the end, the model makes up ``sample_names`` names of at most ``sample_bytes`` bytes each.
+    Attributes:
+        path: a text file; None for the names of the functions and classes in Python's standard library.
+        sample_names: how many names the model makes up.
+        sample_bytes: the most bytes that a made-up name has.
     """
 
     layers: int = 1

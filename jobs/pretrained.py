@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -66,7 +67,9 @@ def architecture_of(directory: Path, *, dropout: float) -> Architecture:
     config = json.loads((directory / CONFIG).read_text())
     kind = config.get("model_type")
     if kind == "gpt2":
-        _refuse_others(config, activation_function="gelu_new", scale_attn_weights=True)
+        _refuse_others(
+            config, activation_function="gelu_new", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False
+        )
         width = config["n_embd"]
         return Architecture(
             variant="gpt2",
@@ -120,19 +123,22 @@ def check_weights(a: Architecture, directory: Path) -> None:
     """Check that a directory has all weights of architecture ``a``, in their shapes, without reading them.
 
     Raises:
-        OSError: a file is missing.
-        ValueError: a weight is missing, or of another shape: the first of them, and how many there are.
+        OSError: a file cannot be read.
+        ValueError: a file is missing or damaged; or a weight is missing, or of another shape: the first of them, and
+            how many there are.
     """
     files = _Files(directory)
     with torch.device("meta"):
         wanted = dict(transformer(a).named_parameters())
     faults = []
     for name, place in _places(a):
-        shape = files.shape(place.name, a)
-        if shape is None:
+        entry = files.entry(place.name, a)
+        if entry is None:
             faults.append(f"{place.name} is missing")
+        elif entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{place.name} is of {entry['dtype']}, and only {', '.join(_DTYPES)} can be read")
         else:
-            got = place.of(torch.empty(shape, device="meta")).shape
+            got = place.of(torch.empty(entry["shape"], device="meta")).shape
             if got != wanted[name].shape:
                 faults.append(f"{place.name} gives {name} the shape {list(got)}, not {list(wanted[name].shape)}")
     if faults:
@@ -161,7 +167,7 @@ def save(
 
     Raises:
         FileExistsError: ``directory`` exists.
-        ValueError: ``transformers`` has no such model.
+        ValueError: ``transformers`` has no such model, or a weight is missing.
     """
     if a.variant == "gpt2" and a.kv_heads != a.heads:
         raise ValueError(f"job.kv_heads={a.kv_heads}: a GPT-2 of Hugging Face has as many as job.heads={a.heads}")
@@ -184,6 +190,8 @@ def _in_their_layout(weights: Mapping[str, Tensor], a: Architecture) -> Iterator
     def part(name: str, transposed: bool) -> Tensor:
         if not a.bias and name.endswith(".bias") and ".norm" not in f".{name}":  # theirs has biases in any case
             return torch.zeros(len(weights[name.removesuffix("bias") + "weight"]))
+        if name not in weights:
+            raise ValueError(f"the checkpoint has no {name}; it is of another model than the recorded job")
         return weights[name].T if transposed else weights[name]
 
     for theirs, ours in parts.items():
@@ -239,14 +247,15 @@ class _Files:
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for name in names:
             path = directory / name
+            _check_whole(path)
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(size))
             self._entries |= {key: (path, 8 + size, entry) for key, entry in header.items() if key != "__metadata__"}
 
-    def shape(self, name: str, a: Architecture) -> tuple[int, ...] | None:
+    def entry(self, name: str, a: Architecture) -> dict[str, Any] | None:
         found = self._find(name, a)
-        return None if found is None else tuple(found[2]["shape"])
+        return None if found is None else found[2]
 
     def tensor(self, name: str, a: Architecture) -> Tensor:
         found = self._find(name, a)
@@ -261,6 +270,16 @@ class _Files:
     def _find(self, name: str, a: Architecture) -> tuple[Path, int, dict[str, Any]] | None:
         """A bare GPT-2 or Llama is stored without the prefix of the model that has a head."""
         return self._entries.get(name) or self._entries.get(name.removeprefix(_PREFIX[a.variant]))
+
+
+def _check_whole(path: Path) -> None:
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except FileNotFoundError:
+        raise ValueError(f"has no {path.name}; save the model with safetensors") from None
+    except SafetensorError as e:
+        raise ValueError(f"{path.name} is cut short, or no safetensors file ({e})") from e
 
 
 def _places(a: Architecture) -> Iterator[tuple[str, _Place]]:

@@ -36,9 +36,12 @@ EXPANSION = 4
 class ResNet50(Job):
     """ResNet-50 (He et al., 2015, https://arxiv.org/abs/1512.03385), with mean squared error against random labels.
 
-    ``width`` is the number of channels in the first layer's blocks, ``blocks`` the number of blocks in each layer.
-    ``weights`` is a safetensors file with torchvision's names, or None for random weights. BatchNorm takes its
-    statistics from each worker's micro-batch, so the loss depends on how a batch is divided.
+    BatchNorm takes its statistics from each worker's micro-batch, so the loss depends on how a batch is divided.
+
+    Attributes:
+        width: the number of channels in the first layer's blocks.
+        blocks: the number of blocks in each layer.
+        weights: a safetensors file with torchvision's names; None for random weights.
     """
 
     image_size: int = 32

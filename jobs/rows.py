@@ -110,8 +110,8 @@ class Lines:
 
 
 @functools.lru_cache(maxsize=4)
-def damaged(rows: Rows, fields: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    """Return the rows that cannot be read, or that have none of these combinations of fields."""
+def damaged(rows: Rows, fields: tuple[tuple[str, ...], ...], first: int | None = None) -> tuple[int, ...]:
+    """Return the rows, of the ``first`` ones or of all, that cannot be read or have no combination of fields."""
 
     def is_damaged(number: int) -> bool:
         try:
@@ -120,4 +120,4 @@ def damaged(rows: Rows, fields: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
             return True
         return not any(all(name in row for name in names) for names in fields)
 
-    return tuple(number for number in range(len(rows)) if is_damaged(number))
+    return tuple(number for number in range(len(rows))[:first] if is_damaged(number))

@@ -33,8 +33,9 @@ SPIN_S = 200e-6
 class SparseJob(Job):
     """The base class of both jobs.
 
-    ``sparse=false`` makes the same gradients dense tensors. ``delay_us`` adds microseconds to each computation of a
-    gradient, to simulate a more expensive model.
+    Attributes:
+        sparse: False makes the same gradients dense tensors.
+        delay_us: microseconds to add to each computation of a gradient, to simulate a more expensive model.
     """
 
     algorithm: Algorithm

@@ -25,15 +25,24 @@ BYTES = 256
 TOKEN_SUFFIXES = (".npy", ".bin")
 """The endings of the names of files of tokens; other files are texts."""
 
+LOOKED_AT = 2**16
+"""The numbers at the beginning of a file that show if they are of another type."""
+MANY, FEW = 16, 4
+"""Tokens below ``FEW`` times 2**16 in uint32 are ``MANY`` different lower halves, and upper ones below ``FEW``."""
+
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The tokens of one file, of shape (tokens,), and the name by which errors call it.
+    """The tokens of one file. Only a file that ``orchestrator tokenize`` has made has the facts that may be None.
 
-    ``vocabulary`` is the number of tokens that the tokenizer knows, ``largest`` the largest token in the file, and
-    ``end_token`` the one after each document; None unless ``orchestrator tokenize`` has made the file.
+    Attributes:
+        name: how errors call the file.
+        tokens: of shape (tokens,).
+        vocabulary: the number of tokens that the tokenizer knows.
+        largest: the largest token in the file.
+        end_token: the token after each document.
     """
 
     name: str
@@ -61,8 +70,8 @@ def open_source(path: Path, *, dtype: str) -> Source:
     if path.suffix == ".npy":
         try:
             tokens: Tokens = np.load(path, mmap_mode="r")
-        except ValueError as e:
-            raise ValueError(f"is no whole .npy file ({e}): it is cut short, or damaged") from e
+        except (ValueError, EOFError) as e:
+            raise ValueError("is no whole .npy file: it is cut short, or damaged") from e
         if tokens.ndim != 1 or tokens.dtype.kind != "u":
             raise ValueError(f"holds {tokens.dtype} of shape {list(tokens.shape)}, not unsigned integers in a row")
     else:
@@ -73,10 +82,18 @@ def open_source(path: Path, *, dtype: str) -> Source:
                 f"{size} bytes are no whole number of {kind} tokens: it is cut short, or of another job.dtype"
             )
         tokens = np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind)
+        if kind == np.uint16 and not about and _are_halves(tokens[:LOOKED_AT]):
+            raise ValueError("holds uint32 and not uint16 (job.dtype), because every second number is nearly 0")
     if len(tokens) != about.get("tokens", len(tokens)):
         raise ValueError(f"has {len(tokens)} tokens, but {about['tokens']} by {path}.json: it is cut short")
     known = {key: about.get(key) for key in ("vocabulary", "largest", "end_token")}
     return Source(name=name, tokens=tokens, **known)
+
+
+def _are_halves(numbers: Tokens) -> bool:
+    """Return whether numbers look like the lower and upper halves of tokens of twice their size, in turn."""
+    lower, upper = numbers[::2], numbers[1::2]
+    return len(np.unique(lower)) > MANY and int(upper.max(initial=0)) < FEW
 
 
 def _description(path: Path) -> dict[str, Any]:
@@ -106,7 +123,11 @@ def help_texts() -> Source:
 
 
 class SourceSamples(Dataset[tuple[Tensor, Tensor]]):
-    """The samples of sources, one source after the other; ``counts``: how many each has."""
+    """The samples of sources, one source after the other.
+
+    Attributes:
+        counts: how many samples each source has.
+    """
 
     def __init__(self, sources: Sequence[Source], counts: Sequence[int]):
         self.sources, self.counts = sources, counts

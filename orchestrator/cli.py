@@ -22,7 +22,12 @@ from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 
 @dataclass(frozen=True)
 class Verb:
-    """``module`` has the verb's ``main``; ``summary`` is its line in ``orchestrator --help``."""
+    """A verb of the command ``orchestrator``.
+
+    Attributes:
+        module: has the verb's ``main``.
+        summary: its line in ``orchestrator --help``.
+    """
 
     module: str
     summary: str

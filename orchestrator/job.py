@@ -346,6 +346,11 @@ class Job(abc.ABC):
         """
         return False
 
+    @property
+    def draws_samples(self) -> bool:
+        """Whether :meth:`sample` is called: by default, if the job has its own."""
+        return type(self).sample is not Job.sample
+
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | Mapping[str, str | Tensor] | None:
         """Return texts or images that show what the model has learned, or None (the default).
 

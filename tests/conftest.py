@@ -42,6 +42,8 @@ WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 WITHOUT_COMMAND = "not command"
 """In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
+RAYS_NICENESS = 15
+"""The default of ``RAY_worker_niceness``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +69,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
     is_worker = hasattr(config, "workerinput")
     if not in_one_process and not is_worker and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses = 3 if WITHOUT_COMMAND in option.markexpr else 2
+        option.numprocesses = 3 if _whole_first(config) else 2
         option.dist = "loadfile"
 
 
@@ -106,9 +108,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
-    whole_first = WITHOUT_COMMAND in config.option.markexpr
-    order = [*WHOLE, *FOLDERS] if whole_first else FOLDERS
+    order = [*WHOLE, *FOLDERS] if _whole_first(config) else FOLDERS
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start processes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give process groups the niceness of Ray's workers, which would otherwise wait too long beside them."""
+    if _whole_first(item.config) and folder_of(item) == "distributed":
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), RAYS_NICENESS))
+
+
+def _whole_first(config: pytest.Config) -> bool:
+    return WITHOUT_COMMAND in config.option.markexpr
 
 
 def folder_of(item: pytest.Item) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +48,7 @@ class FullySharded:
         device: torch.device,
         *,
         keep_whole: bool,
+        offload: bool,
         undivided: Sequence[nn.Parameter],
         gathering: Timed,
         scattering: Timed,
@@ -60,6 +61,7 @@ class FullySharded:
             device: where the parameters are.
             keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
                 slices before they are summed over the ranks.
+            offload: whether parts and their gradients are in host memory, whatever ``device`` is.
             undivided: parameters that stay as they are.
             gathering: returns a context around each gathering of parameters, on the stream that gathers.
             scattering: the same of each sum of gradients.
@@ -67,6 +69,7 @@ class FullySharded:
         self._root: Any = root
         self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         self._keep_whole = keep_whole
+        self._offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         self._undivided = set(undivided)
         self._gather, self._scatter = _AllGather(gathering), _ReduceScatter(scattering)
 
@@ -81,6 +84,7 @@ class FullySharded:
             divided if len(divided) > 1 else divided[0],
             mesh=self._mesh,
             reshard_after_forward=False if self._keep_whole else None if modules[0] is self._root else True,
+            offload_policy=self._offload,
             ignored_params=self._undivided,
         )
         for module in divided:
@@ -89,6 +93,23 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(self._gather)
             module.set_custom_reduce_scatter(self._scatter)
+
+    @staticmethod
+    def gather_ahead(root: nn.Module, count: int) -> None:
+        """Gather the parameters of the ``count`` next modules while one runs, in the order that ``root`` has them in.
+
+        Without this, torch gathers the next one in a backward pass, and in a forward pass as early as the host gets
+        there.
+        """
+        modules: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        if count == 0:
+            for module in modules:  # without a list, torch takes the next one; the module itself is there already
+                module.set_modules_to_backward_prefetch([module])
+            return
+        blocks = [module for module in modules if module is not root]
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:

@@ -23,6 +23,11 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def derived_seed(seed: int, first: int, second: int = 0) -> int:
+    """Return a seed below 2**63 that belongs to ``seed`` and to two numbers."""
+    return (seed * 0x9E3779B97F4A7C15 + first * 0xBF58476D1CE4E5B9 + second * 0x94D049BB133111EB) & ((1 << 63) - 1)
+
+
 @contextlib.contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
     """Restore the states of all generators at the end of the context; among CUDA's, only the one of ``device``."""

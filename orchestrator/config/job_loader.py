@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import re
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from orchestrator.job import Job
 
 
 def load_job(
-    spec: JobSpec, errors: list[str], redactor: Redactor | None = None, given: Job | type[Job] | None = None
+    spec: JobSpec,
+    errors: list[str],
+    redactor: Redactor | None = None,
+    given: Job | type[Job] | None = None,
+    noticed: list[str] | None = None,
 ) -> Job | None:
     """Import the job's class, build it from its fields and run :meth:`~orchestrator.job.Job.check`.
 
@@ -27,6 +33,7 @@ def load_job(
         errors: receives why the job cannot be built, with the secrets of its fields masked.
         redactor: learns these secrets, including those that default factories return.
         given: an object to use in place of the class that ``spec`` names: a class, or an instance.
+        noticed: receives the warnings of ``Job.check()`` that name a field, masked; None leaves them to Python.
 
     Returns:
         The job, or None if it cannot be built.
@@ -34,9 +41,31 @@ def load_job(
     redactor = redactor or Redactor()
     redactor.learn(spec.fields)
     job_errors: list[str] = []
-    job = _load(spec, given, job_errors, redactor)
+    job_warnings: list[str] = []
+    with contextlib.nullcontext() if noticed is None else _collected(job_warnings):
+        job = _load(spec, given, job_errors, redactor)
     errors += [redactor.text(error) for error in job_errors]
+    if noticed is not None:
+        noticed += [redactor.text(text) for text in job_warnings]
     return job
+
+
+@contextlib.contextmanager
+def _collected(texts: list[str]) -> Iterator[None]:
+    """Collect warnings that name a field of the job; those of libraries go where they went before."""
+    others = warnings.showwarning
+
+    def collect(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if str(message).startswith("job."):
+            texts.append(str(message))
+        else:
+            others(message, *args, **kwargs)
+
+    warnings.showwarning = collect
+    try:
+        yield
+    finally:
+        warnings.showwarning = others
 
 
 def is_importable(cls: type[Job]) -> bool:

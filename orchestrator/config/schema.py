@@ -84,6 +84,10 @@ class TrainConfig:
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
     )
+    init: Literal["seeded", "fast"] = option(
+        "initial values: seeded: those of one worker, for which each worker draws all random numbers; fast: workers of "
+        "fsdp, hsdp and fsdp_pipeline draw only those of their parts, which depend on the number of workers"
+    )
     deterministic: bool = option("fail on operations without a deterministic implementation")
 
     def __post_init__(self) -> None:
@@ -174,7 +178,10 @@ class TrackingConfig:
         "seconds from the first logged point to the first upload, and between uploads; the rest follows at the end",
         minimum=0,
     )
-    flush_timeout_s: float = option("maximum wait for uploads to finish after the last step, in seconds", minimum=0)
+    flush_timeout_s: float = option(
+        "maximum wait for uploads to finish after the last step, in seconds; in a terminal, a single run does not wait",
+        minimum=0,
+    )
     background_timeout_s: float = option(
         "maximum time for which an upload goes on without the command, in seconds; then the next command takes it up",
         minimum=0,

@@ -16,7 +16,9 @@ from orchestrator.config.overrides import alternatives, parse_sweep, values
 class Interval:
     """The numbers from ``low`` to ``high``: whole ones if both are.
 
-    ``log``: sizes are searched evenly by their orders of magnitude. ``step``: the distance between whole numbers.
+    Attributes:
+        log: whether orders of magnitude are searched evenly.
+        step: the distance between whole numbers.
     """
 
     low: float

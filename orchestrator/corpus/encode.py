@@ -84,12 +84,17 @@ def tokenize(recipe: Recipe, *, workers: int, on_progress: Callable[[int, int], 
     _begin(recipe, end=end, dtype=dtype)
     results: dict[int, Encoded] = {}
     total, done = sum(piece.size for piece in pieces), 0
-    for number, result in _encoded(recipe, pieces, end=end, dtype=dtype, workers=workers):
-        results[number] = result
-        on_progress(done := done + pieces[number].size, total)
-    whole = _sum([results[number] for number in range(len(pieces))])
-    if not whole.tokens:
-        raise ValueError("the corpus has no documents")
+    try:
+        for number, result in _encoded(recipe, pieces, end=end, dtype=dtype, workers=workers):
+            results[number] = result
+            on_progress(done := done + pieces[number].size, total)
+        whole = _sum([results[number] for number in range(len(pieces))])
+        if not whole.tokens:
+            raise ValueError("the corpus has no documents")
+    except ValueError:
+        if not any(part.stat().st_size for part in recipe.parts.glob("*.tokens")):
+            shutil.rmtree(recipe.parts)  # there is nothing to continue, with these options or with others
+        raise
     description = {**asdict(whole), "dtype": dtype, "vocabulary": vocabulary, "end_token": end}
     _join(recipe, len(pieces), dtype=dtype, tokens=whole.tokens, description=description)
     return whole

@@ -24,7 +24,9 @@ _LINE_BEFORE_WORD = re.compile(rb"\n(?=\S)")
 class TextPiece:
     """A part of a file: bytes ``[start, stop)``, or of parquet the group of rows with the number ``start``.
 
-    ``size`` is its share of the size of the file, and ``ends`` whether its last document ends with it.
+    Attributes:
+        size: its share of the size of the file.
+        ends: whether its last document ends with it.
     """
 
     path: Path

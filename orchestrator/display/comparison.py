@@ -43,7 +43,7 @@ class Curve:
 class ComparedRun:
     """A run, or the mean of ``repeats`` runs of one configuration.
 
-    Args:
+    Attributes:
         name: the name of its directory.
         location: the directory, or the place on a tracking server; it identifies the run.
         work: equal for runs of the same job with the same fields.

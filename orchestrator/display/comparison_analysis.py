@@ -49,7 +49,11 @@ _MOST_SETTINGS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side, in this order. ``target_loss``: the training loss to which the time is compared."""
+    """Runs side by side, in this order.
+
+    Attributes:
+        target_loss: the training loss to which the time is compared.
+    """
 
     runs: Sequence[ComparedRun]
     target_loss: float | None = None

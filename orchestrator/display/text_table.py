@@ -16,8 +16,9 @@ _GAP = "  "
 class TableColumn:
     """A column with the cell of each row.
 
-    ``name`` identifies a column without a heading. For ``priority`` see
-    :class:`~orchestrator.protocol.metrics.Column`.
+    Attributes:
+        name: identifies a column without a heading.
+        priority: see :class:`~orchestrator.protocol.metrics.Column`.
     """
 
     heading: str

@@ -41,10 +41,12 @@ AUTO = "auto"
 class Candidate:
     """A run that passed every check.
 
-    ``resume``: the run to continue; None for a new one. ``source``: another run, with a checkpoint of which it begins;
-    None if there is none. ``seen``: the directories of runs among which none was to be continued. ``sizes``: None until
-    the cluster is joined, if its nodes decide. ``decision``: how ``strategy=auto`` has chosen the strategy; None if it
-    has not.
+    Attributes:
+        resume: the run to continue; None for a new one.
+        seen: the directories of the runs that were searched for one to continue.
+        sizes: None until the cluster is joined, if its nodes decide.
+        decision: how ``strategy=auto`` has chosen the strategy; None if it has not.
+        source: another run, whose checkpoint this one begins with; None if there is none.
     """
 
     overrides: tuple[str, ...]
@@ -171,7 +173,8 @@ def _check(
         redactor.learn(to_dict(config))
         with collect_errors(errors):
             packages.install(config.cluster)
-    job = load_job(job_spec, errors, redactor, job_argument) if job_spec is not None else None
+    warnings: list[str] = []
+    job = load_job(job_spec, errors, redactor, job_argument, noticed=warnings) if job_spec is not None else None
     pickled = None if job_argument is None or job is None else pickle_job(job_argument, job, errors)
     if config is not None and job is not None and isinstance(job_argument, Job):
         config = replace(config, job=replace(config.job, fields=plain_fields(job)))
@@ -185,7 +188,6 @@ def _check(
         worker_variables(config.cluster.env, os.environ)
     with collect_errors(errors):
         packages.module_paths(config.cluster.py_modules)
-    warnings: list[str] = []
     resume, source, sizes = None, None, None
     seen: set[str] = set()
     with collect_errors(errors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from orchestrator.timeline.draw import draw, trace
 from orchestrator.timeline.traces import step_parts
 from orchestrator.tracking.uploader import Upload, Uploader
 
+PROMPT_WAIT_S = 0.5
+"""Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""
 MAX_BYTES = 300_000_000
 """Larger traces are not read: that would take minutes."""
 
@@ -42,8 +45,10 @@ MAX_BYTES = 300_000_000
 class RunEnding:
     """Writes down how a run ended.
 
-    ``resume_command`` continues the run, and ``origin`` says how other commands begin. ``in_sweep``: a comparison of
-    the whole sweep follows.
+    Attributes:
+        resume_command: the command that continues the run.
+        in_sweep: whether a comparison of the whole sweep follows.
+        origin: how other commands begin.
     """
 
     plan: Plan
@@ -86,7 +91,7 @@ class RunEnding:
         ended = RunEnded(status=result.status, exit_code=result.exit_code, reason=result.reason, summary=summary)
         self.events.record(ended)
         stopped = result.status == "KILLED"
-        upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self.tracking.flush_timeout_s)
+        upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self._upload_wait_s)
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
         known = {} if upload.run_id is None else {"mlflow_run_id": upload.run_id}  # the follower may have recorded it
@@ -99,6 +104,15 @@ class RunEnding:
         result = self._upload_records(replace(result, summary=summary))
         self.events.show(replace(ended, exit_code=result.exit_code, summary=summary, next_commands=commands))
         return result
+
+    @property
+    def _upload_wait_s(self) -> float:
+        """The time for the rest of the upload: short at a terminal, except before the next run of a sweep.
+
+        That one would train beside the upload.
+        """
+        wait_s = self.tracking.flush_timeout_s
+        return min(wait_s, PROMPT_WAIT_S) if sys.stdout.isatty() and not self.in_sweep else wait_s
 
     def abort(self, status: Literal["FAILED", "KILLED"], exit_code: int, reason: str) -> None:
         """Record the end of a run that has no result."""

@@ -148,6 +148,8 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sw
             print(decision.text)
             sizes = decision.sizes
         print(plan_table(sizes.initial, launch.nodes))
+        for warning in candidate.warnings:
+            print(f"  warning: {warning}")
     return []
 
 

@@ -54,11 +54,12 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known about the final model and the data of a run.
+    """What is known about the final model and the data of a run. What was not asked for is None.
 
-    ``dataset`` is the result of :func:`~orchestrator.exporting.dataset.dataset_facts`, None if the job cannot be built.
-    ``step`` is when the weights were saved, None if there are none. ``problem`` says why there is no graph or there
-    are no weights, None if there are both. What was not asked for is None.
+    Attributes:
+        dataset: the result of :func:`~orchestrator.exporting.dataset.dataset_facts`; None if the job cannot be built.
+        step: when the weights were saved; None if there are none.
+        problem: why there is no graph or there are no weights; None if there are both.
     """
 
     dataset: Mapping[str, Any] | None = None

@@ -51,6 +51,8 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         except Exception as e:  # of any type: the code of the job
             reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
             raise ValueError(f"{type(job).__name__}.export: {reason}") from e
+        for file in made.rglob("*"):  # safetensors makes files that nobody else may read
+            file.chmod(file.stat().st_mode | made.stat().st_mode & 0o666)
         made.rename(directory)
     return step_of(checkpoint)
 

@@ -23,7 +23,11 @@ from orchestrator.model.tensor_slots import filled, random_like
 
 @dataclass
 class RealCalls:
-    """``active``: whether a module is being called again, with real tensors."""
+    """The calls of modules again, with real tensors.
+
+    Attributes:
+        active: whether such a call is in progress.
+    """
 
     active: bool = False
 

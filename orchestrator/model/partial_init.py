@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.generators import kept_generators, seed_generators
+from orchestrator.compat.generators import derived_seed, kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, tensor_slots
@@ -107,52 +107,74 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
 
 def build_divided(
     build: Callable[[], nn.Module],
-    part: Callable[[Tensor], Tensor],
+    part: Callable[[torch.Size], tuple[slice, ...]],
     *,
     seed: int,
+    device: torch.device,
     wanted: Callable[[str], bool] = lambda name: True,
+    draws_as: int | None = None,
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """Build a model with the random generators seeded, but with memory only for a part of each parameter.
 
-    Parameters are computed one at a time. The generators are left as the full construction would leave them.
+    Parameters are computed one at a time. The generators are left as the full construction would leave them, unless
+    parts are drawn.
 
     Args:
         build: the constructor.
-        part: returns the part of a whole parameter that is kept, in memory of its own.
+        part: returns which part of a parameter of a given shape is kept.
         seed: the seed of the default generators.
+        device: where the parts are kept.
         wanted: whether the tensor of a given name is wanted. Called for each name of a shared tensor, of which one
             suffices.
+        draws_as: the number of the part, if the random numbers of a part are drawn without those of the others. They
+            then depend on it. Parameters that are not filled entry by entry are drawn whole, alike for all parts. None:
+            parts have the values of the whole model.
 
     Returns:
         The model, whose parameters are fake and whose other tensors are complete, if they are wanted; and the parts of
         the wanted parameters, by the parameter's first name.
     """
+
+    def cut(whole: Tensor) -> Tensor:
+        return whole[part(whole.shape)].to(device, copy=True)
+
     seed_generators(seed)
-    recorder = Recorder(draw=True)
+    recorder = Recorder(draw=draws_as is None)
     with contextlib.suppress(Exception):
         model = recorder.run(build)
 
         def value(tensor: Tensor) -> Tensor:
-            unset = isinstance(tensor, FakeTensor) or recorder.changed(tensor)
-            return recorder.values([tensor])[id(tensor)] if unset else tensor
+            if not isinstance(tensor, FakeTensor) and not recorder.changed(tensor):
+                return tensor
+            return recorder.values([tensor], seed=None if draws_as is None else seed)[id(tensor)]
 
-        return model, _divide(model, value, part, wanted, recorder.mode)
+        def own(tensor: Tensor) -> Tensor:
+            if draws_as is not None and tensor.ndim > 0:
+                shape = tensor[part(tensor.shape)].shape
+                drawn = recorder.drawn_part(tensor, shape, seed=derived_seed(seed, 1 + draws_as))
+                if drawn is not None:
+                    return drawn.to(device)
+            return cut(value(tensor))
+
+        return model, _divide(model, value, own, wanted, recorder.mode)
+    if draws_as is not None:  # what is drawn decides what is built
+        return build_divided(build, part, seed=seed, device=device, wanted=wanted)
     seed_generators(seed)  # as in build_part()
     model = build()
-    return model, _divide(model, lambda tensor: tensor, part, wanted, recorder.mode)
+    return model, _divide(model, lambda tensor: tensor, cut, wanted, recorder.mode)
 
 
 @torch.no_grad()
 def _divide(
     model: nn.Module,
     value: Callable[[Tensor], Tensor],
-    part: Callable[[Tensor], Tensor],
+    own: Callable[[Tensor], Tensor],
     wanted: Callable[[str], bool],
     mode: FakeTensorMode,
 ) -> dict[str, nn.Parameter]:
     """Replace the parameters of ``model`` by fake ones, and its other tensors that are wanted by their values.
 
-    Returns the parts of the wanted parameters.
+    Returns the parts of the wanted parameters, as ``own`` returns them.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     parts: dict[str, nn.Parameter] = {}
@@ -164,7 +186,7 @@ def _divide(
             replaced[id(tensor)] = value(tensor)
             continue
         if id(tensor) in chosen:
-            parts[names[tensor]] = nn.Parameter(part(value(tensor)), requires_grad=tensor.requires_grad)
+            parts[names[tensor]] = nn.Parameter(own(tensor), requires_grad=tensor.requires_grad)
         replaced[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else fake_like(tensor, mode)
     for slot in slots:
         slot.fill(replaced)

@@ -7,14 +7,18 @@ a tensor is found later by executing, in order, only those operations that its s
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.generators import derived_seed
 from orchestrator.compat.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,6 +35,10 @@ from orchestrator.compat.torch import (
 
 _FILLS = frozenset({"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 """Random operations that overwrite a tensor without reading it."""
+_OF_SIZES = frozenset({"empty", "zeros", "ones", "full", "rand", "randn"})
+"""Operations that make a tensor of the sizes that are their first argument."""
+_OF_ENTRIES = frozenset({"zero_", "fill_", "detach", "alias", "clone", "_to_copy"})
+"""Operations on each entry of a tensor that torch does not tag as such."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +51,25 @@ class _View:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    def fills(self, shape: tuple[int, ...]) -> bool:
+        """Return whether this is a whole storage, of this shape and without gaps."""
+        strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+        return self.offset == 0 and self.shape == shape and self.stride == tuple(strides)[::-1]
+
 
 @dataclass(frozen=True)
 class _Operation:
     """A recorded operation.
 
     Attributes:
+        number: its place in the recording.
         func: the operator.
         args, kwargs, out: its arguments and result, with a :class:`_View` in place of each tensor.
         state: the generator of a random operation and its state before it; None for other operations.
         reads, writes: the numbers of the storages that it reads and writes.
     """
 
+    number: int
     func: Any
     args: Any
     kwargs: Any
@@ -124,7 +139,9 @@ class Recorder(TorchDispatchMode):
         out_views = pytree.tree_map_only(Tensor, self._view, out)
         reads = _storages(views)
         writes = _storages(out_views) | (reads if mutates(func) else frozenset())
-        self._operations.append(_Operation(func, views[0], views[1], out_views, state, reads, writes))
+        self._operations.append(
+            _Operation(len(self._operations), func, views[0], views[1], out_views, state, reads, writes)
+        )
         return out
 
     def _advance_generator(self, func: Any, args: Any, kwargs: Any, views: Any) -> None:
@@ -154,17 +171,44 @@ class Recorder(TorchDispatchMode):
         storages = {n for n, constant in self._constants.items() if storage_key(constant.untyped_storage()) == memory}
         return any(storages & operation.writes for operation in self._operations)
 
-    def values(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    def values(self, tensors: Iterable[Tensor], *, seed: int | None = None) -> dict[int, Tensor]:
         """Compute the value of each of the given tensors, by the tensor's ``id``.
 
         Generators keep their states.
+
+        Args:
+            tensors: tensors of the model.
+            seed: draws numbers for each random operation that depend on it and on the operation alone; None: those that
+                the constructor would draw.
         """
         views = {id(tensor): self._view(tensor) for tensor in tensors}
-        known = self._values(views.values())
+        known = self._values(views.values(), seed)
         return {key: known[view] for key, view in views.items()}
 
     @torch.no_grad()
-    def _values(self, wanted: Collection[_View]) -> dict[_View, Tensor]:
+    def drawn_part(self, tensor: Tensor, shape: Sequence[int], *, seed: int) -> Tensor | None:
+        """Return a tensor of another ``shape`` whose entries are drawn as those of ``tensor``, and no others.
+
+        None if an entry depends on more than its own random numbers.
+        """
+        whole = self._view(tensor)
+        parts: dict[int, Tensor] = {}  # by storage
+        for operation in self._operations_behind({whole.storage}):
+            name = operation.func.overloadpacket.__name__
+            given = {v for v in pytree.tree_leaves((operation.args, operation.kwargs)) if isinstance(v, _View)}
+            by_entry = name in _FILLS | _OF_ENTRIES or torch.Tag.pointwise in operation.func.tags
+            if not (by_entry or name in _OF_SIZES) or any(view.storage not in parts for view in given):
+                return None
+            if not all(isinstance(view, _View) and view.fills(whole.shape) for view in (*given, operation.out)):
+                return None
+            args, kwargs = pytree.tree_map_only(_View, lambda v: parts[v.storage], (operation.args, operation.kwargs))
+            with _drawing(operation, seed):
+                first = args[0] if by_entry else shape
+                parts[operation.out.storage] = operation.func(first, *args[1:], **kwargs)
+        return parts.get(whole.storage)
+
+    @torch.no_grad()
+    def _values(self, wanted: Collection[_View], seed: int | None = None) -> dict[_View, Tensor]:
         """Execute the operations behind the wanted views, freeing each storage after its last use."""
         kept = {view.storage for view in wanted}
         needed = self._operations_behind(kept)
@@ -181,21 +225,16 @@ class Recorder(TorchDispatchMode):
                 views[view] = memory.as_strided(view.shape, view.stride, view.offset)
             return views[view]
 
-        states = {id(op.state[0]): (op.state[0], op.state[0].get_state()) for op in needed if op.state}
         for i, operation in enumerate(needed):
             args, kwargs = pytree.tree_map_only(_View, value, (operation.args, operation.kwargs))
-            if operation.state is not None:
-                generator, state = operation.state
-                generator.set_state(state)
-            out = operation.func(*args, **kwargs)
+            with _drawing(operation, seed):
+                out = operation.func(*args, **kwargs)
             for view, real in zip(pytree.tree_leaves(operation.out), pytree.tree_leaves(out), strict=True):
                 if isinstance(view, _View):
                     known[view.storage][view] = real
             for storage in operation.reads | operation.writes:
                 if last_use[storage] == i and storage not in kept:
                     known.pop(storage, None)
-        for generator, state in states.values():
-            generator.set_state(state)
         return {view: value(view) for view in wanted}
 
     def _operations_behind(self, storages: Collection[int]) -> list[_Operation]:
@@ -236,6 +275,24 @@ class Recorder(TorchDispatchMode):
         if fake is not tensor:
             self._constants.setdefault(number, tensor)
         return _View(number, int(fake.storage_offset()), tuple(fake.shape), fake.stride(), fake.dtype)
+
+
+@contextlib.contextmanager
+def _drawing(operation: _Operation, seed: int | None) -> Iterator[None]:
+    """Let a random operation draw what the constructor would, or with a ``seed`` what belongs to both."""
+    if operation.state is None:
+        yield
+        return
+    generator, state = operation.state
+    before = generator.get_state()
+    if seed is None:
+        generator.set_state(state)
+    else:
+        generator.manual_seed(derived_seed(seed, operation.number))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def _is_memory(value: Any) -> bool:

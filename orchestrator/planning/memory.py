@@ -32,12 +32,13 @@ class ParameterSize:
 @dataclass(frozen=True, kw_only=True)
 class Division:
     """The number of workers that the rows of each parameter, of its gradient and of its optimizer state are divided
-    over, and the number of workers that all parameters are."""
+    over, the number of workers that all parameters are, and whether all of that is in host memory."""
 
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
     stages: int = 1
+    on_host: bool = False
 
     @classmethod
     def of(cls, mesh: Mesh) -> Division:
@@ -55,18 +56,20 @@ class WorkerMemory:
         optimizer: those of the optimizer state, with the averages of the weights.
         gathered: the parts of other workers that it has at the same time, and their gradients.
         activations: what forward passes keep for the backward pass; None if unknown.
+        on_host: whether parameters, gradients and optimizer state are in host memory, and only the rest on the device.
     """
 
     parameters: float
     gradients: float
     optimizer: float
+    on_host: bool = False
     gathered: float = 0.0
     activations: float | None = None
 
     @property
     def state(self) -> float:
-        """What a worker has in any case."""
-        return self.parameters + self.gradients + self.optimizer
+        """What a worker has on its device in any case."""
+        return 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
@@ -85,18 +88,20 @@ def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerM
         parameters=sum(rows(s, division.parameters) * s.row_bytes for s in sizes) / division.stages,
         gradients=sum(rows(s, division.gradients) * s.row_bytes for s in trained) / division.stages,
         optimizer=sum(rows(s, division.optimizer) * s.state_bytes for s in trained) / division.stages,
+        on_host=division.on_host,
     )
 
 
-def gathered_bytes(groups: Sequence[float], *, keep_whole: bool) -> float:
-    """Return what a worker gathers at the same time: two groups, and what belongs to none; with a group's gradients.
+def gathered_bytes(groups: Sequence[float], *, keep_whole: bool, ahead: int = 1) -> float:
+    """Return what a worker gathers at the same time, with the gradients of a group.
 
     Args:
         groups: the bytes of the parameters that are gathered together; at the end, of those in no group.
         keep_whole: whether what a step has gathered is kept up to its end.
+        ahead: how many groups are gathered beside the one that is used.
     """
     *of_groups, rest = groups
-    largest = sorted(of_groups)[-2:] or [0]
+    largest = sorted(of_groups)[-1 - ahead :] or [0]
     return rest + (sum(of_groups) if keep_whole else sum(largest)) + max(largest[-1], rest)
 
 

@@ -21,7 +21,9 @@ from orchestrator.planning.schedules import PipelineLayout
 class Node:
     """A node of the cluster, its IP address, and its total resources, free or in use.
 
-    ``memory_bytes`` and ``gpu_memory_bytes``, that of its smallest GPU, are 0 if they are unknown.
+    Attributes:
+        memory_bytes: 0 if it is unknown.
+        gpu_memory_bytes: the memory of its smallest GPU; 0 if it is unknown.
     """
 
     node_id: str
@@ -47,8 +49,10 @@ class Node:
 class WorkerPlan:
     """The part of a rank in the run.
 
-    ``samples_per_step`` is its share of the global batch. ``stages`` is empty if the model is not cut. ``shard`` is the
-    index of the parameter shard that the rank holds; None for a worker.
+    Attributes:
+        samples_per_step: its share of the global batch.
+        stages: empty if the model is not cut.
+        shard: the index of the parameter shard that the rank holds; None for a worker.
     """
 
     global_rank: int
@@ -63,9 +67,13 @@ class WorkerPlan:
 class Plan:
     """Everything that is decided before Ray starts an actor.
 
-    ``workers`` has an entry for each rank, in order. ``split`` names the layers at which the stages after the first
-    begin; None to balance them by measured time. ``processes_per_core`` counts shards and spares too. ``memory`` is
-    what a worker has. ``faults`` are those to inject, ``notes`` remarks for the user.
+    Attributes:
+        workers: an entry for each rank, in order.
+        split: the layers at which the stages after the first begin; None to balance them by measured time.
+        processes_per_core: counts shards and spares, too.
+        memory: what a worker has.
+        faults: the faults to inject.
+        notes: remarks for the user.
     """
 
     run_name: str

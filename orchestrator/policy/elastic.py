@@ -15,7 +15,9 @@ from orchestrator.protocol.messages import RecoverableSteps
 class Sizes:
     """The sizes that a run may have. The plan of a size is made when it is first needed.
 
-    ``meshes``: the mesh of each size, the smallest first. ``initial``: the plan that the run is to start with.
+    Attributes:
+        meshes: the mesh of each size, the smallest first.
+        initial: the plan that the run is to start with.
     """
 
     def __init__(
@@ -92,9 +94,10 @@ class Sizes:
 class RankAssignment:
     """The worker of each rank of ``plan`` in the next generation.
 
-    ``before``: for each rank the one that its worker had before; None for a new worker.
-    ``state_sources``: for each rank an old rank with the same state; None if ``plan`` divides the model in another
-    way, so that no old rank has it.
+    Attributes:
+        before: for each rank the one that its worker had before; None for a new worker.
+        state_sources: for each rank an old rank with the same state; None if ``plan`` divides the model in another way,
+            so that no old rank has it.
     """
 
     plan: Plan

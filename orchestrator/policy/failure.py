@@ -103,9 +103,11 @@ def unreachable_addresses(workers: Iterable[WorkerInfo], lost_nodes: Collection[
 
 
 def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: str) -> Failure:
-    """Describe a worker that lives, but could not carry out or answer a call of the driver; ``error`` says why.
+    """Describe a worker that lives, but could not carry out or answer a call of the driver.
 
-    ``time``: seconds since the epoch.
+    Args:
+        error: why it could not.
+        time: seconds since the epoch.
     """
     text = (
         f"its process {pid} on {hostname} lives, but a call to it failed: {error}; if it names something that this "
@@ -147,8 +149,11 @@ def node_loss(timeout_s: float, *, hostname: str, time: float) -> Failure:
 def hang(what: str, why: str, *, stacks: str, time: float) -> Failure:
     """Describe a process that was killed because it made no progress.
 
-    ``what`` says for how long, ``why`` says why this process is to blame, and ``stacks`` is the file with the stacks of
-    all ranks. ``time``: seconds since the epoch.
+    Args:
+        what: for how long it made none.
+        why: why this process is to blame.
+        stacks: the file with the stacks of all ranks.
+        time: seconds since the epoch.
     """
     return _seen_by_driver(f"{what}: {why}; stacks of all ranks: {stacks}", time)
 
@@ -164,7 +169,9 @@ def too_slow(slower_by: float, *, time: float) -> Failure:
 def standstill(config: ClusterConfig, phase: Phase | None, *, time: float) -> Failure:
     """Describe a process that answers and makes no progress, until the others no longer wait for it.
 
-    ``phase``: its phase at its last heartbeat; None if it has sent none. ``time``: seconds since the epoch.
+    Args:
+        phase: its phase at its last heartbeat; None if it has sent none.
+        time: seconds since the epoch.
     """
     if phase in ("start", "join"):
         key, timeout_s = "rendezvous_timeout_s", config.rendezvous_timeout_s

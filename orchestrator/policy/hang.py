@@ -43,7 +43,12 @@ def limit_of(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Seq
 
 @dataclass
 class _Rank:
-    """``progressed_at``: its last progress. ``busy_since``: that, or the last time it waited for other ranks."""
+    """What is known of a rank.
+
+    Attributes:
+        progressed_at: its last progress.
+        busy_since: the last time that it progressed or waited for other ranks.
+    """
 
     heartbeat: Heartbeat
     progressed_at: float

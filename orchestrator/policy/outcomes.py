@@ -12,8 +12,9 @@ from orchestrator.protocol.messages import Failure, Outcome, RecoverableSteps
 class Outcomes:
     """The outcomes of the ranks of one generation.
 
-    ``world_size``: the number of ranks. ``by_rank``: the outcomes that are known. ``returned``: the ranks whose process
-    lives.
+    Attributes:
+        by_rank: the outcomes that are known.
+        returned: the ranks whose process lives.
     """
 
     def __init__(self, world_size: int):

@@ -17,7 +17,7 @@ _CHECK = "old Rays"
 class RayTraces:
     """What is left of Rays on this machine.
 
-    Args:
+    Attributes:
         folder: the directory of Ray's sessions.
         recorded: the address that the last ``ray start`` has recorded there; None without one.
         recorded_answers: whether a Ray answers at it.

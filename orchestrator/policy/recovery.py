@@ -17,9 +17,11 @@ MAX_BACKOFF_S = 60.0
 class FailureRecord:
     """The end of a generation that failed.
 
-    ``rank``: the one that failed first. ``step``: the last step that any rank completed.
-    ``raised``: the code raised an exception, which it may well raise again.
-    ``final``: another attempt would end in the same way.
+    Attributes:
+        rank: the rank that failed first.
+        step: the last step that any rank completed.
+        raised: the code raised an exception, which it may well raise again.
+        final: another attempt would end in the same way.
     """
 
     rank: int
@@ -33,9 +35,10 @@ class FailureRecord:
 class RecoveryPlan:
     """How the next generation starts.
 
-    ``lost``: the ranks that get a new worker, after ``pause_s`` seconds.
-    ``sources``: for each rank the survivor that holds its state after ``step``; None if all ranks load the newest
-    checkpoint instead, or start from the beginning.
+    Attributes:
+        lost: the ranks that get a new worker, after ``pause_s`` seconds.
+        sources: for each rank the survivor that holds its state after ``step``; None if all ranks load the newest
+            checkpoint instead, or start from the beginning.
     """
 
     lost: tuple[int, ...]

@@ -16,7 +16,7 @@ from orchestrator.protocol.events import EndReason, PauseReason, RunState
 class GenerationEnd:
     """What happened in a generation.
 
-    Args:
+    Attributes:
         outcomes: how the part of each rank ended, as far as it is known.
         last_step: the last step that any rank has completed.
         asked: why the ranks were asked to end it; None if they were not.
@@ -65,7 +65,11 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Failed:
-    """The run ends because ``rank`` has failed. ``why`` it does not recover; empty if the failure explains it."""
+    """The run ends because ``rank`` has failed.
+
+    Attributes:
+        why: why it does not recover; empty if the failure explains it.
+    """
 
     rank: int
     why: str

@@ -13,8 +13,11 @@ from orchestrator.protocol.events import PauseReason, Recovered
 class Interruption:
     """What ended the training of a generation.
 
-    ``began``: seconds since the epoch. ``reached``: the last step that any rank completed.
-    ``num_workers``: in the generation that ended. ``planned``: why the run paused; None after a failure.
+    Attributes:
+        began: seconds since the epoch.
+        reached: the last step that any rank completed.
+        num_workers: the workers of the generation that ended.
+        planned: why the run paused; None after a failure.
     """
 
     began: float
@@ -25,7 +28,11 @@ class Interruption:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """How the next generation begins. ``step``: the one that training continues from."""
+    """How the next generation begins.
+
+    Attributes:
+        step: the step that training continues from.
+    """
 
     step: int
     decision: RecoveryPlan

@@ -13,7 +13,11 @@ RESULT_LOST = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. ``reason``: why; empty if it has done all its steps."""
+    """How a run ended.
+
+    Attributes:
+        reason: why it ended; empty if it has done all its steps.
+    """
 
     status: Literal["FINISHED", "FAILED", "KILLED"]
     exit_code: int

@@ -27,7 +27,7 @@ class Event:
 class RunStarted(Event):
     """The run has started.
 
-    Args:
+    Attributes:
         num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
         resumed_from_step: None for a new run.
         source: another run, with whose checkpoint of that step this one begins; None if it is its own.
@@ -71,8 +71,11 @@ class Noted(Event):
 class WaitingInQueue(Event):
     """The run waits for its turn in the queue of the cluster.
 
-    ``ahead`` names the runs before it, in order; ``running`` those that have workers. ``why``: what it needs, what is
-    free, and who holds the rest. ``unfit``: the cluster is too small for it, so that it has no place in the line.
+    Attributes:
+        ahead: the runs before it, in order.
+        running: the runs that have workers.
+        why: what it needs, what is free, and who holds the rest.
+        unfit: the cluster is too small for it, so that it has no place in the line.
     """
 
     waited_s: float
@@ -109,9 +112,11 @@ class StateChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStarted(Event):
-    """A process group has been formed; ``workers`` describes the node and device of each rank.
+    """A process group has been formed.
 
-    ``precision``: what the ranks compute in.
+    Attributes:
+        precision: what the ranks compute in.
+        workers: the node and device of each rank.
     """
 
     generation: int
@@ -206,7 +211,12 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure(Event):
-    """A rank has failed. ``display_name`` is the rank's name for users, ``log`` the path of its log file."""
+    """A rank has failed.
+
+    Attributes:
+        display_name: the rank's name for users.
+        log: the path of its log file.
+    """
 
     rank: int
     display_name: str
@@ -227,10 +237,13 @@ class WorkerLost(WorkerFailure):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerFound(Event):
-    """A rank is persistently slower than the others; ``node`` is its host, with the address.
+    """A rank is persistently slower than the others.
 
-    Times are means per step; the times of the others are medians over the other ranks. ``throughput_loss`` is the share
-    of the run's throughput, 0 to 1, that this rank costs.
+    Times are means per step; the times of the others are medians over the other ranks.
+
+    Attributes:
+        node: its host, with the address.
+        throughput_loss: the share of the run's throughput, 0 to 1, that this rank costs.
     """
 
     rank: int
@@ -256,7 +269,7 @@ EndReason = PauseReason | Literal["stopped"]
 class Recovered(Event):
     """Training continues from ``step`` after a failure or a planned pause.
 
-    Args:
+    Attributes:
         replaced: the ranks that have new workers.
         in_place: whether training continues from the state of the survivors, rather than from a checkpoint or anew.
         seconds: the time from the failure to the end of the next step.
@@ -312,8 +325,10 @@ class TextSampled(Event):
 class RunEnded(Event):
     """The run has ended.
 
-    ``status`` is FINISHED, FAILED or KILLED; ``reason`` is empty after a success; ``next_commands`` suggests what the
-    user may run next.
+    Attributes:
+        status: FINISHED, FAILED or KILLED.
+        reason: empty after a success.
+        next_commands: what the user may run next.
     """
 
     status: str

@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "fault"]
 class Finding:
     """The result of one check.
 
-    Args:
+    Attributes:
         check: what was checked, in one or two words.
         level: ``fault`` if a run would fail, ``warning`` if it may fail or be slow.
         text: what was found.

@@ -22,7 +22,7 @@ Message = tuple[str, int, int]
 class Enqueued:
     """The operations that one rank has enqueued in the process groups of a generation, by the names of the groups.
 
-    Args:
+    Attributes:
         last: the number of the last collective operation, from 1.
         operation: what that operation is, such as ``nccl:all_reduce``.
         members: the global ranks of a group, in their order in it; a group is left out if they are unknown.

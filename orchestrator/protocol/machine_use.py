@@ -18,7 +18,7 @@ SHARED_FROM_PCT = 10.0
 class MachineUse:
     """CPU seconds on a node in an interval, and the use of a worker's GPU in it.
 
-    Args:
+    Attributes:
         own_s: the seconds of a process and of the processes that it has started.
         busy_s: the seconds of all processes.
         idle_s: those that no process used.

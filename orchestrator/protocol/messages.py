@@ -41,9 +41,11 @@ Phase = Literal[
 class WorkerInfo:
     """The node, process and GPU of a worker.
 
-    ``gpu_index`` counts the GPUs of the node; it is None without a usable GPU. ``gpu_error`` says which of the GPUs
-    that Ray has given to the worker torch cannot use, and why; None if it can use all, or has none. ``has_bf16``:
-    whether it has GPUs, and all of them compute in bfloat16.
+    Attributes:
+        gpu_index: counts the GPUs of the node; None without a usable GPU.
+        gpu_error: which of the GPUs that Ray has given to the worker torch cannot use, and why; None if it can use
+            all, or has none.
+        has_bf16: whether it has GPUs, and all of them compute in bfloat16.
     """
 
     node_id: str
@@ -74,10 +76,12 @@ class WorkerEnvironment:
     """What is the same for every worker of a run.
 
     Workers take over ``working_dir`` and ``import_paths`` of the driver, so that the user's job can be imported and its
-    relative paths are valid there. ``working_dir`` is None if Ray starts them in a copy of it.
+    relative paths are valid there.
 
-    ``pickled_job``: the job itself, in the format of cloudpickle, if its class cannot be imported from the name in
-    ``config``: a notebook or a script defines it, or the caller made the instance. None otherwise.
+    Attributes:
+        working_dir: None if Ray starts the workers in a copy of it.
+        pickled_job: the job itself, in the format of cloudpickle, if its class cannot be imported from the name in
+            ``config``: a notebook or a script defines it, or the caller made the instance. None otherwise.
     """
 
     working_dir: str | None
@@ -90,7 +94,7 @@ class WorkerEnvironment:
 class Assignment:
     """The driver's assignment for one worker in one generation.
 
-    Args:
+    Attributes:
         store_host: host of the rendezvous store, with ``store_port``.
         run_dir: the path of the run directory, which every node has of its own if there is a ``remote``.
         remote: the run directory on an object store; None if ``run_dir`` is shared.
@@ -137,7 +141,7 @@ class Assignment:
 class TrainPoint:
     """One rank's part of a logged point, over the steps since the last one.
 
-    Args:
+    Attributes:
         step: the last step.
         time: wall-clock seconds since the epoch.
         loss_sum: this rank's part of the loss; the loss of the run is the sum of it over the sum of ``weight``.
@@ -175,10 +179,13 @@ class TrainPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPoint:
-    """One rank's part of an evaluation: sums over its samples of a ``split``, ``sums`` by the name of the job's metric.
+    """One rank's part of an evaluation: sums over its samples of a ``split``.
 
-    ``perplexity``: whether to report it. ``ema`` is the same with the moving average of the weights; None without
-    ``train.ema_decay``. ``others``: the same for the other splits of ``train.eval_splits``.
+    Attributes:
+        sums: by the name of the job's metric.
+        perplexity: whether to report it.
+        ema: the same with the moving average of the weights; None without ``train.ema_decay``.
+        others: the same for the other splits of ``train.eval_splits``.
     """
 
     step: int
@@ -196,7 +203,7 @@ class EvalPoint:
 class Heartbeat:
     """A worker's answer to the driver: its progress, and what happened since the last heartbeat.
 
-    Args:
+    Attributes:
         ticks: batches that the worker has trained on or evaluated.
         usual_tick_s: the usual time of one of them in this phase; None if it is unknown, or if the next batch may take
             longer because it is the first of a data loader.
@@ -252,8 +259,10 @@ class PendingCheckpoint:
 class Failure:
     """Why a worker failed.
 
-    ``collateral`` marks a broken connection, most likely caused by the failure of another rank; the worker itself can
-    continue. ``final`` means that a retry would fail in the same way.
+    Attributes:
+        collateral: the failure is a broken connection, most likely caused by the failure of another rank; the worker
+            itself can continue.
+        final: a retry would fail in the same way.
     """
 
     message: str
@@ -276,7 +285,7 @@ class FlightRecord:
 class Stacks:
     """What a worker does that makes no progress.
 
-    Args:
+    Attributes:
         text: the stacks of all its Python threads.
         waiting: whether its training thread waits for other ranks.
         flight: what it has enqueued with NCCL; None with gloo.
@@ -291,10 +300,11 @@ class Stacks:
 class Outcome:
     """How a generation ended for a worker.
 
-    ``texts`` has the last sample of each name that is a text, if this rank draws samples. ``recoverable_steps`` has the
-    states that this worker holds. ``ended_early`` says why the worker is done before the last step of the run; None if
-    it has reached that. ``last_heartbeat`` has what it had not reported before; it is None if the worker has
-    not begun the generation, or has died.
+    Attributes:
+        texts: the last sample of each name that is a text, if this rank draws samples.
+        recoverable_steps: the states that this worker holds.
+        ended_early: why the worker is done before the last step of the run; None if it has reached the last step.
+        last_heartbeat: what it had not reported before; None if the worker has not begun the generation, or has died.
     """
 
     status: Literal["done", "stopped", "failed"]

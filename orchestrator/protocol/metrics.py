@@ -26,7 +26,7 @@ Derive = Literal["last", "median", "p95", "harmonic_mean"]
 class Column:
     """A column of ``compare``.
 
-    Args:
+    Attributes:
         heading: its heading.
         position: columns stand in ascending order of it.
         always: whether the column appears even if no run has a value.
@@ -54,7 +54,7 @@ class Summary:
 class MetricSpec:
     """A declared metric.
 
-    Args:
+    Attributes:
         name: the name that it is logged by, for example ``train/loss``.
         reduce: how the values of all ranks become the run's.
         format: ``number`` (four significant digits), ``rate``, or a ``str.format`` template such as ``{:.1f} ms``.

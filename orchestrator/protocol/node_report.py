@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class _OfNode:
-    """``name`` is the host name of a node, ``address`` the IP address by which Ray knows it."""
+    """A node.
+
+    Attributes:
+        name: its host name.
+        address: the IP address by which Ray knows it.
+    """
 
     name: str
     address: str
@@ -23,7 +28,7 @@ class _OfNode:
 class NodeReport(_OfNode):
     """The answer of a node.
 
-    Args:
+    Attributes:
         python, ray, torch, orchestrator: the versions there; None for a package that is not installed.
         code: a hash of the sources of the orchestrator there; None without it.
         import_error: a module of the worker or the job that cannot be imported there, and why; None if all can.

@@ -24,7 +24,7 @@ def run_label(name: str, uid: str) -> str:
 class QueueEntry:
     """A run in the queue, as its driver reports it.
 
-    Args:
+    Attributes:
         location: its run directory or URL.
         submitted_at: seconds since the epoch; of two runs of equal priority, the earlier one goes first.
         priority: the higher one goes first.
@@ -82,7 +82,7 @@ class QueueEntry:
 class QueueAnswer:
     """What the queue tells a run.
 
-    Args:
+    Attributes:
         may_reserve: the run may acquire its workers.
         ahead: the names of the runs that go before it, in order.
         overtakes: the uids of these runs if it may acquire its workers all the same.

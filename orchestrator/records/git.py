@@ -16,7 +16,11 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class GitFacts:
-    """``dirty``: whether files of the commit have been changed."""
+    """The commit of a directory.
+
+    Attributes:
+        dirty: whether files of the commit have been changed.
+    """
 
     commit: str
     branch: str

@@ -223,7 +223,12 @@ def read_samples(run_dir: RunDir, offset: int = 0) -> Iterator[tuple[Sample, int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended: ``status`` is FINISHED, FAILED or KILLED; ``time`` in seconds since the epoch."""
+    """How a run ended.
+
+    Attributes:
+        status: FINISHED, FAILED or KILLED.
+        time: seconds since the epoch.
+    """
 
     status: str
     time: float

@@ -22,7 +22,10 @@ class LogLine:
 class LogReader:
     """Returns the lines that have been added to the logs of a run, rank by rank.
 
-    ``ranks``: the ranks to read; empty for all. Logs of several nodes are in directories below ``logs/``.
+    Logs of several nodes are in directories below ``logs/``.
+
+    Attributes:
+        ranks: the ranks to read; empty for all.
     """
 
     def __init__(self, run_dir: RunDir, ranks: Collection[int] = ()):

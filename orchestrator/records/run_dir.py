@@ -35,7 +35,8 @@ _CHECKPOINT = re.compile(r"(.+)/checkpoints/(best|step-\d+)/?")
 class RunDir:
     """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run.
 
-    ``remote``: the same directory on a store, if ``output_dir`` is a URL; ``path`` stages it then.
+    Attributes:
+        remote: the same directory on a store, if ``output_dir`` is a URL; ``path`` stages it then.
     """
 
     path: Path

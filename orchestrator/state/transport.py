@@ -130,7 +130,6 @@ def gather_states(
     ranks: Sequence[int],
     rank: int,
     device: torch.device,
-    into: TrainState | None,
     group: dist.ProcessGroup | None = None,
 ) -> list[TrainState] | None:
     """Collect the states of several ranks in host memory of the first one, point to point.
@@ -140,7 +139,6 @@ def gather_states(
         ranks: the ranks that take part; the first one receives.
         rank: this rank.
         device: the device that the backend sends from.
-        into: an old state whose memory may be reused.
         group: None for the default group.
 
     Returns:
@@ -149,7 +147,7 @@ def gather_states(
     if rank != ranks[0]:
         send_state(state, to=ranks[0], device=device, group=group)
         return None
-    return [state, *(receive_state(sender, device=device, into=into, group=group) for sender in ranks[1:])]
+    return [state, *(receive_state(sender, device=device, group=group) for sender in ranks[1:])]
 
 
 def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -157,9 +157,12 @@ class Strategy(LayoutRules, abc.ABC):
                 "once in Job.model"
             )
             return ()
-        note = blocks_note(job, config.train)
-        notes = cls.check_job(config, job, plan, errors)
-        return (*notes, *cls._memory_notes(config, job, plan, errors), *([] if note is None else [note]))
+        notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
+        if (note := blocks_note(job, config.train)) is not None:
+            notes.append(note)
+        if config.train.init == "fast" and plan.mesh.shard == 1:
+            notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
+        return tuple(notes)
 
     @classmethod
     def _memory_notes(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -372,6 +375,13 @@ class Strategy(LayoutRules, abc.ABC):
     def full_model(self) -> nn.Module | None:
         """The whole model after the last step, on the one rank that has it and shows it to the job; None elsewhere."""
         return None
+
+    def gather_model(self) -> Mapping[str, Tensor] | None:
+        """Return all tensors of a model that is divided, by name, on rank 0; None on the others. All ranks call this.
+
+        They may be the tensors of the model itself.
+        """
+        raise NotImplementedError
 
     # State and recovery, after attach()
 

@@ -6,17 +6,21 @@ memory. All ranks then continue from the last step of which all parts are left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from orchestrator.job import Job
 from orchestrator.planning.mesh import Dimension
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
+from orchestrator.state.merge import merge
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, receive_state, send_state
+from orchestrator.state.transport import CPU, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import divided
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -27,6 +31,7 @@ class PartTrainer(Trainer):
     """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model."""
 
     _ahead = 0  # the steps completed by a recovery that has not ended
+    _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -42,6 +47,40 @@ class PartTrainer(Trainer):
     @property
     def writers(self) -> Sequence[int]:
         return self.context.mesh.replicas[0]
+
+    @abc.abstractmethod
+    def own_share(self, state: TrainState) -> TrainState:
+        """Return what of the ``state`` of this rank, one of the ``writers``, no writer before it has."""
+
+    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        if self.context.global_rank not in self.writers:
+            return None
+        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+        return self.own_share(state)
+
+    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+        return self._gathered(self.capture_part(step=step, samples_consumed=samples_consumed, into=None))
+
+    def gather_model(self) -> Mapping[str, Tensor] | None:
+        own = None
+        if self.context.global_rank in self.writers:
+            live = self.trained.snapshot(step=0, samples_consumed=0, live=True)
+            own = self.own_share(replace(live, optimizer={}))
+        whole = self._gathered(own)
+        return None if whole is None else whole.model
+
+    def _gathered(self, own: TrainState | None) -> TrainState | None:
+        """Return the state that the shares of all writers make up, on the first of them."""
+        if own is None:
+            return None
+        states = gather_states(
+            own,
+            ranks=self.writers,
+            rank=self.context.global_rank,
+            device=self.context.device if self._host is None else CPU,
+            group=self._host,
+        )
+        return None if states is None else merge(states, order=self.saved_names)
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every

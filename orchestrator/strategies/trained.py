@@ -60,7 +60,7 @@ class Trained:
         epoch = steps_per_epoch(job, train_set, train.global_batch_size)
         for optimizer in optimizers.values():
             if context.device.type == "cuda":
-                fuse_updates(optimizer, device_type="cuda", sparse=sparse_parameters(modules))
+                fuse_updates(optimizer, sparse=sparse_parameters(modules))
             if train.ema_decay is not None:
                 keep_average(optimizer, train.ema_decay)
         made = [scheduler_of(job, o, steps=train.steps, steps_per_epoch=epoch) for o in optimizers.values()]
@@ -181,7 +181,9 @@ class Trained:
     ) -> TrainState:
         """Return this rank's part of the training state: a copy in host memory, or the ``live`` tensors.
 
-        ``into``: an old snapshot whose memory is reused. ``left_out``: what :meth:`frozen` returned, to leave that out.
+        Args:
+            into: an old snapshot whose memory is reused.
+            left_out: what :meth:`frozen` returned, to leave that out.
         """
         return train_state.capture(
             self.module(),

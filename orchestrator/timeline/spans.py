@@ -16,7 +16,10 @@ ActionKind = Literal["F", "B", "I", "W"]
 class Span:
     """An action of a stage on a micro-batch.
 
-    ``start`` and ``end`` are in wall-clock seconds; ``microbatch`` is counted over the whole step.
+    Attributes:
+        microbatch: counted over the whole step.
+        start: wall-clock seconds.
+        end: wall-clock seconds.
     """
 
     kind: ActionKind

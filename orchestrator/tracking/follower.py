@@ -60,9 +60,12 @@ class FollowerOptions:
     """Options that the driver sends through a pipe, because ``secrets``, and passwords in ``uri``, must not appear on
     disk or in a process list.
 
-    ``events_offset`` skips the ending that a resumed run already has in its journal. ``driver`` is the result of
-    :func:`~orchestrator.records.process.this_process` there. ``log_model`` and ``log_dataset`` upload the model
-    and the dataset of a run that finishes, whose job is found in ``import_paths``.
+    Attributes:
+        events_offset: skips the ending that a resumed run already has in its journal.
+        driver: the result of :func:`~orchestrator.records.process.this_process` there.
+        log_model: upload the model of a run that finishes.
+        log_dataset: upload its dataset.
+        import_paths: where its job is found.
     """
 
     uri: str

@@ -17,7 +17,9 @@ _NEWEST_FIRST = ["attributes.start_time DESC"]
 class TrackedRun:
     """A run on a server.
 
-    ``client`` is the client of MLflow. ``record`` has what MLflow keeps of ``run.json``; parameters are texts.
+    Attributes:
+        client: the client of MLflow.
+        record: what MLflow keeps of ``run.json``; parameters are texts.
     """
 
     client: Any

@@ -36,12 +36,15 @@ _BYTES_TO_TELL_TEXT = 8192
 class Cursor:
     """What the server at ``uri`` (redacted) has of a run.
 
-    ``page`` is the address of the page with the charts, None if there is none. ``points`` counts the uploaded values,
-    from the first ``offset`` bytes of ``metrics.jsonl``. ``samples_offset`` is the byte of ``events.jsonl`` after the
-    last uploaded sample. ``closed_at`` is the time of the ending that has been uploaded with its artifacts,
-    and ``model_at`` of the one with its model; None if none has.
-    ``sweep_at`` is the age of the uploaded report of the sweep, None if none has been. ``error`` says why the last
-    attempt failed.
+    Attributes:
+        page: the address of the page with the charts; None if there is none.
+        offset: the size of the part of ``metrics.jsonl`` that has been uploaded.
+        points: how many values have been uploaded from it.
+        samples_offset: the byte of ``events.jsonl`` after the last uploaded sample.
+        closed_at: the time of the ending that has been uploaded with its artifacts; None if none has.
+        model_at: the time of the ending that has been uploaded with its model; None if none has.
+        sweep_at: the age of the uploaded report of the sweep; None if none has been uploaded.
+        error: why the last attempt failed.
     """
 
     uri: str = ""

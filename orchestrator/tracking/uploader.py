@@ -45,10 +45,13 @@ RESTARTS_COUNT_S = 3600.0
 class Upload:
     """What the tracking server has of a run.
 
-    ``page`` is the address of the page that compares it with others; None if there is none. ``uploaded`` and
-    ``missing`` count values of metrics. ``complete`` is True if the server has every value, the final status and the
-    artifacts. ``in_progress``: a process goes on with the upload. ``error`` says why the last attempt failed; None if
-    it did not.
+    Attributes:
+        page: the address of the page that compares it with others; None if there is none.
+        uploaded: how many values of metrics the server has.
+        missing: how many values it lacks.
+        complete: whether the server has every value, the final status and the artifacts.
+        in_progress: a process goes on with the upload.
+        error: why the last attempt failed; None if it did not.
     """
 
     run_id: str | None

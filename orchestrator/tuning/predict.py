@@ -65,6 +65,27 @@ def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
     return _devices(profile, plan) if plan.devices_per_worker > 1 else _replicas(profile, plan)
 
 
+def step_of_replicas_ms(profile: Profile, workers: int, *, rows: float, threads: int) -> float:
+    """Return the time of a step of ``ddp`` over one slice, as the sum of its passes, its transfer and its update.
+
+    Args:
+        profile: the measurements of the job.
+        workers: how many replicas there are.
+        rows: the samples of each of them.
+        threads: the threads of each of them.
+    """
+    pass_ms = profile.pass_ms(rows, threads=threads, busy=workers)
+    update_ms = profile.update_ms(threads=threads, busy=workers)
+    return pass_ms + _replicas_transfer_ms(profile, workers, pass_ms) + update_ms
+
+
+def step_in_parts_ms(profile: Profile, workers: int, *, rows: float, threads: int) -> float:
+    """Return the same of ``fsdp`` on ``workers`` that divide the model; see :func:`step_of_replicas_ms`."""
+    pass_ms = profile.pass_ms(rows, threads=threads, busy=workers)
+    update_ms = profile.update_ms(threads=threads, busy=workers) / workers
+    return pass_ms + _slice_transfer_ms(profile, workers, pass_ms) + update_ms
+
+
 def memory_error(profile: Profile, plan: Plan, prediction: Prediction, *, num_nodes: int) -> str | None:
     """Return why the plan does not fit in memory; None if it does. On a CPU, the workers of a node share its memory.
 
@@ -85,12 +106,7 @@ def _replicas(profile: Profile, plan: Plan) -> Prediction:
     share = plan.workers[0].samples_per_step
     rows = share / slices
     pass_ms = profile.pass_ms(rows, threads=threads, busy=n)
-    exchange_ms = 0.0
-    if n > 1:
-        exchange_ms = profile.ddp_ms + _transfer_ms(profile, n, profile.gradient_bytes)
-        if profile.device == "cuda":
-            hidden_ms = min(exchange_ms - profile.ddp_ms, BACKWARD_SHARE * pass_ms)
-            exchange_ms -= max(0.0, hidden_ms)
+    exchange_ms = max(0.0, _replicas_transfer_ms(profile, n, pass_ms) + profile.ddp_ms) if n > 1 else 0.0
     return Prediction(
         compute_ms=slices * pass_ms + profile.update_ms(threads=threads, busy=n),
         exchange_ms=exchange_ms,
@@ -107,9 +123,7 @@ def _parts(profile: Profile, plan: Plan) -> Prediction:
     share = plan.workers[0].samples_per_step
     rows = share / slices
     pass_ms = profile.pass_ms(rows, threads=threads, busy=n)
-    transfer_ms = _gathering_ms(profile, shards) + _gathering_ms(profile, shards, last=-1) + _sums_ms(profile, shards)
-    if profile.device == "cuda":
-        transfer_ms = max(0.0, transfer_ms - pass_ms)
+    transfer_ms = max(0.0, _slice_transfer_ms(profile, shards, pass_ms) + profile.parts_ms)
     replicas_ms = profile.group(replicas).all_reduce.overhead_ms if replicas > 1 else 0.0
     if replicas > 1:
         replicas_ms += _transfer_ms(profile, replicas, profile.gradient_bytes / shards)
@@ -125,18 +139,18 @@ def _parts(profile: Profile, plan: Plan) -> Prediction:
 
 
 def _devices(profile: Profile, plan: Plan) -> Prediction:
-    """``dp``: on a CPU, the forward passes run at once, and one thread makes all backward passes."""
+    """``dp``: as it was measured on a CPU; on GPUs, replicas at once, and copies of the parameters and gradients."""
     n, threads, slices = plan.devices_per_worker, plan.threads_per_worker, plan.grad_accumulation
     rows = plan.global_batch_size / slices
-    share = _forward_share(profile)
-    at_once_ms = profile.pass_ms(rows / n, threads=threads, busy=n)
-    backward_ms = (1 - share) * at_once_ms
-    if profile.device == "cpu":
-        backward_ms = n * (1 - share) * profile.pass_ms(rows / n, threads=threads, busy=1)
-    copies_ms = 2 * profile.message.at(profile.parameter_bytes / MIB) if profile.device == "cuda" else 0.0
+    update_ms = profile.update_ms(threads=threads, busy=1)
+    pass_ms, copies_ms = profile.pass_ms(rows / n, threads=threads, busy=n), 0.0
+    if profile.devices_ms is not None:
+        pass_ms = max(0.0, profile.devices_ms - update_ms)
+    else:
+        copies_ms = 2 * profile.message.at(profile.parameter_bytes / MIB)
     replicas = n if profile.device == "cpu" else 1
     return Prediction(
-        compute_ms=slices * (share * at_once_ms + backward_ms) + profile.update_ms(threads=threads, busy=1),
+        compute_ms=slices * pass_ms + update_ms,
         exchange_ms=slices * copies_ms,
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(plan.global_batch_size),
@@ -170,11 +184,12 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     alone_ms = profile.pass_ms(rows, threads=threads, busy=1)
     scale = max(0.0, alone_ms - profile.base_ms) / math.fsum(layer.total_ms for layers in stages for layer in layers)
     replicas, shards = plan.mesh.data_parallel_size, plan.mesh.shard
+    own = profile.interleaved if layout.num_stages > plan.mesh.pipeline else profile.pipeline
 
     def duration_of(action: Action) -> float:
         kind, stage, _ = action
         measured_ms = math.fsum(layer.forward_ms if kind == "F" else layer.backward_ms for layer in stages[stage])
-        return profile.action_ms + scale * measured_ms * (0.5 if kind in "IW" else 1.0)
+        return own.ms_per_unit + scale * measured_ms * (0.5 if kind in "IW" else 1.0)
 
     def delay_of(stage: int) -> float:
         return profile.message.at(rows * stages[stage][-1].output_bytes / MIB) - profile.message.overhead_ms
@@ -193,7 +208,8 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     part = largest_bytes / max(1, profile.parameter_bytes)
     exchange_ms = 0.0
     if shards > 1:  # once in a step, because what is gathered and the gradients stay whole during it
-        exchange_ms = part * (_gathering_ms(profile, shards) + _sums_ms(profile, shards))
+        gathered_ms = _gathering_ms(profile, shards) + _sums_ms(profile, shards)
+        exchange_ms = part * max(0.0, gathered_ms + profile.parts_ms)
     elif replicas > 1:
         exchange_ms = profile.group(replicas).all_reduce.overhead_ms + _transfer_ms(
             profile, replicas, part * profile.gradient_bytes
@@ -209,7 +225,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
         compute_ms=slices * compute_ms + update_ms,
         exchange_ms=exchange_ms,
         idle_ms=slices * (schedule_ms - compute_ms),
-        input_ms=profile.loop_ms + profile.pipeline_ms + profile.data.at(plan.global_batch_size / replicas),
+        input_ms=profile.loop_ms + own.overhead_ms + profile.data.at(plan.global_batch_size / replicas),
         memory_bytes=max(
             state_bytes(sum(layer.parameter_bytes for layer in layers)) + _activations(stages, order) * rows
             for layers, order in zip(of_rank, orders, strict=True)
@@ -235,12 +251,6 @@ def _activations(stages: Sequence[Sequence[LayerProfile]], order: Iterable[Actio
     return largest
 
 
-def _forward_share(profile: Profile) -> float:
-    """Return the part of a pass that is its forward pass; a third if the layers were not measured."""
-    total_ms = math.fsum(layer.total_ms for layer in profile.layers)
-    return math.fsum(layer.forward_ms for layer in profile.layers) / total_ms if total_ms else 1 - BACKWARD_SHARE
-
-
 def _transfer_ms(profile: Profile, workers: int, num_bytes: float) -> float:
     """Return the time to sum gradients over ``workers``; the first message has no overhead here."""
     cost = profile.group(workers).all_reduce
@@ -248,10 +258,22 @@ def _transfer_ms(profile: Profile, workers: int, num_bytes: float) -> float:
     return cost.ms_per_unit * num_bytes / MIB + cost.overhead_ms * (messages - 1)
 
 
+def _replicas_transfer_ms(profile: Profile, workers: int, pass_ms: float) -> float:
+    """Return the time that a step waits for the sum of the gradients: on GPUs, what the backward pass does not hide."""
+    transfer_ms = _transfer_ms(profile, workers, profile.gradient_bytes)
+    return max(0.0, transfer_ms - BACKWARD_SHARE * pass_ms) if profile.device == "cuda" else transfer_ms
+
+
 def _gathering_ms(profile: Profile, workers: int, *, last: int | None = None) -> float:
     """Return the time to gather the groups of parameters up to ``last``, one by one; None for all."""
     cost = profile.group(workers).all_gather
     return math.fsum(cost.at(size / MIB) for size in profile.bytes_by_group[:last])
+
+
+def _slice_transfer_ms(profile: Profile, workers: int, pass_ms: float) -> float:
+    """Return the time that a slice waits for parts: on GPUs, what its passes do not hide."""
+    in_all_ms = _gathering_ms(profile, workers) + _gathering_ms(profile, workers, last=-1) + _sums_ms(profile, workers)
+    return max(0.0, in_all_ms - pass_ms) if profile.device == "cuda" else in_all_ms
 
 
 def _sums_ms(profile: Profile, workers: int) -> float:

@@ -51,7 +51,9 @@ def fit(points: Sequence[tuple[float, float]]) -> Affine:
 class LayerProfile:
     """A layer: its passes over ``Profile.layer_rows`` samples, and its sizes.
 
-    ``activation_bytes`` is what a sample keeps in memory until the backward pass, ``output_bytes`` what it sends on.
+    Attributes:
+        activation_bytes: what a sample keeps in memory until the backward pass.
+        output_bytes: what a sample sends on.
     """
 
     name: str
@@ -87,7 +89,9 @@ class StageDivision:
 class PassCost:
     """The whole model on ``rows`` samples, while ``busy`` workers with ``threads`` threads each compute at once.
 
-    ``pass_ms`` is a forward and a backward pass, ``update_ms`` the update of the optimizer.
+    Attributes:
+        pass_ms: a forward and a backward pass.
+        update_ms: the update of the optimizer.
     """
 
     threads: int
@@ -127,9 +131,12 @@ class Profile:
         message: a message between two workers; the unit of size is a MiB.
         server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
         base_ms: a pass of a model that computes nearly nothing, on one worker.
-        ddp_ms: what ``ddp`` adds to a step, besides the transfer of the gradients.
-        pipeline_ms: what a pipeline adds to a step.
-        action_ms: what a pipeline adds to each pass of a stage over a micro-batch.
+        ddp_ms: what a step of ``ddp`` on all workers takes longer than its passes, transfer and update together, as far
+            as it was measured.
+        devices_ms: a step of ``dp`` on the devices of a worker; None where it was not measured.
+        parts_ms: the same of ``fsdp``, for each slice of the batch.
+        pipeline: what a pipeline adds to a step; the unit of size is a pass of a stage over a micro-batch.
+        interleaved: the same, of a pipeline with several stages on each worker.
         free_bytes: the memory that is free on the node of a worker (CPU), or on its device.
     """
 
@@ -149,8 +156,10 @@ class Profile:
     server: Affine
     base_ms: float
     ddp_ms: float
-    pipeline_ms: float
-    action_ms: float
+    devices_ms: float | None
+    parts_ms: float
+    pipeline: Affine
+    interleaved: Affine
     free_bytes: int
 
     def division(self, num_stages: int) -> StageDivision:

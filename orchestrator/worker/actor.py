@@ -42,6 +42,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import staged
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.worker import failures
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.context import context_of
@@ -270,7 +271,7 @@ class Worker:
         """Set up what lasts as long as the process, and load the job."""
         config = environment.config
         self.redactor.learn(config)
-        allocator.keep_freed_memory()
+        allocator.set_allocator(gathers=isinstance(config.strategy, ShardedConfig))
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -22,7 +22,7 @@ from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
-from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
+from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
 EXPLAINED = (DatasetError, FrozenError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
@@ -61,12 +61,12 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
 
 def _message(error: BaseException, assignment: Assignment, loop: Loop | None) -> str:
     """Return what the user is told of an error, in one paragraph."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return explain_out_of_memory(
             str(error),
             tensors=_tensor_sizes(loop),
             train=assignment.config.train,
-            is_pipelined=assignment.plan.pipeline is not None,
+            is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
             has_training_step=loop is not None and has_training_step(loop.job),
         )
     return str(error) if isinstance(error, EXPLAINED) else f"{type(error).__name__}: {error}"

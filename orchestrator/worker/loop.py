@@ -27,6 +27,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.control.context import context_of, seed_step
@@ -39,12 +40,12 @@ from orchestrator.worker.measure.compile_meter import CompileMeter
 from orchestrator.worker.measure.flops import FlopMeter
 from orchestrator.worker.measure.metrics import NonFiniteError, Window, lr_of_groups
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
+from orchestrator.worker.process import allocator
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
-from orchestrator.worker.reports.samples import has_samples
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
@@ -248,6 +249,8 @@ class Loop:
                     if compile_meter.seconds:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
+                    if isinstance(self.config.strategy, ShardedConfig):
+                        allocator.keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:
@@ -305,7 +308,7 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         assert self._data is not None
-        something = self._data.datasets.evaluated or has_samples(self.job)
+        something = self._data.datasets.evaluated or self.job.draws_samples
         return bool(something) and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
@@ -418,7 +421,7 @@ class Loop:
         assert self._data is not None
         data = self._data
         splits = tuple(data.datasets.evaluated)
-        if not splits and not has_samples(self.job):
+        if not splits and not self.job.draws_samples:
             return
         self._enter("eval")
         with self.strategy.quiesced():
@@ -431,8 +434,8 @@ class Loop:
                 self.outbox.put_point(point)
                 world_size = self.assignment.plan.world_size
                 self._improvement.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
-            if has_samples(self.job):
-                self._reports.sample(step=self.position.step, samples_consumed=self.position.samples_consumed)
+            if self.job.draws_samples:
+                self._reports.sample(step=self.position.step)
         self._enter("train")
 
     def _evaluated(self, data: JobData, split: str) -> EvalPoint:
@@ -478,7 +481,7 @@ class Loop:
             warner=self._warner,
         )
         if VAL in self.config.train.eval_splits and VAL not in data.datasets.evaluated and is_first:
-            warning = no_validation_warning(self.config.train.eval_every, samples=has_samples(self.job))
+            warning = no_validation_warning(self.config.train.eval_every, samples=self.job.draws_samples)
             self._warner.warn(warning, topic="no validation")
         return data
 

@@ -46,7 +46,9 @@ with contextlib.ExitStack() as stack:
         deadline = time.monotonic() + 60
         while sum(map(is_worker, raylet.children())) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
-        print("started in advance:", sum(map(is_worker, raylet.children())))
+        workers = list(filter(is_worker, raylet.children()))
+        print("started in advance:", len(workers))
+        print("heaps of each:", *(worker.environ()["MALLOC_ARENA_MAX"] for worker in workers))
         agents = [child for child in raylet.children() if not is_worker(child)]
         print("services:", *sorted(child.name() for child in psutil.Process().children()), len(agents))
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -67,9 +69,10 @@ def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path
         timeout=90,
     )
     assert done.returncode == 0, done.stderr
-    *early, in_advance, services, listening = done.stdout.splitlines()
+    *early, in_advance, heaps, services, listening = done.stdout.splitlines()
     assert early == (["refused: True []", "adopted: True"] if begun == "early" else [])
     assert in_advance == "started in advance: 2"
+    assert heaps == "heaps of each: 1 1"
     assert services == "services: gcs_server raylet 2"  # the agents of runtime environments, and of no dashboard
     addresses = listening.removeprefix("listens on: ").split()
     assert "127.0.0.1" in addresses

@@ -20,6 +20,7 @@ from helpers.machines.nodes import node_with_its_own
 from helpers.machines.unfit import other_torch
 from helpers.records.runs import events_below, last_step, wait_for, wait_for_step
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
+from orchestrator.compat.ray.process import without_services
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
@@ -40,9 +41,10 @@ pytestmark = pytest.mark.timeout(300)
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head with one CPU. It asks for no token, although this user may have one."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
-    yield made
-    made.shutdown()
+    with without_services():
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
+        yield made
+        made.shutdown()
 
 
 class Run:

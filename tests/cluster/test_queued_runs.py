@@ -25,6 +25,7 @@ from helpers.machines.unfit import other_torch
 from helpers.records.recorder import Recorder
 from helpers.records.runs import events, last_step, losses, wait_for
 from orchestrator import stop
+from orchestrator.compat.ray.process import without_services
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.event_stream import EventStream
@@ -96,7 +97,7 @@ class Command:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A node with two CPUs, which this process has joined. It asks for no token, although this user may have one."""
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, without_services():
         environment.setenv("RAY_AUTH_MODE", "disabled")
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         ray.init(address=made.address)

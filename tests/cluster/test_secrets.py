@@ -83,7 +83,7 @@ def leaks(folder: Path, console: str) -> Iterator[str]:
 
 def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
-    quick = ("tracking.log_model=false", "tracking.log_dataset=false")
+    quick = ("tracking.log_model=false", "tracking.log_dataset=false", "tracking.flush_timeout_s=100")
     done = commands.run(*OVERRIDES, uri, *quick, cwd=tmp_path, timeout_s=150, **planted(tmp_path))
     assert done.returncode == 0, done.stdout
     assert list(leaks(tmp_path, done.stdout)) == []

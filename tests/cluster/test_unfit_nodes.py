@@ -21,6 +21,7 @@ from helpers.machines import commands
 from helpers.machines.unfit import other_torch
 from helpers.records.runs import events_below
 from orchestrator.compat.ray.internals import find_internal
+from orchestrator.compat.ray.process import without_services
 
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
 OTHER = "127.0.0.2"
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.timeout(240)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A head, and a node on which the metadata of another torch come first."""
     env_vars = other_torch(tmp_path_factory.mktemp("packages"))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_services():
         patch.setenv("RAY_AUTH_MODE", "disabled")
         stopped_for_long = {"health_check_failure_threshold": 1000}
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": stopped_for_long})
@@ -89,7 +90,9 @@ def test_a_node_that_never_answers_is_refused(cluster: Cluster, stopped: psutil.
     words = (*RUN, f"cluster.address={cluster.address}", f"cluster.exclude_nodes=[{OTHER}]")
     refused = commands.run(*words, "cluster.pending_timeout_s=8", cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
     assert refused.returncode == 2, refused.stdout
-    assert f"({BUSY}) did not answer within 8 s (cluster.pending_timeout_s); see the load" in refused.stdout
+    late = re.escape(" did not answer within 8 s (cluster.pending_timeout_s); see the load")
+    # On a busy machine, the other node may be late, too.
+    assert re.search(rf"\({BUSY}\).*{late}", refused.stdout), refused.stdout
 
 
 def test_a_cluster_with_other_versions_is_refused_with_both_and_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tm
     assert faults["versions"]["text"].startswith("torch 1.0.0")
     assert OTHER in faults["versions"]["where"][0]
     checks = {f["check"]: f for f in found}
-    assert checks["network"]["text"].startswith("all-reduce across 2 processes of one node with gloo (127.0.0.1)")
+    assert "all-reduce across 2 processes of one node with gloo (127.0.0.1): " in checks["network"]["text"]
     assert checks.keys() >= {"versions", "Ray", "token", "output_dir", "tracking", "GPUs", "interface", "clock"}
     assert checks["token"]["level"] == "warning"
     assert not (tmp_path / "outputs").exists()

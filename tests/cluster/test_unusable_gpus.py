@@ -14,6 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from helpers.records.runs import events_below
+from orchestrator.compat.ray.process import without_services
 
 WORDS = ("tracking=none", "train.steps=2", "cluster.env.GLOO_SOCKET_IFNAME=lo", "cluster.env.NCCL_SOCKET_IFNAME=lo")
 OTHER = "127.0.0.2"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs exis
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray that asks for no token, although this user may have one."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_services():
         patch.setenv("RAY_AUTH_MODE", "disabled")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2})
         cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address=OTHER)
@@ -47,13 +48,13 @@ def test_a_run_on_gpus_is_refused_and_one_on_any_device_warns(
 ) -> None:
     words = (*WORDS, "strategy=ddp", f"cluster.address={address}")
     refused = launch(*words, "cluster.device=cuda", RAY_AUTH_MODE="disabled")
-    output, _ = refused.communicate(timeout=60)
+    output, _ = refused.communicate(timeout=100)
     assert refused.returncode == 1, output
     assert "cluster.device=cuda: 3 of 3 workers cannot use their GPU: " in output
     assert ", GPU 0: " in output
     assert events_below(tmp_path, "generation_started") == []
     warned = launch(*words, RAY_AUTH_MODE="disabled")
-    output, _ = warned.communicate(timeout=60)
+    output, _ = warned.communicate(timeout=100)
     assert warned.returncode == 0, output
     assert "no worker can use the GPU that Ray has given it (GPU " in output
     assert on_other_node(tmp_path) in NODE_BY_NODE
@@ -65,6 +66,6 @@ def test_the_stages_of_a_pipeline_have_gpus_of_uneven_nodes(
 ) -> None:
     words = (*WORDS, "strategy=ddp_pipeline", "strategy.pipeline_parallel_size=3", f"cluster.address={address}")
     run = launch(*words, RAY_AUTH_MODE="disabled")
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=100)
     assert run.returncode == 0, output
     assert on_other_node(tmp_path) in NODE_BY_NODE

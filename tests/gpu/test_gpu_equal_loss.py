@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import CLUSTER, DDP, Case, having
 from helpers.conformance.equal_loss import assert_equal_losses, assert_equal_steps
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, STAGED, assert_as_alone
-from helpers.conformance.training import losses, train
+from helpers.conformance.training import losses, make, train
 from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.stage_toys import Chain, TokenChain
 from helpers.jobs.step_toys import STEP_JOBS, NormedGAN
@@ -21,6 +22,7 @@ from helpers.ranks.groups import formed
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.job import Job
 from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.sharded.fsdp import FSDP
 
 ROUNDING = 10
 """Kernels for other shapes add in another order, which the tolerances for CPUs do not allow for."""
@@ -51,6 +53,25 @@ def test_a_language_model_with_adamw_and_clipping(gang: Gang, name: str) -> None
     """If it fails, gradients are summed, clipped or applied wrongly on a GPU."""
     case = Case(job=TinyGPT(layers=3), train=having(global_batch_size=32, clip_norm=0.5))
     assert_as_alone(gang, case, name, rtol=ROUNDING * ADAMW, want_grad_norm=True)
+
+
+@pytest.mark.parametrize("changes", [{"cpu_offload": True}, {"prefetch": 2}], ids=["offloaded", "ahead"])
+def test_parts_of_a_language_model(gang: Gang, changes: dict[str, Any]) -> None:
+    """If it fails, parts in host memory are updated from gradients of another device, or gathered too early."""
+    case = Case(job=TinyGPT(layers=3), train=having(global_batch_size=32, grad_accumulation=2, clip_norm=0.5))
+    assert_as_alone(gang, case, "fsdp-2", rtol=ROUNDING * ADAMW, want_grad_norm=True, **changes)
+
+
+def places(rank: int, case: Case) -> set[str]:
+    strategy = make(case, rank)
+    assert isinstance(strategy, FSDP)
+    return {part.device.type for part in strategy.passes.divided.distinct}
+
+
+def test_parts_that_are_offloaded_are_in_host_memory(gang: Gang) -> None:
+    """If it fails, ``strategy.cpu_offload=true`` saves no memory of the GPU."""
+    case = LAYOUTS["fsdp-2"].of(Case(job=TinyGPT(layers=3), train=having(global_batch_size=32)), cpu_offload=True)
+    assert gang.run(places, case, world_size=2) == [{"cpu"}] * 2
 
 
 @pytest.mark.parametrize("job", [Tokens(), Tokens(empty=6, lr=0.5)], ids=["weights", "ranks-without-weight"])

@@ -122,22 +122,23 @@ def test_replicas_are_lost_and_gained_as_a_whole(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "least", "most"),
     [
-        ("strategy=pipeline", "strategy.num_microbatches=4"),
-        ("strategy=fsdp",),
-        ("strategy=ddp", "strategy.shard_optimizer=true"),
+        (("strategy=pipeline", "strategy.num_microbatches=4"), 2, 3),
+        (("strategy=fsdp",), 2, 3),
+        (("strategy=fsdp_pipeline", "strategy.num_microbatches=2", "cluster.cpus_per_worker=0.5"), 4, 6),
+        (("strategy=ddp", "strategy.shard_optimizer=true"), 2, 3),
     ],
 )
 def test_a_model_is_divided_anew_from_its_checkpoint(
-    run: Any, tmp_path: Path, undisturbed: dict[int, float], strategy: tuple[str, ...]
+    run: Any, tmp_path: Path, undisturbed: dict[int, float], strategy: tuple[str, ...], least: int, most: int
 ) -> None:
     words = [w for w in WORDS if not w.startswith("checkpoint")]
-    divided = (*strategy, "strategy.num_workers=[2,3]")
+    divided = (*strategy, f"strategy.num_workers=[{least},{most}]")
     with slow_until(tmp_path, recoveries=2) as slow:
         result = run(*words, *divided, *slow, "checkpoint.every=25", "recovery.chaos=[kill@40:1]")
     assert result.exit_code == 0, result.reason
-    assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
+    assert sizes(result.run_dir) == [(most, least, None), (least, most, "growing")]
     (shrunk, grown) = events(result.run_dir, "recovered")
     assert (shrunk["steps_lost"] > 0, grown["steps_lost"]) == (True, 0)
     assert_same_curve(result.run_dir, undisturbed)

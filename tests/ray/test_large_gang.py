@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.records.runs import wait_for
+from orchestrator.driver.gang.gang import HEARTBEAT_ATTEMPTS
 from orchestrator.driver.gang.spares import START_ATTEMPTS
 from orchestrator.policy.verdict import RESULT_LOST
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost
@@ -113,11 +115,26 @@ def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
 
 def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
     with training(simulation, 16, tmp_path) as watcher:
-        simulation.change([9], broken=True)
+        simulation.change([9], num_failing=math.inf)
         assert watcher.healed.wait(60)
         (reason,) = messages(watcher, WorkerLost, "reason")
         assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
         assert watcher.recovered[0].replaced == (9,)
+
+
+def test_a_heartbeat_may_fail_now_and_then(simulation: Any, tmp_path: Path) -> None:
+    """A process without memory cannot unpack the call for one, and ends its step with an explanation."""
+    run, _ = simulation.prepared_run(2, tmp_path)
+    with run._workers.gang as gang:
+        gang.acquire(run.spec.sizes)
+        for num_failing in (HEARTBEAT_ATTEMPTS - 1, HEARTBEAT_ATTEMPTS - 1, HEARTBEAT_ATTEMPTS):
+            simulation.change([1], num_failing=num_failing)
+            for _ in range(num_failing):
+                assert gang.failed_heartbeats == {}
+                assert gang.heartbeats(with_system_metrics=False, wait_s=10.0).keys() == {0}
+            failed = gang.failed_heartbeats
+            assert gang.heartbeats(with_system_metrics=False, wait_s=10.0).keys() == {0, 1}
+        assert failed.keys() == {1}
 
 
 def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:

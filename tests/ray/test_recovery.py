@@ -141,8 +141,8 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
     "faults",
     [
         "kill@8:0:checkpoint",
-        "kill@13:1,kill@12:0:build",
         *in_campaign(
+            "kill@13:1,kill@12:0:build",
             "stop@0:1:join",
             f"kill@{STEPS}:0:end",
             "kill@0:1:join",

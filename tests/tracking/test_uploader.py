@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -120,8 +121,22 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
         assert len(expected(run_dir)) == 100
 
 
-def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(tmp_path, uri):
+@pytest.fixture
+def terminal(monkeypatch):
+    """Let this process print to a terminal."""
+    master, slave = os.openpty()
+    with os.fdopen(master, "rb"), os.fdopen(slave, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        yield
+
+
+@pytest.mark.parametrize(("waits", "flush_timeout_s"), [("elsewhere", 0.5), ("terminal", 600)])
+def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
+    tmp_path, uri, request, waits, flush_timeout_s
+):
     """As on a machine whose CPUs are all busy; here the follower is suspended when the run ends."""
+    if waits == "terminal":
+        request.getfixturevalue("terminal")
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=0.1))
     journal, console = Journal(run_dir), Recorder()
@@ -130,7 +145,7 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(t
     wait_for(lambda: read_cursor(run_dir).points == 10)
     follower = follower_of(run_dir)
     follower.suspend()
-    ending = ending_of(run_dir, tracking(uri, flush_timeout_s=0.5), uploader, journal, console)
+    ending = ending_of(run_dir, tracking(uri, flush_timeout_s=flush_timeout_s), uploader, journal, console)
     ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path))
     journal.close()
     (ended,) = console.seen

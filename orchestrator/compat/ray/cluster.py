@@ -71,7 +71,7 @@ def placed_bundles() -> Sequence[PlacedBundle]:
 class PlacedActor:
     """Resources that an actor outside of placement groups holds on a node.
 
-    Args:
+    Attributes:
         job: the submission id of its Ray job, or the job's id and the process of its driver.
         node_id: the node.
         resources: what it holds there.

@@ -21,7 +21,11 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 
 class NotMeasuredError(Exception):
-    """The run that measures the job did not finish. ``result``: how it ended."""
+    """The run that measures the job did not finish.
+
+    Attributes:
+        result: how it ended.
+    """
 
     def __init__(self, result: RunResult):
         super().__init__(result.reason)
@@ -30,9 +34,13 @@ class NotMeasuredError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The chosen strategy: its overrides, its configuration and its plan, and the contenders that it was among.
+    """The chosen strategy.
 
-    ``planning_s`` is how long the predictions took, with the run for the profile, and ``measuring_s`` what followed.
+    Attributes:
+        overrides: the overrides of the strategy.
+        contenders: the strategies that it was chosen from.
+        planning_s: how long the predictions took, with the run for the profile.
+        measuring_s: how long the measurements after the predictions took.
     """
 
     overrides: tuple[str, ...]

@@ -45,6 +45,9 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         plan.device,
         stage_counts(plan.world_size, config.strategy.schedules),
         config.strategy.with_shards,
+        config.strategy.with_parts,
+        config.strategy.with_pipelines,
+        config.strategy.with_devices,
         *_hardware(nodes),
         torch.__version__,
     )

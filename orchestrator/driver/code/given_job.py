@@ -15,8 +15,9 @@ from orchestrator.job import Job
 class PickledJob:
     """A job for processes that cannot import its class, or not build it from text.
 
-    ``data``: in the format of cloudpickle, which includes the class if a notebook or a script defines it.
-    ``display``: the job as it stands in a call of ``orchestrator.run``.
+    Attributes:
+        data: in the format of cloudpickle, which includes the class if a notebook or a script defines it.
+        display: the job as it stands in a call of ``orchestrator.run``.
     """
 
     data: bytes

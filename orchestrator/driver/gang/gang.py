@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,8 @@ from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironme
 
 HEARTBEATS_PER_ROUND = 64
 """Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
+HEARTBEAT_ATTEMPTS = 3
+"""A worker that lives may fail to answer now and then: without memory, it says itself what took it a moment later."""
 PLACEMENT_PATIENCE_S = 1.5
 """An elastic run tries a smaller size if Ray has not placed its workers after this time."""
 SPARES_POLL_S = 0.2
@@ -59,9 +62,11 @@ class Member:
 class Gang:
     """All workers of a run. Use as a context manager, which releases everything on exit.
 
-    ``members``: the workers with a rank, by rank. The spares are kept apart.
-    ``failed_heartbeats``: by rank, the errors of the last round of heartbeats in which a worker lives.
-    ``waited_s``: how long :meth:`acquire` has waited for resources, in seconds.
+    Attributes:
+        members: the workers with a rank, by rank. The spares are kept apart.
+        failed_heartbeats: by rank, the last errors of the workers that live and have failed to answer
+            :data:`HEARTBEAT_ATTEMPTS` times in a row.
+        waited_s: how long :meth:`acquire` has waited for resources, in seconds.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Gang:
         self._lost: set[int] = set()  # ranks whose workers are lost or must leave, until ranks are assigned again
         self._pending_heartbeats: dict[Any, int] = {}  # by reference: the rank
         self._last_heartbeats: dict[int, Heartbeat] = {}  # by rank: those that came with outcomes, to be returned
+        self._num_failed: Counter[int] = Counter()  # by rank: the heartbeats that have failed in a row
         self._next_asked = 0  # the rank with which the next round of heartbeats begins
 
     def __enter__(self) -> Gang:
@@ -119,6 +125,7 @@ class Gang:
         self._spares.forget()
         self._lost = set()
         self._pending_heartbeats, self._last_heartbeats, self._next_asked = {}, {}, 0
+        self._num_failed.clear()
 
     def acquire(self, sizes: Sizes) -> Plan:
         """Reserve the resources, start the actors, and assign the ranks.
@@ -318,7 +325,11 @@ class Gang:
         others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
         answers += answers_in_time(awaited, wait_s, errors=errors).items()
         self._pending_heartbeats = others | awaited
-        self.failed_heartbeats = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
+        alive = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
+        self._num_failed.update(alive.keys())
+        for rank, _ in answers:
+            self._num_failed.pop(rank, None)
+        self.failed_heartbeats = {r: e for r, e in alive.items() if self._num_failed[r] >= HEARTBEAT_ATTEMPTS}
         complete = self._last_heartbeats.keys() - self.unanswered()
         answers += [(rank, self._last_heartbeats.pop(rank)) for rank in complete]
         return merged(answers)
@@ -421,6 +432,7 @@ class Gang:
         self._lost = set()
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}
         self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
+        self._num_failed.clear()
         self._next_asked = 0
 
 

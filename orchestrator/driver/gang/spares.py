@@ -36,7 +36,8 @@ class Spares:
     worker that is started there may come up late, or never. A worker is started in a slot when Ray has placed it on a
     node that is admitted.
 
-    ``infos``: the spares that have started, by slot.
+    Attributes:
+        infos: the spares that have started, by slot.
     """
 
     def __init__(

@@ -65,8 +65,10 @@ def kernel_oom_kills() -> int | None:
 class _Probe:
     """The probe of one node.
 
-    ``ping``: its pending answer; None if it has died. ``heard_at``: when the node last answered; None if the probe is
-    not up yet, so that nothing is known. ``stopped``: the stopped processes, as of the last answer.
+    Attributes:
+        ping: its pending answer; None if it has died.
+        heard_at: when the node last answered; None if the probe is not up yet, so that nothing is known.
+        stopped: the stopped processes, as of the last answer.
     """
 
     actor: Any
@@ -83,8 +85,9 @@ class NodeWatch:
     answer of the probe. A probe that dies is started again. The driver's own node has no probe: its loss ends the
     driver too.
 
-    ``draining``: the ids of the nodes that have been told to drain, at most about a second old.
-    ``lost``: the ids of the nodes that were found silent or dead, and on which no worker has started since.
+    Attributes:
+        draining: the ids of the nodes that have been told to drain, at most about a second old.
+        lost: the ids of the nodes that were found silent or dead, and on which no worker has started since.
     """
 
     def __init__(self, timeout_s: float):

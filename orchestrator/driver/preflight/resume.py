@@ -42,8 +42,10 @@ _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|cl
 class Resume:
     """The run to continue, and the checkpoint and step that it continues from.
 
-    ``driver``: who drove it last. ``train``: the section of the configuration, in the precision of the run so far if
-    that is left to the run. A run that is only evaluated has as many steps as the checkpoint.
+    Attributes:
+        driver: who drove it last.
+        train: the section of the configuration. A precision that is left to the run is the precision of the run so far.
+            A run that is only evaluated has as many steps as the checkpoint.
     """
 
     run_dir: RunDir

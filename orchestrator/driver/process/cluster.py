@@ -57,6 +57,9 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # The workers that Ray starts in advance import torch while this process is still connecting.
     "RAY_preload_python_modules": "orchestrator.worker.actor",
+    # glibc gives each thread a heap, whose pieces of 64 MB it returns to the system whenever one is empty: with tensors
+    # of 16 to 32 MB in every step. The heap of the process does not do that.
+    "MALLOC_ARENA_MAX": "1",
 }
 """Set while an embedded Ray runs, unless the user has set them."""
 

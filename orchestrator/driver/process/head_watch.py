@@ -22,7 +22,8 @@ _watches: list[HeadWatch] = []
 class HeadWatch:
     """Asks the GCS server at ``address`` every few seconds whether it lives. Use as a context manager.
 
-    ``timeout_s``: how long it may give no answer.
+    Args:
+        timeout_s: how long it may give no answer.
     """
 
     def __init__(self, address: str, timeout_s: float):

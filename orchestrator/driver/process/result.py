@@ -15,7 +15,7 @@ from orchestrator.timeline.spans import Timeline
 class RunResult:
     """How a run ended.
 
-    Args:
+    Attributes:
         status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
         exit_code: 0 finished, 1 failed, 2 failed before it trained because it no longer fits the cluster, 3 finished
             but the last checkpoint is lost or records are not uploaded, 130 or 143 killed by SIGINT or SIGTERM.

@@ -18,13 +18,16 @@ from orchestrator.records.run_dir import RunDir
 class RunSpec:
     """What defines a run.
 
-    ``checkpoint`` and ``resumed_from_step``: where to resume; None for a new run. ``source``: another run, of which
-    they are; None if they are of this one.
-    ``started_at``: seconds since the epoch. ``secrets``: texts to mask in what other nodes upload.
-    ``pickled_job``: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
-    ``queue_entry``: the run in the queue of the cluster; None if it does not queue.
-    ``checked_nodes``: the ids of the nodes of a cluster that have been found able to run its workers.
-    ``known_namesakes``: the uids of other runs of its name that the user has been warned of.
+    Attributes:
+        checkpoint: the checkpoint to resume from; None for a new run.
+        resumed_from_step: the step of this checkpoint.
+        started_at: seconds since the epoch.
+        source: the other run that has made the checkpoint; None if this one has.
+        secrets: texts to mask in what other nodes upload.
+        pickled_job: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
+        queue_entry: the run in the queue of the cluster; None if it does not queue.
+        checked_nodes: the ids of the nodes of a cluster that have been found able to run its workers.
+        known_namesakes: the uids of other runs of its name that the user has been warned of.
     """
 
     config: Config

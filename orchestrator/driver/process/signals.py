@@ -28,11 +28,12 @@ class StopSignals:
     has called :func:`orchestrator.run`, goes on: the second signal raises :class:`KeyboardInterrupt` (SIGINT) or
     :class:`SystemExit` (SIGTERM) there, once.
 
-    ``received``: the last signal; None if there was none.
-    ``cause``: where it came from: its name, or what :meth:`request` was given.
-    ``exit_at_once``: end the process at the first signal, with every process that it started, because there is nothing
-    to save yet.
-    ``console``: closed before the process ends, to leave the terminal as it was.
+    Attributes:
+        received: the last signal; None if there was none.
+        cause: the name of the signal, or what :meth:`request` was given.
+        exit_at_once: end the process at the first signal, with every process that it started, because there is nothing
+            to save yet.
+        console: closed before the process ends, to leave the terminal as it was.
     """
 
     def __init__(self, *, owns_process: bool = False) -> None:

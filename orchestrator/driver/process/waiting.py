@@ -29,7 +29,9 @@ class TurnLostError(Exception):
 class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
-    ``check_turn``, ``offer_turn``: see :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
+    Args:
+        check_turn: see :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
+        offer_turn: see there.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class WaitMonitor:
 class UnfitLimit:
     """Ends the wait for a cluster that has become too small for a run.
 
-    ``timeout_s``: how long the cluster may be too small; None for no limit.
+    Args:
+        timeout_s: how long the cluster may be too small; None for no limit.
     """
 
     def __init__(self, timeout_s: float | None):
@@ -109,9 +112,12 @@ class UnfitLimit:
 class ResourceWait:
     """One wait for room in the cluster: reports every few seconds, and gives up after ``cluster.pending_timeout_s``.
 
-    ``wanted`` names what is waited for, and ``request`` is what would suffice. ``label`` begins the names of the run's
-    own placement groups. ``trouble`` returns why nothing can be placed on some nodes, by node id. ``unfit_timeout_s``:
-    give up earlier if the cluster is too small for so long; None not to.
+    Args:
+        wanted: names what is waited for.
+        request: what would suffice.
+        label: the beginning of the names of the run's own placement groups.
+        trouble: returns why nothing can be placed on some nodes, by node id.
+        unfit_timeout_s: give up earlier if the cluster is too small for so long; None not to.
     """
 
     def __init__(

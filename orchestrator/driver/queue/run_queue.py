@@ -40,8 +40,10 @@ SETTLE_S = 3 * POLL_EVERY_S
 class _Run:
     """A run in the queue.
 
-    ``heard_at``: when its driver last polled, by the clock of the queue. ``priority``: the one that a person has given
-    it; None if nobody has. ``cancelled_by``: see :class:`QueueAnswer`.
+    Attributes:
+        heard_at: when its driver last polled, by the clock of the queue.
+        priority: the priority that a person has given it; None if nobody has.
+        cancelled_by: see :class:`QueueAnswer`.
     """
 
     entry: QueueEntry

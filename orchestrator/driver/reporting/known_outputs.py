@@ -30,7 +30,7 @@ _TIMEOUT_S = 10.0
 class KnownOutput:
     """An output directory of runs on the cluster.
 
-    Args:
+    Attributes:
         location: absolute path or URL.
         host: the host of the driver that entered it.
         newest: the location of the run that this driver began last.

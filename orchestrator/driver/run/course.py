@@ -16,7 +16,8 @@ from orchestrator.protocol.events import FirstStepDone, MetricsLogged, RunStarte
 class Course:
     """Records the state of a run and what its transitions cost.
 
-    ``startup_s``: the parts of the start, in seconds without waits, by name.
+    Attributes:
+        startup_s: the parts of the start, in seconds without waits, by name.
     """
 
     def __init__(self, context: RunContext, workers: Workforce):

@@ -45,7 +45,7 @@ LONGEST_ROUND_FACTOR = 4.0
 class Start:
     """How a generation begins.
 
-    Args:
+    Attributes:
         recovery_plan: where the state comes from; None in the first generation.
         held: the state that the workers hold from earlier generations, by rank.
         checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
@@ -65,7 +65,9 @@ class Start:
 class Generation:
     """The ranks of a plan, from forming their group to the end of all their parts in it.
 
-    ``outcomes``: how each rank's part ended, as far as it is known. ``health``: what was found about the ranks.
+    Attributes:
+        outcomes: how each rank's part ended, as far as it is known.
+        health: what was found about the ranks.
     """
 
     def __init__(

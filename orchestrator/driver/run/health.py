@@ -38,8 +38,9 @@ STACKS_TIMEOUT_S = 2.0
 class Health:
     """Judges the ranks of one generation by their heartbeats, and terminates those that hold it up.
 
-    ``hung_at``: the last step of the rank that was terminated because it hung; None if none was.
-    ``lost_nodes``: the ids of the nodes that were lost in this generation.
+    Attributes:
+        hung_at: the last step of the rank that was terminated because it hung; None if none was.
+        lost_nodes: the ids of the nodes that were lost in this generation.
     """
 
     def __init__(

@@ -15,8 +15,10 @@ from orchestrator.worker.actor import Worker
 class Pause:
     """Ends a generation after a step: for the next one to continue with other workers, or for the run to stop.
 
-    ``reason``: why the ranks were asked to end it; None if they were not. ``began``: when, in seconds since the epoch.
-    ``draining``: the ranks to replace then.
+    Attributes:
+        reason: why the ranks were asked to end it; None if they were not.
+        began: when they were asked, in seconds since the epoch.
+        draining: the ranks to replace then.
     """
 
     def __init__(self, generation: int, context: RunContext, workers: Workforce, *, check: Callable[[], None]):

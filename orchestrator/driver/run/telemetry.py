@@ -45,10 +45,13 @@ class Collected:
 class Telemetry:
     """Collects from the workers during the whole run and emits what it learns.
 
-    ``last_step``: the last completed step of each rank.
-    ``straggler``: the straggler found in this generation; None if there is none.
-    ``aggregator``: combines the metrics of the ranks.
-    ``show_page`` is called once, with the page of the run on the tracking server as soon as there is one.
+    Args:
+        show_page: called once, with the page of the run on the tracking server as soon as there is one.
+
+    Attributes:
+        last_step: the last completed step of each rank.
+        straggler: the straggler found in this generation; None if there is none.
+        aggregator: combines the metrics of the ranks.
     """
 
     def __init__(

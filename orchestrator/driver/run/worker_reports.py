@@ -31,7 +31,8 @@ FINAL_HEARTBEAT_S = 2.0
 class WorkerReports:
     """Receives what workers report, and tells the parts of the driver that act on it.
 
-    ``telemetry``: the heartbeats that bring the reports.
+    Attributes:
+        telemetry: the heartbeats that bring the reports.
     """
 
     def __init__(

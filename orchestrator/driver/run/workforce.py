@@ -36,7 +36,9 @@ Held = Mapping[int, RecoverableSteps]
 class Workforce:
     """The workers of a run. Use as a context manager, which releases all of them on exit.
 
-    ``plan``: what the present generation follows, or the next one. ``environment``: what all workers are given.
+    Attributes:
+        plan: what the present generation follows, or the next one.
+        environment: what all workers are given.
     """
 
     def __init__(self, context: RunContext, code: WorkerCode):

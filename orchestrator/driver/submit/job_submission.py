@@ -110,9 +110,10 @@ def make_submission(
 class JobServer:
     """The job server of a cluster, which is Ray's dashboard, at an address such as ``http://host:8265``.
 
-    ``given_address``: the one that the user has typed; None for ``RAY_API_SERVER_ADDRESS`` or the default.
-    ``address``: its address.
-    ``ray_command``: how a user begins a command of Ray for this server, which presents a token only if told to.
+    Attributes:
+        given_address: the address that the user has typed; None for ``RAY_API_SERVER_ADDRESS`` or the default.
+        address: the address that is used.
+        ray_command: how a user begins a command of Ray for this server, which presents a token only if told to.
 
     Raises:
         ConfigError: nothing answers there, or it wants another token.

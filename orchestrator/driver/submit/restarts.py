@@ -110,8 +110,9 @@ def _verdict(run: ReportedRun, how: str, words: Sequence[str], redactor: Redacto
 class Child:
     """The driver's process, one after another. While in the context, a signal to stop does not end this process.
 
-    ``forward``: pass SIGINT and SIGTERM on to the child.
-    ``stop_signal``: the last such signal; None if none has come.
+    Attributes:
+        forward: pass SIGINT and SIGTERM on to the child.
+        stop_signal: the last such signal; None if none has come.
     """
 
     def __init__(self, *, forward: bool) -> None:

@@ -49,7 +49,7 @@ class ExecuteTrial(Protocol):
 class Search:
     """A search in progress.
 
-    Args:
+    Attributes:
         fixed: the overrides of all runs.
         space: the values that may be tried.
         options: how to search, and for how many runs.

@@ -52,7 +52,11 @@ def run_side_by_side(runs: Sequence[tuple[str, ...]], sweep: Sweep, stop: StopSi
 
 
 class _Drivers:
-    """The processes of the runs in progress. ``stopped_by``: the signal that they were sent."""
+    """The processes of the runs in progress.
+
+    Attributes:
+        stopped_by: the signal that they were sent.
+    """
 
     def __init__(self, sweep: Sweep) -> None:
         self.stopped_by: signal.Signals | None = None

@@ -53,7 +53,7 @@ class Execute(Protocol):
 class Sweep:
     """The runs of one command with ``-m``, in their order.
 
-    Args:
+    Attributes:
         words: the overrides as typed, for the command that continues the sweep.
         runs: the overrides of each run, without ``resume``, with secrets masked; they identify the run.
         output: where the runs are.
@@ -61,6 +61,9 @@ class Sweep:
         label: the name of the sweep; None to name the overrides in which the runs differ.
         sweep_id: identifies the sweep in the records and in MLflow.
         finished: directories of the runs that an earlier command has finished, by the number of the run.
+        errors: the errors of the runs that are left out.
+        exit_code: the largest exit code of its runs.
+        at_once: how many runs are in progress at once.
     """
 
     words: Sequence[str]
@@ -71,11 +74,8 @@ class Sweep:
     sweep_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     finished: dict[int, RunDir] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    """Those of the runs that are left out."""
     exit_code: int = 0
-    """The largest exit code of its runs."""
     at_once: int = 1
-    """How many runs are in progress at once."""
     _numbers: list[int] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
     _unfinished: list[int] = field(default_factory=list)

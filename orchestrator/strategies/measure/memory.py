@@ -15,7 +15,11 @@ TensorKind = Literal["parameter", "buffer", "gradient", "optimizer state"]
 
 @dataclass(frozen=True)
 class TensorSize:
-    """The size of a tensor, or of all optimizer state of a parameter; ``name``: of the parameter or buffer."""
+    """The size of a tensor, or of all optimizer state of a parameter.
+
+    Attributes:
+        name: the name of the parameter or buffer.
+    """
 
     name: str
     kind: TensorKind

@@ -17,16 +17,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.model.cut import Cut
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division, gathered_bytes
+from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
@@ -34,8 +35,8 @@ from orchestrator.strategies.pipelined.replica_sums import StageSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.fsdp import ShardedConfig
-from orchestrator.strategies.sharded.preflight import bytes_by_group, check_shards
+from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -44,8 +45,6 @@ from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 @dataclass(frozen=True, kw_only=True)
 class FSDPPipelineConfig(GridConfig, ShardedConfig):
     """The keys of ``fsdp_pipeline``."""
-
-    elastic = False
 
     name: Literal["fsdp_pipeline"]
 
@@ -86,17 +85,11 @@ class FSDPPipeline(Pipeline):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options = config.strategy
-        assert isinstance(options, FSDPPipelineConfig)
         before = len(errors)
         notes = super().check_job(config, job, plan, errors)
         if len(errors) == before:
-            check_shards(config, job, plan, options.wrap, errors)  # its notes are on whole models
+            check_shards(config, job, plan, errors)  # its notes are on whole models
         return notes
-
-    @classmethod
-    def why_not_compiled(cls, plan: Plan) -> str | None:
-        return "its modules gather their parameters between compiled code; set it to false"
 
     @classmethod
     def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
@@ -106,22 +99,21 @@ class FSDPPipeline(Pipeline):
     def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
         assert isinstance(options, FSDPPipelineConfig)
         if options.reshard_after_forward:
-            return gathered_bytes(bytes_by_group(model, options.wrap), keep_whole=False)
+            return options.gathered_bytes(model)
         return sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
-        sequence, options = builder.sequence, self.context.options
-        assert isinstance(options, FSDPPipelineConfig)
+        sequence = builder.sequence
         divided: list[DividedModel] = []
 
         def build_layers(indices: Sequence[int]) -> Mapping[int, nn.Module]:
             wanted = sequence.uses(indices)
-            divided.append(DividedModel(builder.constructor, self.context, wrap=options.wrap, wanted=wanted))
+            divided.append(DividedModel(builder.constructor, self.context, wanted=wanted))
             return sequence.of(divided[0].model, indices)
 
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
-        own = self._divided = DividedStages(divided[0], built.stages, keep_whole=not options.reshard_after_forward)
+        own = self._divided = DividedStages(divided[0], built.stages)
         optimizer = optimizer_of_part(self.job, sequence.whole.model, own.module())
         self.trained = Trained(
             self.job,
@@ -136,7 +128,7 @@ class FSDPPipeline(Pipeline):
 
     def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
         assert peers is not None
-        self._divided.divide(peers)
+        self._divided.divide(peers, self.context.train)
         self.stages = self._divided.called
         self.trained.use([stage.module for stage in self.stages])
         return PartSums(self._divided.model, peers)
@@ -166,19 +158,20 @@ class DividedStages:
         called: the same, as a schedule calls them, from :meth:`divide` on.
     """
 
-    def __init__(self, model: DividedModel, stages: Sequence[Stage], *, keep_whole: bool):
-        """Take ``stages`` of the model; ``keep_whole``: as ``DividedModel.divide`` takes it."""
+    def __init__(self, model: DividedModel, stages: Sequence[Stage]):
+        """Take ``stages`` of the model."""
         self.model = model
         self.stages = stages
         self.called: Sequence[Stage] = ()
-        self._keep_whole = keep_whole
 
-    def divide(self, group: dist.ProcessGroup) -> None:
-        """Divide the stages over the ranks of ``group``."""
+    def divide(self, group: dist.ProcessGroup, train: TrainConfig) -> None:
+        """Divide the stages over the ranks of ``group``; their blocks run as ``train`` says."""
         model = self.model.renewed()
         self.stages = [stage.of(model) for stage in self.stages]
+        for stage in self.stages:
+            compile_in_place(stage.module, train)
         root = _Together([stage.module for stage in self.stages])
-        self.model.divide(root, group, keep_whole=self._keep_whole, calls=[stage.module for stage in self.stages])
+        self.model.divide(root, group, calls=[stage.module for stage in self.stages])
         self.model.wrapped.keep_gradients()
         self.called = [
             dataclasses.replace(stage, module=_Called(root, number)) for number, stage in enumerate(self.stages)

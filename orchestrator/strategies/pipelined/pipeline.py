@@ -34,9 +34,9 @@ from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
-from orchestrator.state.merge import merge, without_copies, without_shared
+from orchestrator.state.merge import without_copies, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, gather_states
+from orchestrator.state.transport import broadcast_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.datasets import example_batch
@@ -115,7 +115,6 @@ class Pipeline(PartTrainer):
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
         self._gradients: StageGradients | None = None  # None between two generations
-        self._host: dist.ProcessGroup | None = None  # this pipeline with gloo, on GPUs: for states in host memory
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -234,26 +233,8 @@ class Pipeline(PartTrainer):
     def saved_names(self) -> Sequence[str]:
         return self._names
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        state = self.capture_part(step=step, samples_consumed=samples_consumed, into=into)
-        if state is None:
-            return None
-        context, host = self.context, self._host
-        states = gather_states(
-            state,
-            ranks=self.writers,
-            rank=context.global_rank,
-            device=context.device if host is None else CPU,
-            into=into,
-            group=host,
-        )
-        return None if states is None else merge(states, order=self._names)
-
-    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.global_rank not in self.writers:
-            return None
+    def own_share(self, state: TrainState) -> TrainState:
         sharing = self._connected.sharing
-        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
         state = without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
         return state if self._is_first_shard else without_copies(state)
 

@@ -59,8 +59,7 @@ class DDP(Trainer):
     config_class: ClassVar[type[StrategyConfig]] = DDPConfig
     runs_training_step = True
     passes: WholeModel
-    _buckets: InBackward | None = None
-    """The reduction, while there is a process group."""
+    _buckets: InBackward | None = None  # while there is a process group
     _powersgd: PowerSGD | None = None
     _timed = False
     _norms: Sequence[SyncBatchNorm] = ()

@@ -15,7 +15,8 @@ from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.state.boxes import Box
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
-from orchestrator.strategies.sharded.wrapping import Wrap, groups_of
+from orchestrator.strategies.sharded.options import options_of
+from orchestrator.strategies.sharded.wrapping import groups_of
 
 
 class DividedModel:
@@ -36,7 +37,6 @@ class DividedModel:
         build: Callable[[], nn.Module],
         context: Context,
         *,
-        wrap: Wrap,
         wanted: Callable[[str], bool] = lambda name: True,
     ):
         """Compute this rank's part of the initial values, without other ranks.
@@ -44,17 +44,21 @@ class DividedModel:
         Args:
             build: the model's constructor.
             context: of this rank.
-            wrap: the classes of the modules that are gathered one by one, or ``auto``.
             wanted: whether the tensor of a given name is divided or kept; see ``build_divided``.
         """
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
-        def part(whole: Tensor) -> Tensor:
-            if whole.ndim > 0:
-                whole = whole[Box.shard(whole.shape, index, count).slices_in(Box.whole(whole.shape))]
-            return whole.to(context.device, copy=True)
+        def part(shape: torch.Size) -> tuple[slice, ...]:
+            return Box.shard(shape, index, count).slices_in(Box.whole(shape)) if shape else ()
 
-        self.model, own = build_divided(build, part, seed=context.seed, wanted=wanted)
+        self.model, own = build_divided(
+            build,
+            part,
+            seed=context.seed,
+            device=context.device,
+            wanted=wanted,
+            draws_as=index if context.train.init == "fast" else None,
+        )
         move([slot for slot in tensor_slots(self.model) if not isinstance(slot.tensor, FakeTensor)], context.device)
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
@@ -65,7 +69,7 @@ class DividedModel:
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         self._build = build
         self._device = context.device
-        self._wrap = wrap
+        self._options = options_of(context.options)
         self._wrapped: FullySharded | None = None
         self._divided: dict[nn.Parameter, nn.Parameter] | None = None  # as modules hold them, by part
 
@@ -88,15 +92,12 @@ class DividedModel:
             self.model = model
         return self.model
 
-    def divide(
-        self, root: nn.Module, group: dist.ProcessGroup, *, keep_whole: bool, calls: Sequence[nn.Module] = ()
-    ) -> None:
+    def divide(self, root: nn.Module, group: dist.ProcessGroup, *, calls: Sequence[nn.Module] = ()) -> None:
         """Divide the parameters of a module over ranks; again, over others, after :meth:`close` and :meth:`renewed`.
 
         Args:
             root: the module that is called. It has the modules of :meth:`renewed` whose tensors are wanted.
             group: the ranks.
-            keep_whole: whether what a step has gathered is kept up to its end.
             calls: the modules of ``root`` of which one call of it runs one. None are gathered together across them.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters(remove_duplicate=False)}
@@ -121,14 +122,15 @@ class DividedModel:
             root,
             group,
             self._device,
-            keep_whole=keep_whole,
+            keep_whole=not self._options.reshard_after_forward,
+            offload=self._options.offloads,
             undivided=self.scalars,
             gathering=self.gathers.waiting,
             scattering=self.scatters.waiting,
         )
         together = [
             modules
-            for modules in groups_of(self.model, self._wrap, root)
+            for modules in groups_of(self.model, self._options.wrap, root)
             if not calls or any({*modules} <= {*called.modules()} for called in calls)
         ]
         self._divided = {}
@@ -141,6 +143,9 @@ class DividedModel:
                 if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
+        if (ahead := self._options.prefetch) != 1:  # 1 is what torch does itself
+            for called in calls or (root,):
+                wrapped.gather_ahead(called, ahead)
 
     def take_gradients(self) -> None:
         """Give the parts their gradients, after the backward passes of a step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, option
-from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import gathered_bytes
+from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
@@ -36,7 +35,8 @@ from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.preflight import bytes_by_group, check_shards
+from orchestrator.strategies.sharded.options import ShardedConfig, options_of
+from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
@@ -49,26 +49,20 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedConfig(StrategyConfig):
-    """The keys of every strategy that divides tensors."""
-
-    wrap: Literal["auto"] | tuple[str, ...] = option(
-        "modules that are gathered one by one; auto: the repeated blocks of the model; or the names of their classes, "
-        "as in [Block]"
-    )
-    reshard_after_forward: bool = option(
-        "free what the forward pass has gathered, and gather it again in the backward pass; false: keep it up to the "
-        "end of the step, which takes memory for the whole model"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class FSDPConfig(ShardedConfig):
     """The keys of ``fsdp``."""
 
     elastic = True
 
     name: Literal["fsdp"]
+    cpu_offload: bool = option(
+        "keep parts, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
+        "what it has gathered, and activations"
+    )
+
+    @property
+    def offloads(self) -> bool:
+        return self.cpu_offload
 
 
 @register("fsdp")
@@ -91,24 +85,20 @@ class FSDP(ShardTrainer):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options = config.strategy
-        assert isinstance(options, ShardedConfig)
         notes = super().check_job(config, job, plan, errors)
-        if config.train.compile is not False and not config.train.compiles_blocks:
-            errors.append(
-                f"train.compile={to_cli(config.train.compile)}: strategy={options.name} gathers parameters between the "
-                "blocks of the model; set it to blocks, which compiles each of them"
-            )
-        return (*notes, *check_shards(config, job, plan, options.wrap, errors))
+        return (*notes, *check_shards(config, job, plan, errors))
 
     @classmethod
     def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
-        assert isinstance(options, ShardedConfig)
-        return gathered_bytes(bytes_by_group(model, options.wrap), keep_whole=not options.reshard_after_forward)
+        return options_of(options).gathered_bytes(model)
+
+    @classmethod
+    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
+        return replace(Division.of(mesh), on_host=options_of(options).offloads)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
-        self.passes = ShardedModel(self.job, self.context, self.precision, wrap=_options(self.context).wrap)
+        self.passes = ShardedModel(self.job, self.context, self.precision)
         note = note_on_dropout(self.passes.model)
         self._warnings = () if note is None else (note,)
 
@@ -118,7 +108,7 @@ class FSDP(ShardTrainer):
         shards = own_group(context, context.mesh.groups("shard"))
         replicas = own_group(context, context.mesh.groups("replicate"))
         assert shards is not None
-        passes.divide(shards, keep_whole=not _options(context).reshard_after_forward)
+        passes.divide(shards)
         if self._train_set is None:
             self.trained.use([passes.model])
         else:
@@ -224,8 +214,3 @@ def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _options(context: Context) -> ShardedConfig:
-    assert isinstance(context.options, ShardedConfig)
-    return context.options

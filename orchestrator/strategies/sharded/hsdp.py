@@ -15,7 +15,8 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.fsdp import FSDP, ShardedConfig
+from orchestrator.strategies.sharded.fsdp import FSDP
+from orchestrator.strategies.sharded.options import ShardedConfig
 
 LEAST_SIZE = 2
 """The least number of workers that a tensor is divided over."""

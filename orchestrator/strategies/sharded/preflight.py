@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
-from orchestrator.config.text import first_few
+from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
@@ -18,29 +18,40 @@ from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.sharded.wrapping import Group, Wrap, groups_of
+from orchestrator.strategies.sharded.options import options_of
+from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
-def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[str]) -> tuple[str, ...]:
+def check_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Divide the job's model as planned.
 
     Args:
         config: the configuration.
         job: the job whose model is divided.
         plan: the plan of the run.
-        wrap: the classes of the modules that are gathered one by one, or ``auto``.
         errors: receives a line for each reason why the model cannot be divided.
 
     Returns:
         Notes for the user, printed with the plan.
     """
+    options, before = options_of(config.strategy), len(errors)
+    if options.offloads and plan.device == "cpu":
+        errors.append(
+            "strategy.cpu_offload=true: workers compute on CPUs, so their parts are in host memory anyway; set it to "
+            "false"
+        )
     name, cpu = f"strategy={config.strategy.name}", torch.device("cpu")
+    if config.train.compile is not False and not config.train.compiles_blocks:
+        errors.append(
+            f"train.compile={to_cli(config.train.compile)}: {name} gathers parameters between the blocks of the model; "
+            "set it to blocks, which compiles each of them"
+        )
     whole = build_fake(constructor_of(job, config.train, Precision.named(config.train.precision, "cpu")), cpu)
     try:
-        groups = groups_of(whole.model, wrap)
+        groups = groups_of(whole.model, options.wrap)
     except ValueError as e:
         errors.append(str(e))
         return ()
@@ -48,7 +59,7 @@ def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[
     own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in whole.model.named_parameters()}
     optimizer = optimizer_of_part(job, whole.model, module_of(own))
     errors += elementwise_errors(name, optimizer, otherwise="strategy=ddp")
-    if errors:
+    if len(errors) > before:
         return ()
     notes = []
     if not groups:
@@ -57,7 +68,7 @@ def check_shards(config: Config, job: Job, plan: Plan, wrap: Wrap, errors: list[
             "to gather one by one in strategy.wrap"
         )
     elif len(groups) < plan.mesh.shard:
-        largest = max(sum(p.nbytes for p in parameters) for parameters in _divided(whole.model, groups)[:-1])
+        largest = max(sum(p.nbytes for p in parameters) for parameters in parameters_together(whole.model, groups)[:-1])
         notes.append(
             f"the model has {len(groups)} groups of modules for {plan.mesh.shard} workers: a worker gathers up to "
             f"{size_text(largest)} at once, more than its own part, and more workers do not change that; name classes "
@@ -91,7 +102,7 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
             f"the gradient hooks of {first_few(hooked, 2)} would not be called, because its gradient is never whole; "
             "change the gradient in Job.loss, or use strategy=ddp"
         )
-    for parameters in _divided(model, groups):
+    for parameters in parameters_together(model, groups):
         kinds = {p.dtype: names[p] for p in parameters}
         if len(kinds) > 1:
             (one, first), (other, second), *_ = kinds.items()
@@ -100,24 +111,3 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
                 "put them into modules of different classes and name these in strategy.wrap"
             )
     return reasons
-
-
-def _divided(model: nn.Module, groups: Sequence[Group]) -> list[list[nn.Parameter]]:
-    """Return the parameters that are gathered together: those of each group, and at the end the others."""
-    taken: set[nn.Parameter] = set()
-    found = []
-    for modules in (*groups, (model,)):
-        own = dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim and p not in taken)
-        taken.update(own)
-        found.append(list(own))
-    return found
-
-
-def bytes_by_group(model: nn.Module, wrap: Wrap) -> list[int]:
-    """Return the bytes of the parameters that are gathered together; at the end, of those outside of all groups.
-
-    Args:
-        model: the model, which may be of fake tensors.
-        wrap: the classes of the modules that are gathered one by one, or ``auto``.
-    """
-    return [sum(p.nbytes for p in parameters) for parameters in _divided(model, groups_of(model, wrap))]

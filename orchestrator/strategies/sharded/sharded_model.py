@@ -16,7 +16,6 @@ from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.wrapping import Wrap
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -28,27 +27,22 @@ class ShardedModel(WholeModel):
         saved_names: the names of all tensors of a checkpoint.
     """
 
-    def __init__(self, job: Job, context: Context, precision: Precision, *, wrap: Wrap):
+    def __init__(self, job: Job, context: Context, precision: Precision):
         """Compute this rank's part of the initial values of the whole model, without other ranks."""
         self.job = job
         self.precision = precision
         self._device = context.device
         self._train = context.train
-        self.divided = DividedModel(constructor_of(job, context.train, precision), context, wrap=wrap)
+        self.divided = DividedModel(constructor_of(job, context.train, precision), context)
         self.model = self.divided.model
         self.saved_names = tuple(self.model.state_dict())
 
-    def divide(self, group: dist.ProcessGroup, *, keep_whole: bool) -> None:
-        """Divide the model over the ranks of ``group``. After :meth:`close`, it may be divided again, over others.
-
-        Args:
-            group: the ranks.
-            keep_whole: whether what a step has gathered is kept up to its end.
-        """
+    def divide(self, group: dist.ProcessGroup) -> None:
+        """Divide the model over the ranks of ``group``. After :meth:`close`, it may be divided again, over others."""
         self.model = self.divided.renewed()
         compile_in_place(self.model, self._train)
         self.forward_model = self.unwrapped
-        self.divided.divide(self.forward_model, group, keep_whole=keep_whole)
+        self.divided.divide(self.forward_model, group)
 
     def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
         """Compute loss and metrics of the first ``valid`` samples, also of none, because all ranks gather together."""

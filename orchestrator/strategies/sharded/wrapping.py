@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -50,6 +50,27 @@ def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> li
     depth = {module: name.count(".") for name, module in root.named_modules()}
     distinct = {id(group): tuple(group) for group in groups.values()}.values()
     return sorted(distinct, key=lambda group: -max(depth[module] for module in group))
+
+
+def parameters_together(model: nn.Module, groups: Sequence[Group]) -> list[list[nn.Parameter]]:
+    """Return the parameters that are gathered together: those of each group, and at the end the others."""
+    taken: set[nn.Parameter] = set()
+    found = []
+    for modules in (*groups, (model,)):
+        own = dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim and p not in taken)
+        taken.update(own)
+        found.append(list(own))
+    return found
+
+
+def bytes_by_group(model: nn.Module, wrap: Wrap) -> list[int]:
+    """Return the bytes of the parameters that are gathered together; at the end, of those outside of all groups.
+
+    Args:
+        model: the model, which may be of fake tensors.
+        wrap: the classes of the modules that are gathered one by one, or ``auto``.
+    """
+    return [sum(p.nbytes for p in parameters) for parameters in parameters_together(model, groups_of(model, wrap))]
 
 
 def _chosen(model: nn.Module, wrap: Wrap) -> set[nn.Module]:

@@ -7,6 +7,7 @@ what the training loop costs. Its checkpoint is the profile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,13 +21,26 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import StrategyConfig, option
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
+from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.ddp import DDP
+from orchestrator.strategies.replicated.ddp_options import DDPConfig
+from orchestrator.strategies.sharded.fsdp import FSDP, FSDPConfig
 from orchestrator.strategies.tuned.collectives import group_cost, message_cost
 from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
-from orchestrator.strategies.tuned.passes import data_cost, divisions, layer_rows, slice_rows, whole_model_cost
+from orchestrator.strategies.tuned.passes import (
+    data_cost,
+    devices_ms,
+    divisions,
+    layer_rows,
+    slice_rows,
+    together_ms,
+    whole_model_cost,
+)
+from orchestrator.tuning.predict import step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
 from orchestrator.tuning.proposals import StrategyName, shard_counts, stage_counts, worker_counts
 
@@ -60,6 +74,21 @@ class AutoConfig(StrategyConfig):
     def with_shards(self) -> bool:
         """Whether a candidate has parameter shards, which are measured too then."""
         return "parameter_server" in self.candidates
+
+    @property
+    def with_parts(self) -> bool:
+        """Whether a candidate divides tensors over workers, which is measured too then."""
+        return any("fsdp" in name or name == "hsdp" for name in self.candidates)
+
+    @property
+    def with_pipelines(self) -> bool:
+        """Whether a candidate has stages, whose passes are measured too then."""
+        return any("pipeline" in name or name == "model_parallel" for name in self.candidates)
+
+    @property
+    def with_devices(self) -> bool:
+        """Whether a candidate trains on several devices in one process, which is measured too then."""
+        return "dp" in self.candidates
 
 
 @register("auto")
@@ -155,11 +184,15 @@ class Auto(Strategy):
         groups: tuple[GroupCost, ...] = ()
         message = NO_COST
         added = MachineryCost()
+        on_devices_ms = None
         if control is not None:
+            if whole.passes and context.options.with_devices:
+                on_devices_ms = devices_ms(job, train_set, context, control)
             groups = tuple(group_cost(n, context, control) for n in counts if n > 1)
             message = message_cost(context, control)
-            added = machinery_cost(context, control, with_shards=with_shards)
-        return Profile(
+            pipelines = context.options.with_pipelines
+            added = machinery_cost(context, control, with_pipelines=pipelines, with_shards=with_shards)
+        profile = Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
             divisions=divided,
             layer_rows=layer_rows(context),
@@ -175,8 +208,48 @@ class Auto(Strategy):
             message=message,
             server=added.server,
             base_ms=added.base_ms,
-            ddp_ms=added.ddp_ms,
-            pipeline_ms=added.pipeline_ms,
-            action_ms=added.action_ms,
+            ddp_ms=0.0,
+            devices_ms=on_devices_ms,
+            parts_ms=0.0,
+            pipeline=added.pipeline,
+            interleaved=added.interleaved,
             free_bytes=free_bytes,
         )
+        return profile if control is None or not profile.passes else self._with_rest(profile, control)
+
+    def _with_rest(self, profile: Profile, control: dist.ProcessGroup) -> Profile:
+        """Return a profile with what ``ddp`` and ``fsdp`` take longer than the parts that were measured. Collective."""
+        context, n = self.context, self.context.mesh.world_size
+        assert isinstance(context.options, AutoConfig)
+        measured = functools.partial(
+            together_ms, job=self.job, train_set=self._train_set, context=context, control=control
+        )
+        rows, threads = slice_rows(context) / n, torch.get_num_threads()
+        known_ms = step_of_replicas_ms(profile, n, rows=rows, threads=threads)
+        ddp_ms = measured(DDP, _ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
+        profile = dataclasses.replace(profile, ddp_ms=0.0 if ddp_ms is None else ddp_ms - known_ms)
+        if not context.options.with_parts:
+            return profile
+        known_ms = step_in_parts_ms(profile, n, rows=rows, threads=threads)
+        parts_ms = measured(FSDP, _fsdp_options(n), Mesh(shard=n), expected_ms=known_ms)
+        return dataclasses.replace(profile, parts_ms=0.0 if parts_ms is None else parts_ms - known_ms)
+
+
+def _ddp_options(num_workers: int) -> DDPConfig:
+    return DDPConfig(
+        name="ddp",
+        num_workers=num_workers,
+        bucket_mb="auto",
+        comm_hook="none",
+        powersgd_rank=1,
+        find_unused_parameters=False,
+        static_graph=False,
+        shard_optimizer=False,
+        sync_batchnorm=False,
+    )
+
+
+def _fsdp_options(num_workers: int) -> FSDPConfig:
+    return FSDPConfig(
+        name="fsdp", num_workers=num_workers, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False
+    )

@@ -1,4 +1,4 @@
-"""What ``ddp``, ``pipeline`` and ``parameter_server`` themselves cost, measured with models that compute little."""
+"""What ``pipeline`` and ``parameter_server`` themselves cost, measured with models that compute little."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,10 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from orchestrator.compat.pipelining import computations
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
-from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServer, ParameterServerConfig
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
-from orchestrator.strategies.replicated.ddp import DDP
-from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.passes import STEPS
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
@@ -37,6 +36,8 @@ SERVED_WIDTHS = (WIDTH, 512, 2048)
 """The widths of layers that a shard serves: up to 16 MiB."""
 LEAST_MS = 0.01
 """The shortest time that is believed."""
+
+_Schedule = Literal["1F1B", "Interleaved1F1B"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +63,30 @@ class _TinyJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineryCost:
-    """``base_ms`` is a step; ``ddp_ms`` and ``pipeline_ms`` are added to it, and ``action_ms`` to a pass of a stage.
+    """The time that the code around the passes takes.
 
-    ``server`` is what ``parameter_server`` adds to a step, for each MiB of gradients that a shard receives.
+    Attributes:
+        base_ms: the cost of a step under any strategy.
+        pipeline: what a pipeline adds to a step; the unit of size is a pass of a stage.
+        interleaved: the same, with two stages on each worker.
+        server: what ``parameter_server`` adds to a step, for each MiB of gradients that a shard receives.
     """
 
     base_ms: float = 0.0
-    ddp_ms: float = 0.0
-    pipeline_ms: float = 0.0
-    action_ms: float = 0.0
+    pipeline: Affine = NO_COST
+    interleaved: Affine = NO_COST
     server: Affine = NO_COST
 
 
-def machinery_cost(context: Context, control: dist.ProcessGroup, *, with_shards: bool) -> MachineryCost:
+def machinery_cost(
+    context: Context, control: dist.ProcessGroup, *, with_pipelines: bool, with_shards: bool
+) -> MachineryCost:
     """Measure steps of tiny models on all ranks. Collective.
 
     Args:
         context: the place of this rank.
         control: a group of all ranks, on the hosts.
+        with_pipelines: whether to measure pipelines, too.
         with_shards: whether to measure ``parameter_server``, too.
     """
     n = context.mesh.world_size
@@ -94,31 +101,29 @@ def machinery_cost(context: Context, control: dist.ProcessGroup, *, with_shards:
         activation_checkpointing="none",
     )
     tiny = dataclasses.replace(context, train=train, pipeline=None, peer_copy_every=0)
-    ddp = DDPConfig(
-        name="ddp",
-        num_workers=n,
-        bucket_mb="auto",
-        comm_hook="none",
-        powersgd_rank=1,
-        find_unused_parameters=False,
-        static_graph=False,
-        shard_optimizer=False,
-        sync_batchnorm=False,
-    )
     alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))
     job = _TinyJob(layers=n)
     measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
-    single_ms = measured(Single(alone, job), rows=ROWS * n)
-    ddp_ms = measured(DDP(dataclasses.replace(tiny, mesh=Mesh(replicate=n), options=ddp), job), rows=ROWS)
-    few, many = ((_passes_in_a_row(n, m), measured(Pipeline(_staged(tiny, m), job), rows=ROWS * n)) for m in (n, 4 * n))
-    action_ms = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return MachineryCost(
-        base_ms=single_ms,
-        ddp_ms=max(0.0, ddp_ms - single_ms),
-        pipeline_ms=max(0.0, few[1] - few[0] * action_ms),
-        action_ms=action_ms,
+        base_ms=measured(Single(alone, job), rows=ROWS * n),
+        pipeline=_pipeline_cost(tiny, measured, stages_per_rank=1) if with_pipelines else NO_COST,
+        interleaved=_pipeline_cost(tiny, measured, stages_per_rank=2) if with_pipelines else NO_COST,
         server=_server_cost(tiny, alone, measured) if with_shards else NO_COST,
     )
+
+
+def _pipeline_cost(context: Context, measured: Callable[..., float], *, stages_per_rank: int) -> Affine:
+    """Measure a pipeline of all ranks with few and with many micro-batches."""
+    n = context.mesh.world_size
+    schedule: _Schedule = "1F1B" if stages_per_rank == 1 else "Interleaved1F1B"
+    job = _TinyJob(layers=n * stages_per_rank)
+    points = []
+    for microbatches in (n, ROWS * n):
+        orders = computations(schedule, n, microbatches, stages_per_rank)
+        passes_in_a_row = extent_s(simulate(orders, duration_of=lambda action: 1.0))
+        staged = _staged(context, schedule, microbatches, stages_per_rank)
+        points.append((passes_in_a_row, measured(Pipeline(staged, job), rows=ROWS * n)))
+    return fit(points)
 
 
 def _server_cost(context: Context, alone: Context, measured: Callable[..., float]) -> Affine:
@@ -143,23 +148,23 @@ def _server_cost(context: Context, alone: Context, measured: Callable[..., float
     return fit(points)
 
 
-def _staged(context: Context, microbatches: int) -> Context:
-    n = context.mesh.world_size
+def _staged(context: Context, schedule: _Schedule, microbatches: int, stages_per_rank: int) -> Context:
+    n, num_stages = context.mesh.world_size, context.mesh.world_size * stages_per_rank
     options = PipelineConfig(
         name="pipeline",
         num_workers=n,
-        schedule="1F1B",
+        schedule=schedule,
         num_microbatches=microbatches,
-        stages_per_rank=1,
-        split=tuple(f"layer{i}" for i in range(1, n)),
+        stages_per_rank=stages_per_rank,
+        split=tuple(f"layer{i}" for i in range(1, num_stages)),
     )
-    layout = PipelineLayout(schedule="1F1B", num_stages=n, num_microbatches=microbatches, stage_ranks=tuple(range(n)))
+    layout = PipelineLayout(
+        schedule=schedule,
+        num_stages=num_stages,
+        num_microbatches=microbatches,
+        stage_ranks=SCHEDULES[schedule].stage_ranks(num_stages, n),
+    )
     return dataclasses.replace(context, mesh=Mesh(pipeline=n), options=options, pipeline=layout)
-
-
-def _passes_in_a_row(workers: int, microbatches: int) -> float:
-    """Return how many passes of stages follow one another in a step, if each takes as long as any other."""
-    return extent_s(simulate(computations("1F1B", workers, microbatches), duration_of=lambda action: 1.0))
 
 
 def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: dist.ProcessGroup) -> float:

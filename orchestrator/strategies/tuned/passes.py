@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in, to_device
 from orchestrator.model.meta import on_meta_device
@@ -24,9 +25,11 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.replicated.dp import DP, DPConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
-from orchestrator.strategies.sharded.preflight import bytes_by_group
-from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
+from orchestrator.strategies.sharded.wrapping import bytes_by_group
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.tuned.stopwatch import LEAST_RUNS, mean_over, medians_ms
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
 NUM_SIZES = 5
@@ -35,6 +38,8 @@ LONGEST_PASS_MS = 500.0
 """Batches larger than one for which a pass takes longer are not measured: their passes are in proportion."""
 ADAM_BYTES = 2.0
 """The state of Adam for each byte of the parameters, for an optimizer that could not be tried."""
+TOGETHER_S, MOST_TOGETHER = 0.8, 8
+"""Steps that all ranks make together are repeated for about so long, but not more often."""
 STEPS = 10**9
 """The steps of the learning-rate schedule, which no measurement reaches."""
 
@@ -119,9 +124,10 @@ def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...
 class WholeModelCost:
     """Training steps of the whole model.
 
-    ``bytes_by_group`` are the parameters that are gathered together where tensors are divided. ``gradient_bytes`` is
-    the size of the gradients of a batch, which counts for sparse gradients. ``optimizer_bytes`` is the state of the
-    optimizer for each byte of the parameters.
+    Attributes:
+        bytes_by_group: the parameters that are gathered together where tensors are divided.
+        gradient_bytes: the size of the gradients of a batch, which counts for sparse gradients.
+        optimizer_bytes: the state of the optimizer for each byte of the parameters.
     """
 
     passes: tuple[PassCost, ...]
@@ -178,9 +184,7 @@ def whole_model_cost(
         context, mesh=Mesh(), global_rank=0, train=train, options=SingleConfig(name="single", num_workers=1)
     )
     strategy = Single(alone, job)
-    strategy.setup(train_set)
-    strategy.attach()
-    _keep_weights(strategy)
+    _prepare(strategy, train_set)
     sizes = sorted({max(1, math.ceil(largest / 2**i)) for i in range(NUM_SIZES)})
     batches = {rows: _batch(job, train_set, rows) for rows in sizes}
 
@@ -224,8 +228,88 @@ def whole_model_cost(
     )
 
 
-def _keep_weights(strategy: Single) -> None:
-    """Let updates change nothing: weights that fit the batch would have denormal gradients, which compute slowly."""
+def devices_ms(job: Job, train_set: Any, context: Context, control: dist.ProcessGroup) -> float | None:
+    """Measure a step of ``dp`` over a slice of the batch, on the first worker with the threads of all. Collective.
+
+    Returns:
+        Milliseconds; None on GPUs, of which a worker sees one, and if ``dp`` cannot train this job.
+    """
+    if context.device.type != "cpu":
+        return None
+    step_ms, rows, n = 0.0, slice_rows(context), context.mesh.world_size
+    if context.global_rank == 0:
+        strategy = DP(
+            dataclasses.replace(
+                context,
+                mesh=Mesh(),
+                train=dataclasses.replace(context.train, grad_accumulation=1, global_batch_size=rows, steps=STEPS),
+                options=DPConfig(name="dp", num_workers=n, loss_on="device0", verbose=False),
+                num_devices=n,
+            ),
+            job,
+        )
+        try:
+            _prepare(strategy, train_set)
+            batches = [_batch(job, train_set, rows)]
+            step = functools.partial(strategy.train_step, batches, want_grad_norm=False, want_metrics=False)
+            (step_ms,) = medians_ms([step], context.device)
+        except Exception:  # whatever the model raises, the other strategies can still train it
+            step_ms = math.nan
+        finally:
+            strategy.close()
+    step_ms = mean_over(1, step_ms, control)
+    return None if math.isnan(step_ms) else step_ms
+
+
+def together_ms(
+    strategy_class: type[Trainer],
+    options: StrategyConfig,
+    mesh: Mesh,
+    job: Job,
+    train_set: Any,
+    context: Context,
+    control: dist.ProcessGroup,
+    *,
+    expected_ms: float,
+) -> float | None:
+    """Measure a step that all ranks make together, over a slice of the batch. Collective.
+
+    Args:
+        strategy_class: a strategy in which every rank reads as many samples.
+        options: its keys.
+        mesh: all ranks.
+        job: the job.
+        train_set: its training set.
+        context: the place of this rank.
+        control: a group of all ranks, on the hosts.
+        expected_ms: about how long the step takes, the same on all ranks: long ones are repeated less often.
+
+    Returns:
+        Milliseconds; None if the strategy cannot train this job.
+    """
+    rows, n = slice_rows(context), context.mesh.world_size
+    train = dataclasses.replace(context.train, grad_accumulation=1, global_batch_size=rows, steps=STEPS)
+    strategy = strategy_class(dataclasses.replace(context, mesh=mesh, train=train, options=options), job)
+    try:
+        _prepare(strategy, train_set)
+        batches = [_batch(job, train_set, max(1, rows // n))]
+        step = functools.partial(strategy.train_step, batches, want_grad_norm=False, want_metrics=False)
+        runs = min(MOST_TOGETHER, max(LEAST_RUNS, round(1e3 * TOGETHER_S / max(1.0, expected_ms))))
+        (step_ms,) = medians_ms([step], context.device, runs=runs)
+    except Exception:  # whatever the model raises on all ranks, other strategies can still train it
+        step_ms = math.nan
+    finally:
+        strategy.close()
+    step_ms = mean_over(n, step_ms, control)
+    return None if math.isnan(step_ms) else step_ms
+
+
+def _prepare(strategy: Trainer, train_set: Any) -> None:
+    """Build the model, and let updates change nothing: weights that fit the batch would have denormal gradients, which
+    compute slowly.
+    """
+    strategy.setup(train_set)
+    strategy.attach()
     strategy.trained.scheduler = None
     for group in strategy.trained.optimizer.param_groups:
         group["lr"] = 0.0

@@ -23,7 +23,9 @@ and before numbers from the device are reported or saved.
 
 The host queries the event, so that the driver's word frees it even if the abort takes time. A step pays for this with
 the time to launch its update, because the host is not ahead of the device there. With ``recovery.max_failures=0`` no
-state has to survive, and the host does not wait.
+state has to survive, and the host does not wait. A flag on the device that fused optimizers read (``found_inf``) would
+let the host go on. But where the device leaves out an update, the moving average of the weights, the learning-rate
+schedule and optimizers without a fused update would have to be undone.
 """
 
 from __future__ import annotations

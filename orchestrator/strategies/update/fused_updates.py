@@ -8,15 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def fuse_updates(optimizer: Optimizer, *, device_type: str, sparse: Iterable[Tensor] = ()) -> None:
-    """Let ``optimizer`` update its parameters on ``device_type`` with one kernel for each group that allows it.
+def fuse_updates(optimizer: Optimizer, *, sparse: Iterable[Tensor] = ()) -> None:
+    """Let ``optimizer`` update its parameters with one kernel for each group that allows it.
 
     A group is left as it is if the job has chosen how it is updated (``fused``, ``foreach``, ``capturable`` or
-    ``differentiable``), or if the class has no such kernel for one of its parameters.
+    ``differentiable``), if the class has no such kernel for one of its parameters, or if these are on several devices.
 
     Args:
         optimizer: the optimizer, before its first update.
-        device_type: the type of the device.
         sparse: the parameters whose gradients are sparse.
     """
     excluded = set(sparse)
@@ -26,7 +25,9 @@ def fuse_updates(optimizer: Optimizer, *, device_type: str, sparse: Iterable[Ten
             continue
         group["fused"] = (
             all(
-                parameter.device.type == device_type and parameter.is_floating_point() and parameter not in excluded
+                parameter.device == group["params"][0].device
+                and parameter.is_floating_point()
+                and parameter not in excluded
                 for parameter in group["params"]
             )
             or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.compat.generators import seed_generators
+from orchestrator.compat.generators import derived_seed, seed_generators
 from orchestrator.protocol.messages import Assignment
 from orchestrator.strategies.base import Context
 
@@ -29,5 +29,4 @@ def context_of(assignment: Assignment, device: torch.device) -> Context:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed Python, NumPy and torch from (seed, step, rank), so that random operations repeat after a resume."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & ((1 << 63) - 1)
-    seed_generators(mixed)
+    seed_generators(derived_seed(seed, step, rank))

@@ -111,7 +111,8 @@ class StepGate:
 class Outbox:
     """Progress that the training thread reports, until the driver collects it.
 
-    ``redactor``: masks secrets in events, before anything keeps them.
+    Attributes:
+        redactor: masks secrets in events, before anything keeps them.
     """
 
     def __init__(self, redactor: Redactor) -> None:

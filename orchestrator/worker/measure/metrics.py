@@ -10,7 +10,6 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +26,7 @@ from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.gpu_sharing import GpuSharing
 from orchestrator.worker.measure.machine_meter import MachineMeter
+from orchestrator.worker.process.memory import peak_bytes
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -231,15 +231,11 @@ def _cpu_seconds() -> tuple[float, float]:
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """Return the peak memory of torch on the GPU, else of this process in RAM; None if the kernel does not count it.
-
-    ``getrusage`` does not serve: its peak includes the peak of the process from which this one was forked.
-    """
+    """Return the peak memory of torch on the GPU, else of this process in RAM; None if the kernel does not count it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    status = Path("/proc/self/status").read_text()
-    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    return None if peak is None else int(peak) * 1024 / 1e6
+    peak = peak_bytes()
+    return None if peak is None else peak / 1e6
 
 
 def system_metrics(cpu: CpuMeter, gpus: GpuMeter) -> dict[str, float]:

@@ -84,7 +84,7 @@ class JobReports:
                     f"job.on_step_end raised {error_with_place(e)}", method="on_step_end", step=step
                 )
 
-    def sample(self, *, step: int, samples_consumed: int) -> None:
+    def sample(self, *, step: int) -> None:
         """Let the job sample from the model, on the rank that has all of it, or gathers its parts.
 
         All ranks call this at the same step.
@@ -92,15 +92,15 @@ class JobReports:
         Raises:
             ModelChangedError: the job has changed the model.
         """
-        model, state = self._strategy.full_model, None
+        model, weights = self._strategy.full_model, None
         self._outbox.enter(step, "sample")
         if self._strategy.divides_model:
-            state = self._strategy.capture(step=step, samples_consumed=samples_consumed, into=None)
+            weights = self._strategy.gather_model()
             self._strategy.confirm()
-        if model is None and state is None:
+        if model is None and weights is None:
             return
         try:
-            self._samples.take(model, state, step=step)
+            self._samples.take(model, weights, step=step)
         except ModelChangedError:
             raise
         except Exception as e:

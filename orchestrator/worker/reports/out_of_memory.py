@@ -1,9 +1,11 @@
-"""What a user is told when a GPU runs out of memory: how much was asked for, what takes the memory, what to change."""
+"""What a user is told when memory runs out: how much was asked for, what takes the memory, what to change."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.strategies.measure.memory import TensorKind, TensorSize
@@ -13,6 +15,7 @@ LARGEST = 5
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_ASKED_OF_HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes")
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}")
 _ALLOCATED = re.compile(rf"allocated memory {_SIZE} is allocated by PyTorch")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
@@ -25,23 +28,30 @@ _KINDS: tuple[tuple[TensorKind, str], ...] = (
 
 
 def explain_out_of_memory(
-    error: str, *, tensors: Iterable[TensorSize], train: TrainConfig, is_pipelined: bool, has_training_step: bool
+    error: str, *, tensors: Iterable[TensorSize], train: TrainConfig, is_divided: bool, has_training_step: bool
 ) -> str:
     """Return the message of an out-of-memory error.
 
     Args:
-        error: the text of ``torch.OutOfMemoryError``, whose figures are those at the moment of the failure.
+        error: the text of an error of torch, whose figures are those at the moment of the failure.
         tensors: the training state on this rank; what else is allocated are mostly activations.
         train: the ``train`` section of the configuration.
-        is_pipelined: whether the model is cut into stages already.
+        is_divided: whether workers have parts of the model already.
         has_training_step: whether the job makes its own updates, which leaves fewer keys to change.
     """
     parts = [_figures(error), *_state(list(tensors))]
-    advice = _advice(error, train, is_pipelined=is_pipelined, has_training_step=has_training_step)
+    advice = _advice(error, train, is_divided=is_divided, has_training_step=has_training_step)
     return f"{'; '.join(parts)}. To need less memory: {', or '.join(advice)}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch found too little memory, on a GPU or in the host."""
+    return isinstance(error, torch.OutOfMemoryError) or _ASKED_OF_HOST.search(str(error)) is not None
+
+
 def _figures(error: str) -> str:
+    if (of_host := _ASKED_OF_HOST.search(error)) is not None:
+        return f"CPU out of memory: tried to allocate {_text(int(of_host[1]))}"
     asked, capacity, allocated, unused = (
         None if (found := pattern.search(error)) is None else found[1]
         for pattern in (_ASKED, _CAPACITY, _ALLOCATED, _UNUSED)
@@ -65,7 +75,7 @@ def _state(tensors: Sequence[TensorSize]) -> list[str]:
     ]
 
 
-def _advice(error: str, train: TrainConfig, *, is_pipelined: bool, has_training_step: bool) -> list[str]:
+def _advice(error: str, train: TrainConfig, *, is_divided: bool, has_training_step: bool) -> list[str]:
     advice = []
     asked, unused = _ASKED.search(error), _UNUSED.search(error)
     if asked is not None and unused is not None and _bytes(unused[1]) > _bytes(asked[1]):
@@ -77,8 +87,8 @@ def _advice(error: str, train: TrainConfig, *, is_pipelined: bool, has_training_
         advice.append("set train.activation_checkpointing=blocks")
     if train.precision in ("fp32", "tf32"):
         advice.append("set train.precision=bf16")
-    if not is_pipelined and not has_training_step:
-        advice.append("cut the model with strategy=pipeline")
+    if not is_divided and not has_training_step:
+        advice.append("divide the model with strategy=fsdp or strategy=pipeline")
     return advice
 
 

@@ -15,7 +15,6 @@ from orchestrator.job import Job
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.train_state import TrainState
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.job_calls import call_without_effect
 from orchestrator.worker.reports.pictures import picture
@@ -27,11 +26,6 @@ _TEXT = "sample"
 
 class SampleError(ValueError):
     """What the job returned is not a sample, or cannot be written; the text says why."""
-
-
-def has_samples(job: Job) -> bool:
-    """Return whether the job draws samples."""
-    return type(job).sample is not Job.sample
 
 
 class Samples:
@@ -52,12 +46,12 @@ class Samples:
         self._seed = seed
         self._redactor = redactor
 
-    def take(self, model: nn.Module | None, state: TrainState | None, *, step: int) -> None:
+    def take(self, model: nn.Module | None, weights: Mapping[str, Tensor] | None, *, step: int) -> None:
         """Let the job draw samples, and write them.
 
         Args:
-            model: the model; None to build it on the CPU from ``state``.
-            state: the state of the whole model, if there is no ``model``.
+            model: the model; None to build it on the CPU with ``weights``.
+            weights: the tensors of the whole model, if there is no ``model``.
             step: the last completed step.
 
         Raises:
@@ -67,7 +61,7 @@ class Samples:
         """
 
         def draw() -> Any:
-            whole = self._rebuilt(state) if model is None else model
+            whole = self._rebuilt(weights) if model is None else model
             whole.eval()
             return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
 
@@ -82,10 +76,10 @@ class Samples:
         for name, sample in result.items():
             self._save(name, sample, step)
 
-    def _rebuilt(self, state: TrainState | None) -> nn.Module:
-        assert state is not None
+    def _rebuilt(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
+        assert weights is not None
         model = self._job.model()
-        model.load_state_dict(state.model)
+        model.load_state_dict(weights)
         return model
 
     def _save(self, name: Any, sample: Any, step: int) -> None:

@@ -13,8 +13,10 @@ from jobs.names import Names
 from orchestrator.config.build import build
 from orchestrator.tuning.profile import NO_COST, Profile
 
+EVERY_KIND = ("parameter_server", "dp", "pipeline", "fsdp")
 
-def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
+
+def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple[Any, ...] = EVERY_KIND) -> Any:
     """The profile as a checkpoint has it; None on all ranks but the first."""
     import dataclasses
 
@@ -27,7 +29,7 @@ def measured(rank: int, job: Any, world_size: int, batch: int) -> Any:
     options = AutoConfig(
         name="auto",
         num_workers=world_size,
-        candidates=("parameter_server",),
+        candidates=candidates,
         schedules=("1F1B",),
         measured=0,
         measured_steps=1,
@@ -76,7 +78,17 @@ def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for
     assert NO_COST not in (group.all_reduce, group.all_gather, group.reduce_scatter)
     assert sum(profile.bytes_by_group) == profile.parameter_bytes
     assert min(profile.base_ms, profile.data.at(8)) > 0
-    assert profile.server != NO_COST
+    assert NO_COST not in (profile.server, profile.pipeline, profile.interleaved)
+    assert profile.devices_ms
+    assert profile.ddp_ms
+    assert profile.parts_ms
+
+
+def test_what_no_candidate_needs_is_not_measured(gang: Gang) -> None:
+    profile = profile_of(gang.run(measured, Digits(hidden=8), 2, 8, ("ddp",), world_size=2))
+    assert profile.groups
+    assert {profile.server, profile.pipeline, profile.interleaved} == {NO_COST}
+    assert (profile.devices_ms, profile.parts_ms) == (None, 0.0)
 
 
 def test_one_worker_measures_a_model_that_cannot_be_cut(gang: Gang) -> None:

@@ -63,6 +63,23 @@ def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
         assert all(r.training for r in ranks)
 
 
+def keeps_after_a_step(rank: int, case: Case, folder: str) -> bool:
+    """Whether a worker that gathers keeps a large block when it has trained."""
+    from orchestrator.worker.process import allocator, memory
+
+    allocator.set_allocator(gathers=True)
+    run_loop(rank, case, 2, folder, None, 0)
+    block = torch.ones(30 * 2**18)  # 30 MiB, just below what glibc can keep
+    before = memory._status()["VmData"]
+    del block
+    return memory._status()["VmData"] == before
+
+
+def test_a_first_step_shows_that_there_is_memory_to_keep(gang, tmp_path):
+    case = LAYOUTS["fsdp-2"].of(Case(job=digits(), train=having(steps=1, global_batch_size=14)))
+    assert gang.run(keeps_after_a_step, case, str(tmp_path), world_size=2) == [True, True]
+
+
 def test_a_step_that_is_skipped_is_told_once(gang, tmp_path):
     (bad,) = SampleOrder(n=200, seed=3).indices(2 * 14, 1)
     case = Case(job=Poisoned(bad=(bad,)), train=having(steps=4, global_batch_size=14, on_nonfinite="skip"))

@@ -155,6 +155,19 @@ def test_a_text_needs_no_name_and_none_is_no_sample(gang, tmp_path):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Silent(Returning):
+    @property
+    def draws_samples(self) -> bool:
+        return False
+
+
+def test_a_job_that_draws_nothing_is_not_asked(gang, tmp_path):
+    case = LAYOUTS["fsdp-2"].of(Case(job=Silent(what=KeyError("asked")), train=SEVEN))
+    for ran in run(gang, tmp_path, case):
+        assert (ran.outcome.status, ran.outcome.texts, ran.warnings) == ("done", {}, [])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unvalidated(Showing):
     def dataset(self, split: Split) -> Dataset[Any] | None:
         return super().dataset(split) if split == "train" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.equal_loss import assert_equal_losses
-from helpers.conformance.layouts import ADAMW, SGD, pipeline
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, pipeline
 from helpers.conformance.training import losses, train
+from jobs.gpt import GPT
+from jobs.hf import HuggingFace
 from jobs.names import Names
 from jobs.resnet50 import ResNet50
 from jobs.sparse import MatrixCompletion, SparseLogistic
@@ -93,3 +96,38 @@ def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     train = having(global_batch_size=25, grad_accumulation=grad_accumulation)
     ranks = assert_equal_losses(gang, Case(job=job, train=train), world_sizes, rtol=ADAMW)
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))
+
+
+def test_adapters_of_a_small_llama_train_alike_under_fsdp_and_are_exported(gang, tmp_path):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    pytest.importorskip("peft")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["1+1=2"], vocab_size=257, special_tokens=["<end>"], show_progress=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    base = GPT(
+        variant="llama", layers=2, width=16, heads=2, context=16, vocabulary=300, end_token=0,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )  # fmt: skip
+    base.export(base.model().state_dict(), tmp_path / "llama", "hf")
+    sums = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(10) for b in range(10)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(example) + "\n" for example in sums))
+    job = HuggingFace(
+        model_name_or_path=str(tmp_path / "llama"), train_file=str(tmp_path / "sums.jsonl"), block_size=8,
+        peft="lora", peft_options={"r": 2, "target_modules": "all-linear"}, learning_rate=1e-2,
+    )  # fmt: skip
+    job.check()
+    case = Case(job=job, train=having(global_batch_size=9))
+    (alone,) = gang.run(train, case, world_size=1)
+    expected = losses([alone])
+    assert expected[-1] < expected[0]
+    ranks = gang.run(train, LAYOUTS["fsdp-2"].of(case), world_size=2)
+    torch.testing.assert_close(losses(ranks), expected, rtol=ADAMW, atol=0)
+    torch.manual_seed(0)
+    model = job.model()
+    job.export(model.state_dict() | alone.model, tmp_path / "new", "hf")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    batch = job.collate([job.dataset("train")[0]])
+    model.load_state_dict(model.state_dict() | alone.model)
+    with torch.no_grad():
+        logits = merged(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        torch.testing.assert_close(logits, model.eval()(batch), rtol=1e-5, atol=1e-5)

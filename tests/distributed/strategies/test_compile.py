@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
-from helpers.conformance.layouts import LAYOUTS, SGD, Layout, layout, pipeline
+from helpers.conformance.layouts import LAYOUTS, SGD, Layout, fsdp_pipeline, layout, pipeline
 from helpers.conformance.training import Steps, losses, train
 from helpers.jobs.block_jobs import BlockDigits
 from helpers.jobs.quick_jobs import digits
@@ -79,6 +79,7 @@ def test_a_compiled_model_has_the_losses_and_the_names_of_the_plain_one(
 
 BLOCKS = BlockDigits(hidden=24, listed=True, dropout=0.0)
 BLOCKS_IN_BOTH = layout(pipeline("1F1B", 4, split=("blocks.1",)), 2)
+PARTS_IN_BOTH = layout(replace(fsdp_pipeline("1F1B", 2, reshard=True), split=("blocks.1",)), 4)
 """By names: measured times could cut two runs at different places."""
 
 
@@ -94,6 +95,7 @@ BLOCKS_IN_BOTH = layout(pipeline("1F1B", 4, split=("blocks.1",)), 2)
         ),
         pytest.param(BLOCKS_IN_BOTH, {"compile": "blocks"}, id="pipeline", marks=pytest.mark.campaign),
         pytest.param(LAYOUTS["fsdp-2"], {"compile": "blocks"}, id="fsdp", marks=pytest.mark.campaign),
+        pytest.param(PARTS_IN_BOTH, {"compile": "blocks"}, id="fsdp-pipeline", marks=pytest.mark.campaign),
         pytest.param(
             LAYOUTS["hsdp-2x2"],
             {"compile": True, "activation_checkpointing": "blocks"},
@@ -170,6 +172,10 @@ def test_the_flops_of_compiled_blocks_that_are_computed_again_are_those_of_plain
         (
             "fsdp",
             "train.compile=true: strategy=fsdp gathers parameters between the blocks of the model; set it to blocks",
+        ),
+        (
+            "fsdp_pipeline",
+            "train.compile=true: strategy=fsdp_pipeline gathers parameters between the blocks of the model; set it to",
         ),
         ("ddp", "strategy.bucket_mb=0.001: torch.compile cuts the backward pass at the buckets"),
     ],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
-from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone
-from helpers.conformance.training import make, steps
+from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone, whole_model
+from helpers.conformance.training import losses, make, steps, train
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Toy
 from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.fsdp import FSDP
 
@@ -112,7 +114,7 @@ def test_any_parameters_of_stages_have_the_losses_norms_and_values_of_one_worker
     gang: Gang, schedule: str, reshard: bool
 ) -> None:
     case = Case(job=OddToy(lr=0.02), train=having(global_batch_size=32, grad_accumulation=2, clip_norm=0.5))
-    keys = {"schedule": schedule, "num_microbatches": 4, "reshard_after_forward": reshard}
+    keys = {"schedule": schedule, "num_microbatches": 4, "reshard_after_forward": reshard, "prefetch": 2}
     assert_as_alone(gang, case, "fsdp-1F1B-2x2", want_grad_norm=True, **keys)
 
 
@@ -121,10 +123,11 @@ def test_any_parameters_of_stages_have_the_losses_norms_and_values_of_one_worker
     [
         (FSDP_5, {}),
         ("fsdp-3", {"reshard_after_forward": False}),
-        ("fsdp-3", {"wrap": ("Linear",)}),
+        ("fsdp-3", {"wrap": ("Linear",), "prefetch": 2}),
+        ("fsdp-3", {"cpu_offload": True}),
         ("sharded-ddp-3", {}),
     ],
-    ids=["five", "kept", "classes", "optimizer"],
+    ids=["five", "kept", "classes", "offloaded", "optimizer"],
 )
 def test_slices_clipping_and_uneven_shares(gang: Gang, name: str | Layout, changes: dict[str, Any]) -> None:
     train = having(global_batch_size=34, grad_accumulation=3, clip_norm=0.2)
@@ -170,6 +173,81 @@ def test_a_rank_that_begins_never_has_more_than_its_parts_and_one_block(gang: Ga
     for peak, own in gang.run(held_at_most, LAYOUTS["fsdp-3"].of(Case(job=job)), world_size=3):
         assert own < sum(sizes) / 2.5
         assert own < peak < own + 2 * max(sizes)
+
+
+def test_parts_that_are_drawn_by_themselves_train(gang: Gang) -> None:
+    case = Case(job=digits(depth=3), train=having(global_batch_size=32, init="fast"))
+    seeded, drawn = (
+        gang.run(train, LAYOUTS["hsdp-2x2"].of(replace(case, train=having(case.train, init=init))), world_size=4)
+        for init in ("seeded", "fast")
+    )
+    whole_model(drawn)
+    curve = losses(drawn)
+    assert curve[-1] < curve[0]
+    assert curve[0] != losses(seeded)[0]
+
+
+def gathered_model(rank: int, case: Case) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    """What rank 0 gathers to show it to the job, and what it would save alone."""
+    strategy = make(case, rank)
+    list(steps(strategy, last=2))
+    shown = strategy.gather_model()
+    saved = strategy.capture(step=2, samples_consumed=2 * case.train.global_batch_size, into=None)
+    return None if shown is None else dict(shown), None if saved is None else dict(saved.model)
+
+
+@pytest.mark.parametrize("name", ["fsdp-3", "hsdp-2x2", "fsdp-1F1B-2x2", "1F1B-2x2"])
+def test_rank_0_gathers_the_model_to_show_it_to_the_job(gang: Gang, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=OddToy(lr=0.02), train=having(global_batch_size=32)))
+    (shown, saved), *others = gang.run(gathered_model, case, world_size=LAYOUTS[name].world_size)
+    assert shown is not None
+    assert saved is not None
+    assert list(shown) == list(saved)
+    assert [name for name in saved if not torch.equal(shown[name], saved[name])] == []
+    assert others == [(None, None)] * len(others)
+
+
+def gathered_before(rank: int, case: Case) -> list[int]:
+    """How many gathers have begun at the first forward and the first backward pass of each of the blocks."""
+    begun: list[WaitTimer] = []
+    waiting = WaitTimer.waiting
+
+    def counted(timer: WaitTimer) -> contextlib.AbstractContextManager[None]:
+        begun.append(timer)
+        return waiting(timer)
+
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WaitTimer, "waiting", counted)
+        strategy = make(case, rank)
+        assert isinstance(strategy, FSDP)
+        gathers = strategy.passes.divided.gathers
+
+        def count(*_: object) -> None:
+            seen.append(sum(timer is gathers for timer in begun))
+
+        for block in strategy.passes.model.blocks:
+            block.norm.register_forward_hook(count)
+            block.norm.register_full_backward_pre_hook(count)
+        list(steps(strategy, last=1))
+    return seen[:8]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (0, [2, 3, 3, 4, 5, 6, 7, 7]),
+        (1, [2, 3, 3, 4, 6, 7, 7, 7]),
+        (2, [3, 4, 4, 4, 7, 7, 7, 7]),
+    ],
+)
+def test_blocks_are_gathered_ahead_of_the_one_that_runs(gang: Gang, ahead: int, expected: list[int]) -> None:
+    """In the forward pass, then in the backward pass.
+
+    The root is one group, and the first block and the third, which share a tensor, are another.
+    """
+    case = LAYOUTS["fsdp-2"].of(Case(job=OddToy(), train=having(global_batch_size=8)), prefetch=ahead)
+    assert gang.run(gathered_before, case, world_size=2) == [expected] * 2
 
 
 def test_each_rank_of_ddp_holds_its_part_of_the_optimizer_state_and_all_parameters(gang: Gang) -> None:

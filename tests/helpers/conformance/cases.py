@@ -34,6 +34,7 @@ TRAIN = schema.TrainConfig(
     compile=False,
     on_nonfinite="stop",
     ema_decay=None,
+    init="seeded",
     deterministic=False,
 )
 SINGLE = SingleConfig(name="single", num_workers=1)

@@ -82,11 +82,12 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
         stages_per_rank="auto",
         wrap="auto",
         reshard_after_forward=reshard,
+        prefetch=1,
     )
 
 
-FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True)
-HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True)
+FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False)
+HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True, prefetch=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,13 @@ class Golden:
         names = (f"tests/golden/{name}.txt", "the text now")
         difference = "\n".join(difflib.unified_diff(expected.splitlines(), text.splitlines(), *names, lineterm=""))
         assert text == expected, f"{difference}\nIf this is intended: pytest --renew-golden FILE, then git diff"
+
+    def answers(self, name: str, answer: Callable[..., str]) -> None:
+        """Compare a file with what is answered to the words of each of its headings. Renewing answers new ones."""
+        lines = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+        asked = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+        assert asked
+        self(name, sections({question: [answer(*shlex.split(question))] for question in asked}))
 
 
 def sections(texts: Mapping[str, list[str]]) -> str:

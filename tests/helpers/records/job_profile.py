@@ -44,7 +44,9 @@ PROFILE = Profile(
     server=Affine(overhead_ms=4.0, ms_per_unit=5.0),
     base_ms=0.0,
     ddp_ms=1.0,
-    pipeline_ms=0.25,
-    action_ms=0.0,
+    devices_ms=None,
+    parts_ms=0.5,
+    pipeline=Affine(overhead_ms=0.25, ms_per_unit=0.0),
+    interleaved=Affine(overhead_ms=0.5, ms_per_unit=2.0),
     free_bytes=10_000,
 )

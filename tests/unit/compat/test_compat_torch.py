@@ -300,9 +300,11 @@ model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
 model[0].scale = torch.nn.Parameter(torch.ones(()))
 group = dist.group.WORLD
 timed = {"gathering": contextlib.nullcontext, "scattering": contextlib.nullcontext}
-sharded = FullySharded(model, group, torch.device("cpu"), keep_whole=True, undivided=[model[0].scale], **timed)
+kept = {"keep_whole": True, "offload": True, "undivided": [model[0].scale]}
+sharded = FullySharded(model, group, torch.device("cpu"), **kept, **timed)
 sharded.gather_together([model[1]])
 sharded.gather_together([model])
+assert all(p.offload_to_cpu for together in sharded._groups() for p in together.fsdp_params)
 part = local_part(model[0].weight).fill_(1)
 for last in (False, True):
     with sharded.around_slice(last=last):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.files.golden import Golden
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
 from orchestrator.config.overrides import GROUPS, choices, conf_dir, expand_sweep
 from orchestrator.config.schema import (
-    LARGEST_SEED,
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -160,18 +160,6 @@ def test_interpolations_are_resolved_on_the_spot(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("name=${oc.env:NOWHERE_SET}", "name: Environment variable 'NOWHERE_SET' not found"),
-        ("train.clip_norm=${train.nothing}", "train.clip_norm: Interpolation key 'train.nothing' not found"),
-        ("train.steps=???", "train.steps=???: missing; give it a value"),
-    ],
-)
-def test_an_interpolation_that_fails_names_its_key_and_hides_no_other_error(word: str, said: str) -> None:
-    assert errors_of(word, "seed=x") == [said, "seed=x: expected a whole number of at least 0"]
-
-
-@pytest.mark.parametrize(
     ("word", "value"),
     [
         ("output_dir=~/runs", "~/runs"),
@@ -198,63 +186,15 @@ def test_yaml_and_dict_come_back_as_the_files_have_them() -> None:
 
 # Faults -------------------------------------------------------------------------------------------
 
-EXPECTED_WORKERS = "expected a whole number of at least 1, auto or [a whole number, a whole number]"
 
+def test_what_is_refused(golden: Golden) -> None:
+    def errors(*words: str) -> str:
+        text = "\n".join(errors_of(*words))
+        for group in GROUPS:
+            text = text.replace(", ".join(choices(group)), f"<every {group}>")
+        return text
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("strategy.num_workers=2.5", EXPECTED_WORKERS),
-        ("strategy.num_workers=many", EXPECTED_WORKERS),
-        ("strategy.num_workers=true", EXPECTED_WORKERS),
-        ("strategy.num_workers=null", EXPECTED_WORKERS),
-        ("strategy.num_workers=[1,2,3]", EXPECTED_WORKERS),
-        ("strategy.num_workers={a:1}", EXPECTED_WORKERS),
-        ("strategy.num_workers=", EXPECTED_WORKERS),
-        ("strategy.num_workers=0", "must be at least 1"),
-        ("strategy.num_workers=-1", "must be at least 1"),
-        ("train.steps=1e3", "expected a whole number of at least 1"),
-        ("train.steps=null", "expected a whole number of at least 1"),
-        ("train.clip_norm=0", "must be greater than 0"),
-        ("train.clip_norm=nan", "expected a number or null"),
-        ("train.clip_value=0", "must be greater than 0"),
-        ("train.ema_decay=1", "must be less than 1"),
-        ("train.clip_norm=inf", "expected a number or null"),
-        ("train.clip_norm=true", "expected a number or null"),
-        ("train.precision=fp64", "expected auto, fp32, tf32, bf16, bf16-true or fp16"),
-        ("train.deterministic=1", "expected true or false"),
-        ("train.eval_splits=val", "expected a list, each item text"),
-        ("train.eval_splits=[a/b]", "'a/b': expected a letter, followed by letters, digits and '_'"),
-        ("train.eval_splits=[val,perf]", "'perf' begins the names of other metrics; rename the split"),
-        ("train.eval_splits=[val,val]", "'val' is there twice; keep one"),
-        (
-            "checkpoint.best=test/loss",
-            "no evaluation reports it with train.eval_splits=[val]: their metrics begin with val/",
-        ),
-        (
-            "checkpoint.best=val/accuracy",
-            "say which values are better, with checkpoint.best_direction=maximize or "
-            "checkpoint.best_direction=minimize",
-        ),
-        (
-            "train.stop_after=3",
-            "set checkpoint.best to the metric that has to improve, such as checkpoint.best=val/loss",
-        ),
-        ("plan=yes", "expected true or false"),
-        ("resume=[a]", "expected text"),
-        ("tracking.uri=[]", "expected text or null"),
-        ("cluster.device=gpu", "expected auto, cpu or cuda"),
-        (f"seed={LARGEST_SEED + 1}", f"must be at most {LARGEST_SEED}"),
-        ("seed=-1", "must be at least 0"),
-        ("name=a/b", "expected 1 to 100 characters without slashes or control characters"),
-        ("name=", "expected 1 to 100 characters without slashes or control characters"),
-    ],
-)
-def test_values_are_typed_and_limited(word: str, said: str) -> None:
-    error = only_error(word)
-    key, _, value = word.partition("=")
-    value = {"1e3": "1000.0"}.get(value, value)
-    assert error == f"{key}={value}: {said}"
+    golden.answers("errors/config", errors)
 
 
 @pytest.mark.parametrize("character", ["\n", "\x1b", "\x9b", "\u2028", "\u202e"])
@@ -262,85 +202,11 @@ def test_a_name_has_no_characters_that_rule_a_terminal(character: str) -> None:
     assert only_error(f"name='a{character}b'").endswith("characters without slashes or control characters")
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("train.step=3", "train.step: unknown key; did you mean train.steps?"),
-        ("+train.step=3", "train.step: unknown key; did you mean train.steps?"),
-        ("++train.step=3", "train.step: unknown key; did you mean train.steps?"),
-        ("train={step: 3}", "train.step: unknown key; did you mean train.steps?"),
-        ("trian.steps=3", "trian: unknown key; did you mean train?"),
-        ("strategy.comm_hok=bf16", "strategy.comm_hok: unknown key; did you mean strategy.comm_hook?"),
-        ("steps=3", "steps: unknown key; did you mean train.steps?"),
-        ("num_workers=3", "num_workers: unknown key; did you mean data.num_workers or strategy.num_workers?"),
-        ("comm_hook=bf16", "comm_hook: unknown key; did you mean strategy.comm_hook?"),
-        ("_target_=x.Y", "_target_: unknown key; valid: "),
-        ("train._target_=os.system", "train._target_: unknown key; valid: train."),
-        ("defaults=3", "defaults: unknown key; valid: "),
-        ("hydra.run.dir=x", "hydra.run.dir=x: unknown key; "),
-        ("hydra/launcher=ray", "hydra/launcher=ray: unknown key; "),
-        ("strategy@train=ddp", "strategy@train=ddp: unknown key; "),
-        ("=3", "=3: unknown key; "),
-    ],
-)
-def test_unknown_keys_are_refused_with_the_nearest_name(word: str, said: str) -> None:
-    assert only_error(word).startswith(said)
-
-
-def test_the_key_of_another_strategy_names_its_owner() -> None:
-    error = only_error("strategy=single", "strategy.comm_hook=bf16")
-    assert error == "strategy.comm_hook: no such key in strategy=single; it belongs to strategy=ddp"
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("strategy=ddpp", f"strategy=ddpp: unknown; did you mean ddp? (valid: {', '.join(choices('strategy'))})"),
-        ("strategy=zzz", f"strategy=zzz: unknown; valid: {', '.join(choices('strategy'))}"),
-        ("strategy=null", f"strategy=null: unknown; valid: {', '.join(choices('strategy'))}"),
-        ("strategy=[ddp,single]", f"strategy=[ddp,single]: unknown; valid: {', '.join(choices('strategy'))}"),
-        ("job=mine.Line", "job=mine.Line: unknown; for a class of your own, write job._target_=mine.Line"),
-        ("job=gptt", f"job=gptt: unknown; did you mean gpt? (valid: {', '.join(choices('job'))})"),
-        (
-            "experiment=qick",
-            f"experiment=qick: unknown; did you mean quick? (valid: {', '.join(choices('experiment'))})",
-        ),
-    ],
-)
-def test_unknown_words_of_a_group(word: str, said: str) -> None:
-    assert only_error(word) == said
-
-
 def test_keys_below_an_unknown_word_are_not_judged() -> None:
     assert len(errors_of("strategy=piipeline", "strategy.schedule=1f1b")) == 1
     errors: list[str] = []
     assert compose(["job=gptt", "job.layers=2"], errors, registry.config_class)[1] is None
     assert len(errors) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train.steps=1", "train.steps=2"], "train.steps: given twice, as train.steps=1 and train.steps=2; keep one"),
-        (
-            ["train.steps=1", "+train.steps=1"],
-            "train.steps: given twice, as train.steps=1 and +train.steps=1; keep one",
-        ),
-        (["strategy=ddp", "strategy=single"], "strategy: given twice, as strategy=ddp and strategy=single; keep one"),
-        (["job=gpt", "job._target_=x.Y"], "job and job._target_: both name the job; keep one"),
-        (["strategy.name=ddp"], "strategy.name=ddp: cannot be set; choose the strategy with strategy=<name>"),
-        (["~train.steps"], "~train.steps: keys cannot be removed; set another value"),
-        (["~strategy"], "~strategy: keys cannot be removed; set another value"),
-        (["train.steps"], "train.steps: expected key=value"),
-        (["job._target_=null"], "job._target_=null: expected package.module.Class; or choose a job with job=<name>"),
-        (
-            ["strategy=single", "strategy.num_workers=2"],
-            "strategy.num_workers=2: strategy=single has one worker; use strategy=ddp for more",
-        ),
-    ],
-)
-def test_contradictions(words: list[str], said: str) -> None:
-    assert only_error(*words) == said
 
 
 @pytest.mark.parametrize("text", ["1_0", "1e3", "007", "true", "nan", "-5", "1.", "2026-11-21", "v1.0"])
@@ -351,20 +217,6 @@ def test_text_stays_as_it_was_typed(text: str) -> None:
 
 def test_null_is_no_text() -> None:
     assert composed("name=null", "tracking.uri=null").name is None
-
-
-def test_several_values_need_the_option() -> None:
-    assert "-m" in only_error("train.steps=1,2")
-
-
-def test_all_errors_come_at_once() -> None:
-    words = ["strategy=ddpp", "train.step=1", "train.steps=x", "cluster.device=tpu", "foo=1", "bar", "seed=1", "seed=2"]
-    found = "\n".join(errors_of(*words, "checkpoint.keep=0", "job=gptt", "~data", "name=${nothing}"))
-    for key in ("strategy=ddpp", "train.step:", "train.steps=x", "cluster.device=tpu", "foo:", "bar:", "seed: given"):
-        assert key in found
-    for key in ("checkpoint.keep=0", "job=gptt", "~data", "name: "):
-        assert key in found
-    assert len(found.splitlines()) == 11
 
 
 def test_a_job_is_returned_beside_errors_elsewhere_so_that_it_is_checked_too() -> None:

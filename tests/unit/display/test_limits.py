@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.files.golden import Golden, sections
 from orchestrator.display.limits import larger_microbatches, what_limited
 
 FAST = {"samples_per_s": 4000.0, "data_wait_pct": 1.0}
@@ -28,84 +29,32 @@ def record(
     }
 
 
-@pytest.mark.parametrize(
-    ("summary", "settings", "sentence"),
-    [
-        (
-            {"data_wait_pct": 35.2, "comm_pct": 12.0},
-            record("ddp", loaders=2),
-            "limited by waiting for samples, 35% of a step; try data.num_workers=4",
-        ),
-        (
-            {"data_wait_pct": 46.0, "step_ms_p50": 1.2},
-            record("single"),
-            "limited by waiting for samples, 46% of a step; try train.global_batch_size=128",
-        ),
-        (
-            {"comm_pct": 45.0},
-            record("ddp"),
-            "limited by waiting for other ranks, 45% of a step; try train.global_batch_size=128",
-        ),
-        (
-            {"comm_pct": 45.0},
-            record("ddp", device="cuda", strategy__comm_hook="none"),
-            "limited by waiting for other ranks, 45% of a step; try strategy.comm_hook=bf16",
-        ),
-        (
-            {"comm_pct": 45.0},
-            record("parameter_server", strategy__consistency="sync"),
-            "limited by waiting for other ranks, 45% of a step; try strategy.consistency=stale",
-        ),
-        (
-            {"bubble_pct": 52.0, "bubble_theory_pct": 50.0},
-            record("model_parallel", microbatches=1),
-            "limited by idle stages, 52% of a step; try strategy=pipeline",
-        ),
-        (
-            {"bubble_pct": 24.0, "bubble_theory_pct": 20.0},
-            record("pipeline", microbatches=4),
-            "limited by idle stages, 24% of a step (20% in theory); try strategy.num_microbatches=8",
-        ),
-        (
-            {"bubble_pct": 24.0, "bubble_theory_pct": 20.0},
-            record("pipeline", microbatches=64),
-            "limited by idle stages, 24% of a step (20% in theory); try train.global_batch_size=128",
-        ),
-        (
-            {"bubble_pct": 68.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 40.0},
-            record("pipeline", microbatches=4),
-            "limited by idle stages, 68% of a step (20% in theory), because its micro-batches are small; "
-            "try train.global_batch_size=1024, or a larger model",
-        ),
-        (
-            {"bubble_pct": 91.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 10.0},
-            record("pipeline", microbatches=4),
-            "limited by idle stages, 91% of a step (20% in theory), because its micro-batches are small; "
-            "try a larger model",
-        ),
-        (
-            {"comm_pct": 2.0, "effective_time_pct": 60.0, "restarts": 3},
-            record("ddp", recovery__spares=0),
-            "limited by failures, 40% of the time; try recovery.spares=1",
-        ),
-        ({}, record("single"), "limited by computation; try strategy=ddp"),
-        ({"comm_pct": 4.0}, record("ddp"), "limited by computation"),
-        (
-            {"comm_pct": 4.0, "mfu_pct": 31.4},
-            record("ddp", device="cuda", train__precision="fp32"),
-            "limited by computation at 31% MFU; try train.precision=bf16",
-        ),
-        (
-            {"comm_pct": 45.0},
-            None,
-            "limited by waiting for other ranks, 45% of a step; try a larger train.global_batch_size",
-        ),
-    ],
-)
-def test_the_largest_loss_of_time_is_named_with_a_key(
-    summary: dict[str, Any], settings: dict[str, Any] | None, sentence: str
-) -> None:
-    assert what_limited({**FAST, **summary}, settings) == sentence
+IDLE = {"bubble_pct": 24.0, "bubble_theory_pct": 20.0}
+SMALL = {"bubble_pct": 68.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 40.0}
+TINY = {"bubble_pct": 91.0, "bubble_theory_pct": 20.0, "busiest_worker_pct": 10.0}
+NAIVE = {"bubble_pct": 52.0, "bubble_theory_pct": 50.0}
+CASES = {
+    "data with loaders": ({"data_wait_pct": 35.2, "comm_pct": 12.0}, record("ddp", loaders=2)),
+    "data without": ({"data_wait_pct": 46.0, "step_ms_p50": 1.2}, record("single")),
+    "ranks on CPUs": ({"comm_pct": 45.0}, record("ddp")),
+    "ranks on GPUs": ({"comm_pct": 45.0}, record("ddp", device="cuda", strategy__comm_hook="none")),
+    "synchronous shards": ({"comm_pct": 45.0}, record("parameter_server", strategy__consistency="sync")),
+    "one micro-batch": (NAIVE, record("model_parallel", microbatches=1)),
+    "4 micro-batches": (IDLE, record("pipeline", microbatches=4)),
+    "64 micro-batches": (IDLE, record("pipeline", microbatches=64)),
+    "small micro-batches": (SMALL, record("pipeline", microbatches=4)),
+    "tiny micro-batches": (TINY, record("pipeline", microbatches=4)),
+    "failures": ({"comm_pct": 2.0, "effective_time_pct": 60.0, "restarts": 3}, record("ddp", recovery__spares=0)),
+    "one worker": ({}, record("single")),
+    "two workers": ({"comm_pct": 4.0}, record("ddp")),
+    "GPUs": ({"comm_pct": 4.0, "mfu_pct": 31.4}, record("ddp", device="cuda", train__precision="fp32")),
+    "ranks of a run without settings": ({"comm_pct": 45.0}, None),
+}
+
+
+def test_the_largest_loss_of_time_is_named_with_a_key(golden: Golden) -> None:
+    said = {case: [f"{what_limited(FAST | summary, settings)}"] for case, (summary, settings) in CASES.items()}
+    golden("report/limits", sections(said))
 
 
 @pytest.mark.parametrize(

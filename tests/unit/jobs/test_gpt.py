@@ -341,7 +341,10 @@ def npy(array: npt.NDArray[Any]) -> bytes:
         ("odd.bin", b"123", "3 bytes are no whole number of uint16 tokens"),
         ("empty.bin", b"", "has 0 tokens"),
         ("floats.npy", npy(np.zeros(500)), "holds float64"),
-        ("cut.npy", npy(np.zeros(500, np.uint16))[:-1], "is no whole .npy file"),
+        ("cut.npy", npy(np.zeros(500, np.uint16))[:-1], "is no whole .npy file: it is cut short, or damaged;"),
+        ("empty.npy", b"", "is no whole .npy file: it is cut short, or damaged;"),
+        ("text.npy", b"a text", "is no whole .npy file: it is cut short, or damaged;"),
+        ("wide.bin", np.arange(200_000, dtype=np.uint32).tobytes(), "holds uint32 and not uint16 (job.dtype), "),
     ],
 )
 def test_a_damaged_file_of_tokens_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
@@ -417,4 +420,34 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         (tmp_path / "model" / "config.json").write_text(json.dumps(config | change))
         (error,) = errors("jobs.gpt.GPT", **fields)
         assert error.startswith(f"{key}: "), error
+        assert reason in error, error
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.zeros(900, np.uint16))
+    job = GPT(**TINY, vocabulary=97, path=str(tmp_path / "tokens.npy"))
+    save(job.model().state_dict(), job.architecture(), tmp_path / "model")
+    fields = {"weights": str(tmp_path / "model"), "path": job.path, "context": 16}
+    assert errors("jobs.gpt.GPT", **fields) == []
+    weights, config = (tmp_path / "model" / name for name in ("model.safetensors", "config.json"))
+    whole, known = weights.read_bytes(), json.loads(config.read_text())
+    damaged = "model.safetensors is cut short, or no safetensors file"
+    without_width = {key: value for key, value in known.items() if key != "n_embd"}
+    for data, settings, reason in (
+        (whole[:-1], known, damaged),
+        (whole[:100], known, damaged),
+        (b"", known, damaged),
+        (b"version https://git-lfs.github.com/spec/v1", known, damaged),
+        (whole.replace(b'"F32"', b'"I32"'), known, "transformer.wte.weight is of I32, and only F64, F32, F16, BF16"),
+        (None, known, "has no model.safetensors; "),
+        (whole, without_width, "config.json: has no n_embd; "),
+        (whole, known | {"scale_attn_by_inverse_layer_idx": True}, "only False can be read; "),
+    ):
+        if data is None:
+            weights.unlink()
+        else:
+            weights.write_bytes(data)
+        config.write_text(json.dumps(settings))
+        (error,) = errors("jobs.gpt.GPT", **fields)
+        assert error.startswith(f"job.weights={tmp_path / 'model'}: "), error
         assert reason in error, error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +161,27 @@ def test_damaged_lines_are_counted_and_left_out(folder: Path, tmp_path: Path) ->
     where = {**fields(folder), "train_file": str(tmp_path / "lines.jsonl")}
     (error,) = errors("jobs.hf.HuggingFace", **where)
     assert f"{tmp_path}/lines.jsonl, line 2: " in error
+    assert error.endswith("; job.damaged=skip leaves out 3 such examples")
     job = HuggingFace(**where, damaged="skip", validation_split_percentage=0)
     with pytest.warns(UserWarning, match="3 damaged examples are left out: .*line 2; .*line 3; .*line 5"):
         job.check()
     train: Any = job.dataset("train")
     assert [int(e["input_ids"][0]) for e in train] == [job._tokenizer()(t)["input_ids"][0] for t in "13"]
+
+
+def test_a_damaged_line_that_comes_late_and_examples_that_are_cut_are_told_of_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = "".join(json.dumps({"text": "1" * length}) + "\n" for length in [15, 16] * 150)
+    (tmp_path / "lines.jsonl").write_text(whole)
+    where = {**fields(folder), "train_file": str(tmp_path / "lines.jsonl")}
+    with pytest.warns(
+        UserWarning, match="50 of the first 100 examples have more than job.block_size=16 tokens, .* cut"
+    ):
+        assert errors("jobs.hf.HuggingFace", **where) == []
+    (tmp_path / "lines.jsonl").write_text(whole + '{"text"')
+    (error,) = errors("jobs.hf.HuggingFace", **where)
+    assert f"{tmp_path}/lines.jsonl, line 301: " in error
 
 
 def test_a_file_is_looked_through_once(folder: Path) -> None:
@@ -212,6 +230,7 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "damaged.jsonl").write_text('{"text": "one"}\n{"text"\n')
     (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "nothing.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 20, "completion": "2"}))
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -243,9 +262,25 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
         ({"train_file": str(tmp_path / "other.jsonl")}, "other.jsonl, line 1: has no field 'text'"),
         ({"train_file": str(tmp_path / "empty.txt")}, f"{here}/empty.txt: has no examples"),
         ({"train_file": str(tmp_path / "long.jsonl")}, "the loss counts no token of the first 1 examples"),
+        ({"train_file": str(tmp_path / "nothing.jsonl")}, "the loss counts no token of the first 1 examples"),
+        ({"config_name": str(bare)}, f"job.config_name={bare}: job.model_name_or_path is set, too; leave one out"),
+        ({"learning_rate": 0.0}, "job.learning_rate=0: must be greater than 0"),
+        ({"weight_decay": -1.0}, "job.weight_decay=-1: must be at least 0"),
+        ({"lr_scheduler_type": "linaer"}, "job.lr_scheduler_type=linaer: linaer is not a valid SchedulerType"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "job.lr_scheduler_type=reduce_lr_on_plateau: "),
         ({"block_size": 65}, "job.block_size=65: the model has positions for 64 tokens"),
         ({"peft": "lorra"}, "job.peft=lorra: unknown; did you mean lora?"),
         ({"peft": "lora", "peft_options": {"target_modules": ["q_prj"]}}, "did you mean q_proj?"),
+        ({"peft": "lora", "peft_options": {"target_modules": "q_prj"}}, "did you mean q_proj?"),
+        (
+            {"peft": "lora", "peft_options": {"target_modules": ["q_proj", "v_prj"]}},
+            "job.peft_options.target_modules=v_prj: the model has no such module; did you mean v_proj?",
+        ),
+        (
+            {"peft": "lora", "peft_options": {"target_modules": "all-linear", "modules_to_save": ["lm_haed"]}},
+            "job.peft_options.modules_to_save=lm_haed: the model has no such module; did you mean lm_head?",
+        ),
+        ({"peft": "lora", "peft_options": {"target_modules": "all-linear", "r": 0}}, "job.peft_options={'target_modul"),
         ({"peft": "lora", "peft_options": {"rr": 4}}, "job.peft_options={'rr': 4}: "),
         ({"task": "classification", "model_name_or_path": str(folder / "bert")}, "has no field 'text'"),
     ):
@@ -261,3 +296,49 @@ def test_other_data_is_evaluated_without_the_data_of_the_training(folder: Path) 
     assert len(HuggingFace(**{**recorded, **other}).dataset("val")) == 40  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"--data b\.txt: job=hf reads one file"):
         HuggingFace.fields_to_evaluate(["a.txt", "b.txt"])
+
+
+def test_weights_of_another_model_are_refused_before_training(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "llama", tmp_path / "model")
+    where = fields(tmp_path, "model") | {"train_file": str(folder / "sums.jsonl")}
+    config, weights = (tmp_path / "model" / name for name in ("config.json", "model.safetensors"))
+    known, whole = json.loads(config.read_text()), weights.read_bytes()
+    key = f"job.model_name_or_path={tmp_path / 'model'}"
+    for change, data, reason in (
+        (
+            {"intermediate_size": 33},
+            whole,
+            "model.layers.0.mlp.down_proj.weight is of shape [32, 32], not [32, 33], and 5",
+        ),
+        ({"num_hidden_layers": 3}, whole, "model.layers.2.input_layernorm.weight is missing, and 8 more"),
+        ({"model_type": "gpt2"}, whole, "transformer.h.0.attn.c_attn.bias is missing, and "),
+        ({}, whole[:-1], "Error while deserializing header: incomplete metadata"),
+        ({}, None, "Error no file named model.safetensors"),
+    ):
+        config.write_text(json.dumps(known | change))
+        if data is None:
+            weights.unlink()
+        else:
+            weights.write_bytes(data)
+        (error,) = errors("jobs.hf.HuggingFace", **where)
+        assert error.startswith(f"{key}: {reason}"), error
+    assert capfd.readouterr().err == "", "the reports of transformers would be on the console"
+    labelled = fields(folder, "bert", "labelled.jsonl", task="classification")
+    with pytest.warns(
+        UserWarning, match=r"4 weights are not in the files and begin at random: bert.pooler.dense.bias, "
+    ):
+        assert errors("jobs.hf.HuggingFace", **labelled) == []
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, where, command in (
+        ("peft", fields(folder, **LORA), "peft is not installed: pip install peft"),
+        ("transformers", fields(folder), "transformers is not installed: pip install 'orchestrator[hf]'"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        (error,) = errors("jobs.hf.HuggingFace", **where)
+        assert error.endswith(command)

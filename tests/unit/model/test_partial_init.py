@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks.allocations import Allocations
 from jobs.gpt import GPT
@@ -197,7 +198,7 @@ def test_the_parts_of_each_parameter_make_up_that_of_the_whole(build: Callable[[
     drawn_next = torch.randn(3)
     parts = []
     for index in range(3):
-        model, own = build_divided(build, lambda t, i=index: t.tensor_split(3)[i].clone() if t.ndim else t, seed=5)
+        model, own = build_divided(build, third(index), seed=5, device=CPU)
         assert torch.equal(torch.randn(3), drawn_next), "the generator is in another state"
         assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
         assert shared(model) == shared(whole)
@@ -220,10 +221,79 @@ def test_a_part_of_each_parameter_needs_memory_for_one_whole_tensor_more(tmp_pat
         job = GPT(weights=str(tmp_path / "weights"), context=16, path="tokens.bin")
     sizes = [p.nbytes for p in job.model().parameters()]
     with Allocations() as seen:
-        _, own = build_divided(job.model, lambda t: t.tensor_split(8)[0].clone(), seed=5)
+        _, own = build_divided(job.model, lambda shape: (slice(shape[0] // 8),), seed=5, device=CPU)
     kept = sum(part.nbytes for part in own.values())
     assert kept < sum(sizes) / 7
     assert kept + max(sizes) / 2 < seen.peak_bytes <= kept + max(sizes) + STATES * len(sizes)
+
+
+class Draws(TorchDispatchMode):
+    """Counts the random numbers that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not isinstance(out, FakeTensor):
+            self.count += out.numel()
+        return out
+
+
+def drawn(build: Callable[[], nn.Module], index: int) -> tuple[dict[str, nn.Parameter], int]:
+    """A third of each parameter, drawn by itself, and how many random numbers that took."""
+    with Draws() as draws:
+        _, own = build_divided(build, third(index), seed=5, device=CPU, draws_as=index)
+    return own, draws.count
+
+
+def test_a_part_that_is_drawn_by_itself_takes_its_own_numbers_and_no_others() -> None:
+    job = GPT(layers=2, width=96, heads=4, context=12, vocabulary=300)
+    whole = dict(job.model().named_parameters())
+    with Draws() as draws:
+        build_divided(job.model, third(0), seed=5, device=CPU)
+    parts, counts = zip(*(drawn(job.model, index) for index in range(3)), strict=True)
+    assert max(counts) < draws.count / 5, "each number of the whole model is drawn twice"
+    assert drawn(job.model, 1)[0].keys() == whole.keys()
+    for name, parameter in whole.items():
+        joined = torch.cat([own[name].detach() for own in parts])
+        assert (joined.shape, joined.dtype) == (parameter.shape, parameter.dtype)
+        assert torch.equal(drawn(job.model, 1)[0][name], parts[1][name]), "the numbers belong to seed and part"
+        std = float(parameter.detach().std())
+        if std == 0:
+            assert torch.equal(joined, parameter), "a constant"
+        else:
+            assert not torch.equal(parts[0][name], parts[1][name])
+            assert float(joined.std()) == pytest.approx(std, rel=0.1)
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_whatever_the_constructor_does_parts_that_are_drawn_make_up_one_tensor(build: Callable[[], nn.Module]) -> None:
+    whole = build()
+    parts = [drawn(build, index)[0] for index in range(3)]
+    for name, parameter in whole.named_parameters():
+        joined = torch.cat([own[name].detach() for own in parts])
+        assert (joined.shape, joined.dtype) == (parameter.shape, parameter.dtype)
+        assert bool(joined.isfinite().all())
+
+
+def test_what_is_not_filled_entry_by_entry_is_drawn_whole() -> None:
+    parts = [drawn(weights(init.orthogonal_), index)[0] for index in range(3)]
+    weight = torch.cat([own["0.weight"].detach() for own in parts])
+    torch.testing.assert_close(weight @ weight.T, torch.eye(5))
+
+
+def third(index: int) -> Callable[[torch.Size], tuple[slice, ...]]:
+    """The rows of one of three parts, of which the first are larger."""
+
+    def part(shape: torch.Size) -> tuple[slice, ...]:
+        if not shape:
+            return ()
+        bounds = [-(-shape[0] * i // 3) for i in range(4)]
+        return (slice(bounds[index], bounds[index + 1]),)
+
+    return part
 
 
 def of(layer: str) -> Callable[[str], bool]:

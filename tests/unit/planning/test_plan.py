@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.machines.plans import GPU_BOX, LAPTOP, errors_of, plan_of
 from orchestrator.planning.plan import Node, Plan
 
@@ -70,11 +71,6 @@ def test_auto_gives_the_one_process_of_dp_the_gpus_of_the_largest_node(words: li
     assert (plan.world_size, plan.devices_per_worker, plan.gpus_per_worker) == (1, devices, devices)
 
 
-def test_more_spares_than_gpus_are_refused() -> None:
-    (error,) = errors_of(GPU_BOX, "recovery.spares=4")
-    assert error.startswith("strategy.num_workers=1 and recovery.spares=4: needs 5 GPUs, the cluster has 4 ")
-
-
 @pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
 def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(strategy: str) -> None:
     plan = plan_of(GPU_BOX, f"strategy={strategy}")
@@ -82,8 +78,6 @@ def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(str
     assert any(note.startswith(f"strategy={strategy} leaves the GPUs unused: its workers ") for note in plan.notes)
     for nodes, word in ((LAPTOP, "cluster.device=auto"), (GPU_BOX, "cluster.device=cpu")):
         assert not any("unused" in note for note in plan_of(nodes, f"strategy={strategy}", word, embedded=True).notes)
-    (error,) = errors_of(GPU_BOX, f"strategy={strategy}", "cluster.device=cuda")
-    assert error.endswith("; set cluster.device=cpu, or use strategy=ddp")
 
 
 @pytest.mark.parametrize(
@@ -146,70 +140,26 @@ def test_the_batch_is_shared_out_to_the_last_sample(batch: int, workers: int, ex
     ],
 )
 def test_every_slice_of_every_worker_needs_a_sample(words: list[str], least: int) -> None:
-    (error,) = errors_of(LAPTOP, *words, embedded=True)
-    assert error.startswith(words[0] + ": fewer than one sample for each of ")
-    assert f"at least {least}," in error
-    assert "strategy.num_workers" in error
+    assert f"at least {least}," in errors_of(LAPTOP, *words, embedded=True)[0]
     plan_of(LAPTOP, f"train.global_batch_size={least}", *words[1:], embedded=True)
 
 
 # Capacity -----------------------------------------------------------------------------------------
 
 
-def test_more_gpus_than_the_cluster_has_says_what_each_node_has() -> None:
-    (error,) = errors_of(UNEVEN, "strategy.num_workers=6")
-    assert error.startswith("strategy.num_workers=6: needs 6 GPUs, the cluster has 5 ")
-    for node in ("big: 8 CPUs and 4 GPUs", "small: 2 CPUs and 1 GPUs", "none: 32 CPUs and 0 GPUs"):
-        assert node in error
-    assert "cluster.device=cpu" in error
-
-
-def test_a_long_list_of_nodes_is_cut() -> None:
-    nodes = tuple(Node(node_id=str(i), name=f"n{i}", cpus=1, gpus=0) for i in range(200))
-    (error,) = errors_of(nodes, "strategy.num_workers=201", "train.global_batch_size=201")
-    assert "n7: 1 CPUs" in error
-    assert "and 192 more nodes" in error
-    assert "n8:" not in error
-
-
 def test_cpus_of_different_nodes_do_not_add_up_to_one_worker() -> None:
     nodes = tuple(Node(node_id=n, name=n, cpus=3, gpus=0) for n in "ab")
     plan_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=2")
-    (error,) = errors_of(nodes, "cluster.cpus_per_worker=2", "strategy.num_workers=3")
-    assert error.startswith("strategy.num_workers=3: needs 3 x 2 CPUs, there is room for 2 ")
-    assert "cluster.cpus_per_worker" in error
 
 
 def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
     nodes = (Node(node_id="a", name="a", cpus=2, gpus=8),)
-    (error,) = errors_of(nodes)
-    assert error.startswith("strategy.num_workers=8: needs 8 x 1 CPUs on the nodes of the GPUs, there is room for 2 ")
     assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
 
 
 def test_workers_that_share_memory_fit_on_one_node_with_their_spares() -> None:
     nodes = tuple(Node(node_id=n, name=n, cpus=2, gpus=0) for n in "ab")
     assert plan_of(nodes, "strategy=hogwild", "strategy.num_workers=2").one_node
-    (error,) = errors_of(nodes, "strategy=hogwild", "strategy.num_workers=2", "recovery.spares=1")
-    assert error.startswith(
-        "strategy.num_workers=2 and recovery.spares=1: strategy=hogwild needs 3 x 1 CPUs on one node"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "strategy.num_workers=4: needs 4 GPUs on one node, the cluster has 4 "),
-        (
-            ["recovery.spares=1"],
-            "strategy.num_workers=4 and recovery.spares=1: needs 2 groups of 4 GPUs, each on one node, the cluster ",
-        ),
-    ],
-)
-def test_the_devices_of_one_process_are_on_one_node(words: list[str], said: str) -> None:
-    nodes = tuple(Node(node_id=n, name=n, cpus=8, gpus=2) for n in "ab")
-    (error,) = errors_of(nodes, "strategy=dp", "strategy.num_workers=4", *words)
-    assert error.startswith(said)
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.1, 10), (0.3, 3), (0.5, 2), (0.2, 5), (0.0001, 10_000)])
@@ -220,11 +170,6 @@ def test_fractions_of_a_cpu_fill_it_exactly(share: float, workers: int) -> None:
     assert "there is room for" in errors_of(nodes, *words, f"strategy.num_workers={workers + 1}")[0]
 
 
-def test_gpus_asked_for_by_name_and_missing_is_one_error() -> None:
-    (error,) = errors_of(LAPTOP, "cluster.device=cuda")
-    assert error.startswith("cluster.device=cuda: no node has a GPU (laptop: 2 CPUs and 0 GPUs)")
-
-
 def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
     grows = "cluster.autoscaling=true"
     assert plan_of(LAPTOP, grows, "strategy.num_workers=60").world_size == 60
@@ -232,14 +177,17 @@ def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
     assert (plan.world_size, plan.device, plan.gpus_per_worker) == (8, "cuda", 1)
 
 
-def test_no_nodes_at_all() -> None:
-    (error,) = errors_of(())
-    assert "no nodes" in error
+def test_what_does_not_fit_is_refused(golden: Golden) -> None:
+    """On this machine, or on nodes: ``8+4,2+1`` is one of 8 CPUs and 4 GPUs, and one of 2 CPUs and 1 GPU."""
 
+    def errors(nodes: str, *words: str) -> tuple[str, ...]:
+        if nodes == "here":
+            return errors_of(LAPTOP, *words, embedded=True)
+        sizes = [map(int, size.split("+")) for size in nodes.split(",") if size]
+        cluster = [Node(node_id=f"{i}", name=f"n{i}", cpus=cpus, gpus=gpus) for i, (cpus, gpus) in enumerate(sizes)]
+        return errors_of(tuple(cluster), *words)
 
-def test_all_errors_come_at_once() -> None:
-    found = errors_of(UNEVEN, "strategy.num_workers=6", "train.global_batch_size=5")
-    assert [f.partition(":")[0] for f in found] == ["strategy.num_workers=6", "train.global_batch_size=5"]
+    golden.answers("errors/plan", lambda *words: "\n".join(errors(*words)))
 
 
 # The machine at hand ------------------------------------------------------------------------------
@@ -255,20 +203,6 @@ def test_an_embedded_ray_shares_the_cores_out_and_never_runs_short(workers: int,
 @pytest.mark.parametrize(("share", "threads"), [("1", 1), ("4", 4), ("2.5", 2), ("0.5", 1)])
 def test_on_a_cluster_a_worker_uses_the_cpus_it_asked_for(share: str, threads: int) -> None:
     assert plan_of(UNEVEN, f"cluster.cpus_per_worker={share}", "strategy.num_workers=2").threads_per_worker == threads
-
-
-@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
-def test_an_average_of_the_weights_needs_a_strategy_that_keeps_one(strategy: str) -> None:
-    errors = errors_of(LAPTOP, f"strategy={strategy}", "train.ema_decay=0.99", embedded=True)
-    kept = f"train.ema_decay=0.99: strategy={strategy} keeps no average of the weights"
-    assert errors == (f"{kept}; set it to null, or use strategy=ddp",)
-
-
-@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
-def test_histograms_need_the_gradient_of_a_whole_step(strategy: str) -> None:
-    errors = errors_of(LAPTOP, f"strategy={strategy}", "train.histograms_every=5", embedded=True)
-    never = f"train.histograms_every=5: strategy={strategy} never has the gradient of a whole step on a worker"
-    assert errors == (f"{never}; set it to 0, or use strategy=ddp",)
 
 
 def test_auto_is_noted_where_it_may_be_bfloat16() -> None:

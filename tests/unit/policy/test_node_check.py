@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator.driver.nodes.node_reports import driver_report
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import fault_lines, node_errors, without_excluded
@@ -35,36 +36,19 @@ def test_nodes_like_the_driver_can_run_workers_also_with_another_build_of_torch(
     assert node_errors([DRIVER, NODE, replace(NODE, python="3.11.9")], DRIVER) == []
 
 
-def test_each_difference_is_named_with_its_node_and_the_remedy() -> None:
-    cases = {
-        "has Python 3.12.1, and the driver has 3.11.4; start Ray": replace(NODE, python="3.12.1"),
-        "has torch 2.12.0, and the driver has 2.13.0+cpu; install the same": replace(NODE, torch="2.12.0"),
-        "has no torch; install torch 2.13.0 in": replace(NODE, torch=None),
-        "has no orchestrator; install it there, or submit": replace(
-            NODE, orchestrator=None, code=None, import_error="x"
-        ),
-        "has other code of the orchestrator (0.1.0, ffff; the driver has 0123abcd)": replace(NODE, code="ffff"),
-        "has an import error in my.job (no module my); install": replace(NODE, import_error="my.job (no module my)"),
-        "did not answer": NoReport(name="node2", address="10.0.0.2", reason="did not answer"),
-    }
-    for text, node in cases.items():
-        (error,) = node_errors([DRIVER, node], DRIVER)
-        assert error.startswith(f"node2 (10.0.0.2) {text}")
-        assert error.endswith(", or leave it out with cluster.exclude_nodes")
-
-
-def test_nodes_with_the_same_fault_share_a_line() -> None:
-    nodes = [replace(NODE, name=f"node{i}", address=f"10.0.0.{i}", torch=None) for i in range(2, 8)]
-    (error,) = node_errors(nodes, DRIVER)
-    assert error.startswith(
-        "node2 (10.0.0.2), node3 (10.0.0.3), node4 (10.0.0.4), node5 (10.0.0.5), and 2 more have no"
-    )
-
-
-def test_a_node_that_does_not_share_the_directory_of_runs_is_named() -> None:
+def test_each_difference_is_named_with_its_node_and_the_remedy(golden: Golden) -> None:
+    """Nodes with the same fault share a line."""
+    different = [
+        replace(NODE, python="3.12.1"),
+        replace(NODE, torch="2.12.0"),
+        replace(NODE, orchestrator=None, code=None, import_error="x"),
+        replace(NODE, code="ffff"),
+        replace(NODE, import_error="my.job (no module my)"),
+        NoReport(name="node2", address="10.0.0.2", reason="did not answer"),
+        *(replace(NODE, name=f"node{i}", address=f"10.0.0.{i}", torch=None) for i in range(2, 8)),
+    ]
     faults = [*check_sharing(replace(NODE, sees_output_dir=False), "/runs"), *check_sharing(NODE, "/runs")]
-    (line,) = fault_lines(faults)
-    assert line.startswith("node2 (10.0.0.2): output_dir /runs is not the directory of the driver; use a directory")
+    golden("errors/nodes", "\n".join([*node_errors([DRIVER, *different], DRIVER), *fault_lines(faults)]))
 
 
 def test_nodes_are_excluded_by_name_or_address() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
 from orchestrator.display.queue_table import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
@@ -393,32 +394,13 @@ def test_an_address_without_ray_is_refused_in_one_line(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "queue: --address=nonsense: expected auto, local or host:port\n"
 
 
-def test_the_list_says_which_runs_are_not_in_the_order_of_submission() -> None:
-    runs = [
-        entry("small", state="running", overtook=("first", "gone", "second")),
-        entry("done", state="running", overtook=("gone",)),
-        entry("second", workers=4),
-        entry("first", user_share=0.25, over_share=True),
-    ]
-    overtaken, behind = order_notes(runs)
-    assert overtaken == (
-        "small (running): it has overtaken first, second, and makes room as soon as the first in the line could "
-        "start with its resources"
-    )
-    assert behind == (
-        "first (waiting): it goes behind the runs of others, because the runs of ada have their share already "
-        "(cluster.user_share=0.25)"
-    )
-
-
-def test_the_table_has_places_and_needs() -> None:
+def test_the_table_has_places_and_needs_and_says_which_runs_are_not_in_the_order_of_submission(golden: Golden) -> None:
     runs = [
         entry("gpt", priority=2, workers=4, gpus_per_worker=1.0, state="running"),
-        entry("digits", at=30, workers=2),
+        entry("small", state="running", overtook=("first", "gone", "second")),
+        entry("done", state="running", overtook=("gone",)),
+        entry("second", at=30, workers=4),
+        entry("first", at=30, user_share=0.25, over_share=True),
         entry("large", at=30, workers=2000, state="unfit"),
     ]
-    head, _, first, second, third = queue_table(runs, now=90).splitlines()
-    assert head.split() == ["place", "state", "priority", "run", "id", "user", "needs", "since"]
-    assert " ".join(first.split()) == "- running 2 2026-05-01/gpt gpt ada on laptop 4 x 1 CPU and 1 GPU 1m30s"
-    assert " ".join(second.split()) == "1 waiting 0 2026-05-01/digits digits ada on laptop 2 x 1 CPU 1m00s"
-    assert third.split()[:2] == ["-", "unfit"]
+    golden("report/queue", "\n".join([queue_table(runs, now=90), *order_notes(runs)]))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-
-import pytest
 
 from helpers.files.cluster_files import documents
 from helpers.records.runs import ROOT
@@ -16,15 +13,8 @@ STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
 COMMANDS = [step["run"] for step in STEPS if "run" in step]
 
 
-def test_a_step_uses_an_action_of_a_fixed_version_or_runs_commands() -> None:
-    for step in STEPS:
-        assert len(step.keys() & {"uses", "run"}) == 1
-        assert re.fullmatch(r"[\w/-]+@v\d+", step.get("uses", "a/b@v1"))
-
-
-@pytest.mark.parametrize("commands", COMMANDS)
-def test_the_shell_accepts_the_commands(commands: str) -> None:
-    subprocess.run(["bash", "-n"], input=commands, text=True, check=True, timeout=10)
+def test_an_action_has_a_fixed_version() -> None:
+    assert all(re.fullmatch(r"[\w/-]+@v\d+", step["uses"]) for step in STEPS if "uses" in step)
 
 
 def test_every_test_runs_in_a_job() -> None:

@@ -44,7 +44,7 @@ RULES = {
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
-    "worker.measure": ("timeline protocol compat strategies.measure worker.control",           "torch"),
+    "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("job config planning protocol records compat state strategies "
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("job config protocol records compat state strategies "

@@ -13,7 +13,7 @@ import yaml
 from mlflow.environment_variables import MLFLOW_SERVER_ENABLE_JOB_EXECUTION
 
 from helpers.files.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
-from helpers.files.kubernetes import KINDS
+from helpers.files.kubernetes import KINDS, REGISTRY
 from orchestrator.config.secret_names import is_secret
 from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
 
@@ -53,14 +53,37 @@ def nested(value: Any, key: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identity)
 def test_every_field_exists(document: dict[str, Any]) -> None:
-    errors = jsonschema.Draft202012Validator(KINDS[document["kind"]]).iter_errors(document)
+    schema = KINDS[f"{document['apiVersion']} {document['kind']}"]
+    errors = jsonschema.Draft202012Validator(schema, registry=REGISTRY).iter_errors(document)
     assert [f"{'.'.join(map(str, e.absolute_path))}: {e.message}" for e in errors] == []
 
 
-def test_names_are_unique_and_short_enough_for_kuberay() -> None:
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("restartPolicy", ["Never", "OnFailure"]),
+        ("accessModes", [["ReadWriteOnce"], ["ReadWriteMany"]]),
+        ("policyTypes", [["Ingress"]]),
+        ("strategy", [{"type": "Recreate"}]),
+    ],
+)
+def test_a_value_that_the_schemas_leave_open(key: str, values: list[Any]) -> None:
+    found = list(nested(DOCUMENTS, key))
+    assert found
+    assert [value for value in found if value not in values] == []
+
+
+def test_every_container_has_an_image_resources_and_short_names_of_its_ports() -> None:
+    for container in (container for pod in pods(DOCUMENTS) for container in pod["spec"]["containers"]):
+        assert container.keys() >= {"image", "resources"}
+        assert all(len(port["name"]) <= 15 for port in container.get("ports", ()))
+
+
+def test_names_are_unique_and_short_enough() -> None:
     names = [identity(document) for document in DOCUMENTS]
     assert len(names) == len(set(names))
     for document in DOCUMENTS:
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"])
         assert len(document["metadata"]["name"]) <= MAX_NAME_LENGTH.get(document["kind"], 63)
 
 
@@ -167,6 +190,7 @@ def test_only_those_who_have_to_may_connect() -> None:
 
 def test_every_volume_is_mounted_and_every_claim_exists() -> None:
     claims = {d["metadata"]["name"] for d in DOCUMENTS if d["kind"] == "PersistentVolumeClaim"}
+    assert all(quantity(named("PersistentVolumeClaim", c)["spec"]["resources"]["requests"]["storage"]) for c in claims)
     for pod in (template["spec"] for template in pods(DOCUMENTS)):
         mounted = {mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", ())}
         assert {volume["name"] for volume in pod.get("volumes", ())} == mounted

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-
-import pytest
 
 from helpers.files.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
 from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
 
-SCRIPT = CLUSTER / "slurm" / "train.sbatch"
-TEXT = SCRIPT.read_text()
+TEXT = (CLUSTER / "slurm" / "train.sbatch").read_text()
 OPTIONS = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", TEXT, re.MULTILINE))
 COMMANDS = TEXT.replace("\\\n", " ").splitlines()
 (STEP,) = (line for line in COMMANDS if line.startswith("srun --cpus-per-task="))
-
-
-def test_the_shell_accepts_the_script() -> None:
-    subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=10)
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_has_no_remark() -> None:
-    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, timeout=60)
-    assert done.stdout == ""
 
 
 def test_the_job_is_requeued_and_has_its_nodes_alone() -> None:

@@ -57,6 +57,7 @@ def test_every_test_on_a_gpu_says_what_it_shows_if_it_fails() -> None:
 
 
 def test_every_golden_file_is_read_by_one_test_and_exists() -> None:
-    read = [name for path in MODULES for name in re.findall(r"\bgolden\(\s*\"([^\"]+)\"", path.read_text())]
+    call = re.compile(r"\bgolden(?:\.answers)?\(\s*\"([^\"]+)\"")
+    read = [name for path in MODULES for name in call.findall(path.read_text())]
     files = [path.relative_to(GOLDEN).with_suffix("").as_posix() for path in GOLDEN.rglob("*") if path.is_file()]
     assert sorted(read) == sorted(files)

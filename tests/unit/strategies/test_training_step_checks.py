@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.files.golden import Golden
 from helpers.jobs.step_toys import GAN, Models, ScheduledGAN
 from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
@@ -25,19 +26,6 @@ from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.worker.data.job_data import datasets_of
-
-OTHERS = [
-    "dp",
-    "fsdp",
-    "hsdp",
-    "fsdp_pipeline",
-    "model_parallel",
-    "pipeline",
-    "ddp_pipeline",
-    "hogwild",
-    "locked_sgd",
-    "parameter_server",
-]
 
 
 @pytest.fixture
@@ -58,41 +46,13 @@ class WithoutForward(GAN):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    ("job", "words", "said"),
-    [
-        *(
-            (
-                GAN,
-                f"strategy={name}",
-                f"strategy={name}: the job overrides Job.training_step, which needs the whole model and makes its own "
-                "updates; use strategy=single or strategy=ddp",
-            )
-            for name in OTHERS
-        ),
-        (GAN, "train.grad_accumulation=2", "train.grad_accumulation=2: the job overrides Job.training_step, which "),
-        (GAN, "train.on_nonfinite=skip", "train.on_nonfinite=skip: the job overrides Job.training_step, and updates "),
-        (GAN, "train.histograms_every=5", "train.histograms_every=5: the job overrides Job.training_step, whose "),
-        (GAN, "strategy.comm_hook=bf16", "strategy.comm_hook=bf16: the job overrides Job.training_step, whose "),
-        (
-            GAN,
-            "strategy.sync_batchnorm=true train.global_batch_size=25",
-            "train.global_batch_size=25: with Job.training_step, strategy.sync_batchnorm=true needs equal shares of "
-            "the batch; set it to a multiple of 2",
-        ),
-        (
-            GAN,
-            "train.eval_splits=[val,test]",
-            "train.eval_splits=[val,test]: the job has no data named test, only train and val; if its dataset('test') ",
-        ),
-        (WithoutForward, "", "job: Job.model returns several models, so an evaluation needs Job.forward(models, "),
-    ],
-)
-def test_what_does_not_go_together(checked: Any, job: type[Job], words: str, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        checked(job, *words.split())
-    (found,) = error.value.errors
-    assert found.startswith(said)
+def test_what_does_not_go_together(checked: Any, golden: Golden) -> None:
+    def errors(job: str, *words: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            checked({"GAN": GAN, "WithoutForward": WithoutForward}[job], *words)
+        return "\n".join(error.value.errors)
+
+    golden.answers("errors/training-step", errors)
 
 
 @pytest.mark.parametrize("words", ["strategy=single", "strategy=ddp", "strategy=ddp strategy.sync_batchnorm=true"])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import pytest
 
-from helpers.records.job_profile import PASSES, PROFILE
+from helpers.records.job_profile import LAYER, PASSES, PROFILE
 from orchestrator.planning.memory import MemoryLimit
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.timeline.ideal import Action
 from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
-from orchestrator.tuning.predict import Prediction, memory_error, predict
+from orchestrator.tuning.predict import Prediction, memory_error, predict, step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import (
     Affine,
+    StageDivision,
     fit,
     interpolate,
 )
@@ -132,10 +133,38 @@ def test_a_pipeline_is_slower_while_its_workers_compute_at_once() -> None:
 
 def test_a_pipeline_pays_for_a_step_once_and_for_its_own_work_at_each_pass() -> None:
     grid = Mesh(pipeline=2)
-    alone = dataclasses.replace(PROFILE, passes=tuple(p for p in PASSES if p.busy == 1), base_ms=4.0, action_ms=0.5)
+    alone = dataclasses.replace(
+        PROFILE,
+        passes=tuple(p for p in PASSES if p.busy == 1),
+        base_ms=4.0,
+        pipeline=Affine(overhead_ms=0.25, ms_per_unit=0.5),
+    )
     step = predict(alone, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)
     passes_in_a_row = 2 * (4 + 1)
     assert step.compute_ms + step.idle_ms == pytest.approx((64 / 4 - 4.0) * 5 / 2 + 0.5 * passes_in_a_row + 1.5)
+
+
+def test_a_pipeline_with_several_stages_on_a_worker_has_costs_of_its_own() -> None:
+    grid = Mesh(pipeline=2)
+    layout = dataclasses.replace(two_stages(1), num_stages=4, stage_ranks=(0, 1, 0, 1))
+    layers = (StageDivision(num_stages=4, layers=(LAYER,) * 4, refused=""),)
+    profile = dataclasses.replace(PROFILE, divisions=layers, parameter_bytes=4000)
+
+    def through(layout: PipelineLayout) -> Sequence[Sequence[Action]]:
+        return [[*(("F", s, 0) for s in (r, r + 2)), *(("B", s, 0) for s in (r + 2, r))] for r in (0, 1)]
+
+    step = predict(profile, plan("pipeline", grid, pipeline=layout), through)
+    assert step.compute_ms + step.idle_ms == pytest.approx(64 + 8 * 2.0 + 1.5), "one stage after another"
+    assert step.input_ms == pytest.approx(0.5 + 0.5 + 6.4)
+
+
+def test_dp_takes_as_long_as_was_measured_or_computes_at_once_and_copies_the_model() -> None:
+    dp = dataclasses.replace(plan("dp", Mesh()), devices_per_worker=2, grad_accumulation=2)
+    measured = predict(dataclasses.replace(PROFILE, devices_ms=43.0), dp, gpipe)
+    assert (measured.compute_ms, measured.exchange_ms) == pytest.approx((2 * (43.0 - 3.0) + 3.0, 0.0))
+    on_gpus = dataclasses.replace(PROFILE, message=Affine(overhead_ms=1.0, ms_per_unit=0.0))
+    predicted = predict(on_gpus, dp, gpipe)
+    assert (predicted.compute_ms, predicted.exchange_ms) == pytest.approx((2 * 16 * 1.5 + 3.0, 2 * 2 * 1.0))
 
 
 def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:
@@ -172,13 +201,31 @@ def test_fsdp_gathers_blocks_for_both_passes_the_rest_once_and_keeps_parts() -> 
     mesh = Mesh(shard=2)
     prediction = predict(PROFILE, plan("fsdp", mesh), gpipe)
     assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / 2), "each worker updates its part"
-    assert prediction.exchange_ms == pytest.approx((3 + 4) * 0.25 + 4 * 0.5)
+    assert prediction.exchange_ms == pytest.approx((3 + 4) * 0.25 + 4 * 0.5 + 0.5)
     gathered = 2 * 600 + 200 + 600
     assert prediction.memory_bytes == pytest.approx(2000 * 3 / 2 + gathered + 20 * 32)
     sliced = dataclasses.replace(plan("fsdp", mesh), grad_accumulation=4)
     assert predict(PROFILE, sliced, gpipe).exchange_ms == pytest.approx(4 * prediction.exchange_ms)
-    on_gpus = dataclasses.replace(PROFILE, device="cuda")
+    on_gpus = dataclasses.replace(PROFILE, device="cuda", parts_ms=0.0)
     assert predict(on_gpus, plan("fsdp", mesh), gpipe).exchange_ms == 0.0, "gathered while blocks compute"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "known", "rest"),
+    [
+        ("ddp", Mesh(replicate=2), step_of_replicas_ms, "ddp_ms"),
+        ("fsdp", Mesh(shard=2), step_in_parts_ms, "parts_ms"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_layout_that_was_measured_is_predicted_as_measured(
+    strategy: str, mesh: Mesh, known: Callable[..., float], rest: str, device: Literal["cpu", "cuda"]
+) -> None:
+    measured_ms = 90.0
+    profile = dataclasses.replace(PROFILE, device=device)
+    profile = dataclasses.replace(profile, **{rest: measured_ms - known(profile, 2, rows=32, threads=1)})
+    prediction = predict(profile, plan(strategy, mesh), gpipe)
+    assert prediction.step_ms - prediction.input_ms == pytest.approx(measured_ms)
 
 
 def test_hsdp_sums_the_gradients_of_a_part_over_its_replicas() -> None:
@@ -190,7 +237,7 @@ def test_hsdp_sums_the_gradients_of_a_part_over_its_replicas() -> None:
 
 def test_stages_in_parts_are_gathered_once_in_a_step_and_stay_whole_during_it() -> None:
     prediction = predict(PROFILE, plan("fsdp_pipeline", Mesh(pipeline=2, shard=2), pipeline=two_stages(4)), gpipe)
-    assert prediction.exchange_ms == pytest.approx((4 * 0.25 + 4 * 0.5) / 2), "half of the model is in a stage"
+    assert prediction.exchange_ms == pytest.approx((4 * 0.25 + 4 * 0.5 + 0.5) / 2), "half of the model is in a stage"
     assert prediction.memory_bytes == pytest.approx(1000 * (2 + 2 / 2) + 4 * 10 * 8)
 
 

@@ -30,6 +30,15 @@ def test_the_command_without_a_verb_is_launch(capsys: pytest.CaptureFixture[str]
     assert "job.size=tiny" in capsys.readouterr().out
 
 
+def test_a_plan_shows_the_warnings_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = [f"output_dir={tmp_path}", "name=mine", "strategy=single", "tracking=none", "resume=auto", "plan=true"]
+    assert cli.main(words) == 0
+    assert "  warning: resume=auto: no unfinished run is named mine" in capsys.readouterr().out
+
+
 def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "--output-dir", str(tmp_path)]) == 2
     assert "compare: no runs in" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_texts_that_were_mended_are_encoded_anew(tmp_path: Path, tokenizer: Any)
     assert run(tmp_path, file, "--workers", 1) == 0
     ends = open_source(tmp_path / "tokens.npy", dtype="uint16").tokens == 0
     assert ends.sum() == len(WORDS)
+
+
+def test_a_command_that_is_refused_at_once_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    file, empty = jsonl(tmp_path / "texts.jsonl", WORDS), tmp_path / "empty.txt"
+    empty.touch()
+    before = sorted(tmp_path.iterdir())
+    for words in ([file, "--field", "body"], [empty]):
+        assert run(tmp_path, *words, "--workers", 1) == 2
+        assert sorted(tmp_path.iterdir()) == before
+    assert run(tmp_path, file, "--workers", 1) == 0, "with the right options"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = jsonl(tmp_path / "texts.jsonl", WORDS)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert run(tmp_path, file) == 2
+    said = "tokenizers is not installed: pip install tokenizers"
+    assert capsys.readouterr().err == f"tokenize: {said}\n"
+    (error,) = errors("jobs.gpt.GPT", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert error.endswith(said)
 
 
 def test_says_what_is_wrong(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,11 @@ recovery, a shard may offer its parameters for any of these steps."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Connected:
-    """What refers to the process groups of one generation. ``receiver``: None if the consistency is ``sync``."""
+    """What refers to the process groups of one generation.
+
+    Attributes:
+        receiver: None if the consistency is ``sync``.
+    """
 
     groups: Groups
     sends: PendingSends
@@ -134,7 +138,7 @@ class Shard(Strategy):
         """Send this shard's part of the optimizer to worker 0, which saves."""
         ranks = [0, *self.context.mesh.servers]
         state = TrainState(model={}, optimizer=self._pieces.optimizer_tensors(), meta={})
-        gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
+        gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU)
         return None
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:

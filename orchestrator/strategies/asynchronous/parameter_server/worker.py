@@ -176,7 +176,7 @@ class ParameterWorker(Trainer, OwnGradients):
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
             ranks = [self.context.global_rank, *self.context.mesh.servers]
-            parts = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU, into=None)
+            parts = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU)
             assert parts is not None
             shapes = {name: p.shape for name, p in self._parameters.items()}
             state.optimizer.update(join_optimizer_state([part.optimizer for part in parts[1:]], shapes, into=into))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 from torch import nn
@@ -16,6 +17,7 @@ from orchestrator.driver.auto.profile_key import hardware_key, profile_key
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry
+from orchestrator.tuning.proposals import StrategyName
 
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
 
@@ -41,6 +43,10 @@ def job_of(activation: type[nn.Module], *, rate: float = 0.1) -> Job:
     return Mine(hidden=8, depth=1, lr=rate, momentum=0.9)
 
 
+def without(*strategies: str) -> str:
+    return f"strategy.candidates=[{','.join(name for name in get_args(StrategyName) if name not in strategies)}]"
+
+
 JOB = Digits(hidden=8, depth=1, lr=0.1, momentum=0.9)
 
 
@@ -58,10 +64,13 @@ def test_the_same_run_has_the_same_key_whatever_it_logs() -> None:
         lambda: key(JOB, node=replace(HERE, cpus=4)),
         lambda: key(JOB, node=replace(HERE, gpus=1)),
         lambda: key(JOB, "strategy.schedules=[GPipe]"),
-        lambda: key(JOB, "strategy.candidates=[single,ddp]"),
+        lambda: key(JOB, without("parameter_server")),
+        lambda: key(JOB, without("model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline")),
+        lambda: key(JOB, without("dp")),
+        lambda: key(JOB, without("fsdp", "hsdp", "fsdp_pipeline")),
         lambda: key(JOB, change=lambda c: replace(c, train=replace(c.train, global_batch_size=128))),
     ],
-    ids=["field", "threads", "cpus", "gpus", "schedules", "shards", "batch"],
+    ids=["field", "threads", "cpus", "gpus", "schedules", "shards", "stages", "devices", "parts", "batch"],
 )
 def test_another_job_size_or_machine_has_another_key(changed: Callable[[], str]) -> None:
     assert changed() != key(JOB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.machines.plans import errors_of, plan_of
+from helpers.machines.plans import plan_of
 from orchestrator.planning.plan import Node
 
 
@@ -56,11 +56,3 @@ def test_a_size_that_crosses_nodes_without_need_is_said_with_the_better_one(
     said = "" if better is None else f"; strategy.shard_size={better} keeps each on one"
     assert ("through the network" in notes) == (better is not None)
     assert said in f"; {notes}"
-
-
-def test_a_number_that_makes_no_replicas_is_refused_with_the_nearest() -> None:
-    [error] = errors_of(boxes(8), "strategy=hsdp", "strategy.num_workers=7")
-    assert error == (
-        "strategy.num_workers=7: cannot be divided into replicas of two or more workers; set it to 6 or 8, or use "
-        "strategy=fsdp or strategy=ddp, which take any number of workers"
-    )

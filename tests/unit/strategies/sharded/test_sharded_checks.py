@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helpers.conformance.cases import Case, config_of, plan_of
-from helpers.conformance.layouts import FSDP, HSDP
+from helpers.conformance.layouts import FSDP
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.state.boxes import Box
@@ -62,11 +63,13 @@ class Built(Toy):
         return self.kind(parameters, lr=0.01)
 
 
-def checked(job: Built, options: StrategyConfig = FSDP, *, workers: int = 2) -> tuple[list[str], list[str]]:
+def checked(
+    job: Built, options: StrategyConfig = FSDP, *, workers: int = 2, device: Literal["cpu", "cuda"] = "cpu"
+) -> tuple[list[str], list[str]]:
     """The errors and the notes."""
     config = config_of(Case(job=job, options=options), workers)
     errors: list[str] = []
-    notes = registry.load("fsdp").check(config, job, plan_of(config), errors)
+    notes = registry.load("fsdp").check(config, job, replace(plan_of(config), device=device), errors)
     return errors, list(notes)
 
 
@@ -108,6 +111,24 @@ def test_an_optimizer_that_reads_whole_tensors_is_refused() -> None:
     assert "Adafactor is not known to update each element" in error
 
 
+def test_offloading_is_for_gpus_and_leaves_them_what_is_gathered() -> None:
+    [error], _ = checked(Built(), replace(FSDP, cpu_offload=True))
+    assert error == (
+        "strategy.cpu_offload=true: workers compute on CPUs, so their parts are in host memory anyway; set it to false"
+    )
+    errors, notes = checked(Built(), replace(FSDP, cpu_offload=True), device="cuda")
+    assert errors == []
+    gathered = f"{4 * (3 * 130 + 44) / 2**20:.3g} MiB"
+    assert "of optimizer state in host memory" in notes[-1]
+    assert f"{gathered} gathered from other workers: {gathered} on its GPU" in notes[-1]
+
+
+def test_each_module_that_is_gathered_ahead_takes_memory() -> None:
+    job = Built(build=lambda: nn.Sequential(*(Block() for _ in range(4)), nn.Linear(10, 4)))
+    _, notes = checked(job, replace(FSDP, prefetch=2))
+    assert f"{4 * (4 * 130 + 44) / 2**20:.3g} MiB gathered from other workers" in notes[-1]
+
+
 def test_a_class_that_the_model_lacks_is_refused() -> None:
     [error], _ = checked(Built(), replace(FSDP, wrap=("Blok",)))
     assert "no module of class Blok; did you mean Block?" in error
@@ -117,33 +138,6 @@ def test_a_model_without_blocks_is_said_to_be_gathered_at_once() -> None:
     errors, notes = checked(Built(build=lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))))
     assert errors == []
     assert "gathers all of it at once" in notes[0]
-
-
-def test_one_worker_is_refused() -> None:
-    errors: list[str] = []
-    config = replace(config_of(Case(job=Built(), options=FSDP), 2), strategy=replace(FSDP, num_workers=1))
-    registry.load("fsdp").plan_layout(config, 1, errors)
-    assert errors == [
-        "strategy.num_workers=1: strategy=fsdp divides the model over at least 2 workers; use strategy=single for one"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("workers", "size", "said"),
-    [
-        (6, 4, "not divisible by strategy.shard_size=4; set it to 8, or use strategy=fsdp"),
-        (7, 2, "not divisible by strategy.shard_size=2; set it to 6 or 8, or use strategy=fsdp"),
-        (4, 4, "makes no replicas of the parts; set it to 8, or use strategy=fsdp"),
-        (1, 2, "not divisible by strategy.shard_size=2; set it to 4, or use strategy=fsdp"),
-    ],
-)
-def test_workers_that_make_no_whole_replicas_are_refused(workers: int, size: int, said: str) -> None:
-    errors: list[str] = []
-    config = config_of(Case(job=Built(), options=HSDP), 4)
-    config = replace(config, strategy=replace(HSDP, num_workers=workers, shard_size=size))
-    registry.load("hsdp").plan_layout(config, workers, errors)
-    assert len(errors) == 1
-    assert errors[0].startswith(f"strategy.num_workers={workers}: {said}")
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)

@@ -40,26 +40,29 @@ def test_a_group_is_fused_unless_the_job_has_chosen_or_the_class_cannot(
     make: Callable[[list[Tensor]], Optimizer], fused: Any
 ) -> None:
     optimizer = make(list(model().parameters()))
-    fuse_updates(optimizer, device_type="cpu")
+    fuse_updates(optimizer)
     assert optimizer.param_groups[0].get("fused") is fused
 
 
 def test_a_group_with_a_sparse_or_distant_parameter_is_not_fused() -> None:
     table, dense = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
     assert sparse_parameters([nn.Sequential(table, dense)]) == [table.weight]
-    groups = [{"params": [table.weight, dense.bias]}, {"params": [dense.weight]}]
+    distant = nn.Parameter(torch.empty(3, device="meta"))
+    groups = [
+        {"params": [table.weight, dense.bias]},
+        {"params": [dense.weight]},
+        {"params": [nn.Parameter(torch.ones(3)), distant]},
+    ]
     optimizer = SGD(groups, lr=0.1)
-    fuse_updates(optimizer, device_type="cuda")
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
-    fuse_updates(optimizer, device_type="cpu", sparse=[table.weight])
-    assert [group["fused"] for group in optimizer.param_groups] == [None, True]
+    fuse_updates(optimizer, sparse=[table.weight])
+    assert [group["fused"] for group in optimizer.param_groups] == [None, True, None]
 
 
 def test_fused_updates_are_those_of_the_job_and_continue_a_checkpoint_without_them() -> None:
     plain, fused = model(), model()
     optimizers = AdamW(plain.parameters()), AdamW(fused.parameters())
     update(plain, optimizers[0])
-    fuse_updates(optimizers[1], device_type="cpu")
+    fuse_updates(optimizers[1])
     restore(capture(plain, optimizers[0], None, step=1, samples_consumed=3), fused, optimizers[1], None)
     assert optimizers[1].param_groups[0]["fused"]
     for _ in range(3):

@@ -108,6 +108,36 @@ def test_a_state_leads_to_the_next_sample(done: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["plain", "read ahead", "mixed"])
+def test_nodes_of_torchdata_continue_at_the_next_sample(kind: str) -> None:
+    nodes = pytest.importorskip("torchdata.nodes", reason="the optional package is missing: pip install torchdata")
+
+    def make() -> Any:
+        numbers = nodes.IterableWrapper(range(37))
+        if kind == "read ahead":
+            numbers = nodes.Prefetcher(nodes.ParallelMapper(numbers, lambda n: -n, num_workers=2, method="thread"), 4)
+        if kind == "mixed":  # its state has tensors, which a checkpoint does not keep
+            others = nodes.IterableWrapper(range(100, 120))
+            numbers = nodes.MultiNodeWeightedSampler({"a": numbers, "b": others}, {"a": 0.5, "b": 0.5}, seed=3)
+        return nodes.Loader(numbers)
+
+    check_dataset(make(), split="train")
+    whole = StreamReader(make())
+    order = [n for _ in range(12) for n in read(whole)]
+    for done in (10, 40, 70):
+        first, second = StreamReader(make()), StreamReader(make())
+        for _ in range(done // 10):
+            read(first)
+        mark = first.bookmark(done)
+        assert mark is not None
+        values = mark.to_json()
+        assert (values is None) == (kind == "mixed")
+        if values is not None:
+            second.add_bookmark(Mark.from_json(json.loads(json.dumps(values))))
+        assert go_to(second, done) == (done if kind == "mixed" else 0)
+        assert read(second, 40) == order[done : done + 40]
+
+
 def test_epochs_that_can_be_set_are_not_read_again() -> None:
     first = StreamReader(Epochs(range(37)))
     read(first, 90)

@@ -12,7 +12,7 @@ from torch import nn
 from helpers.conformance.cases import TRAIN
 from helpers.jobs.faulty_jobs import OUT_OF_MEMORY
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.worker.reports.out_of_memory import explain_out_of_memory
+from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
 TENSORS = [
     TensorSize("head.weight", "parameter", 3 * 2**30),
@@ -26,7 +26,7 @@ def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
     arguments: dict[str, Any] = {
         "tensors": TENSORS,
         "train": TRAIN,
-        "is_pipelined": False,
+        "is_divided": False,
         "has_training_step": False,
     }
     return explain_out_of_memory(error, **(arguments | changes))
@@ -39,13 +39,14 @@ def test_the_message_says_what_takes_the_memory_and_what_to_change() -> None:
         "largest tensors: head.weight (optimizer state, 6.00 GiB), head.weight (parameter, 3.00 GiB), "
         "head.weight (gradient, 3.00 GiB), layer0.bias (parameter, 1.00 KiB), layer1.bias (parameter, 1.00 KiB). "
         "To need less memory: raise train.grad_accumulation=1, or lower train.global_batch_size=64, or set "
-        "train.activation_checkpointing=blocks, or set train.precision=bf16, or cut the model with strategy=pipeline"
+        "train.activation_checkpointing=blocks, or set train.precision=bf16, or divide the model with "
+        "strategy=fsdp or strategy=pipeline"
     )
 
 
 def test_only_keys_that_help_are_named() -> None:
     train = replace(TRAIN, activation_checkpointing="blocks", precision="bf16", grad_accumulation=4)
-    advice = message(train=train, is_pipelined=True).partition("To need less memory: ")[2]
+    advice = message(train=train, is_divided=True).partition("To need less memory: ")[2]
     assert advice == "raise train.grad_accumulation=4, or lower train.global_batch_size=64"
     advice = message(train=train, has_training_step=True).partition("To need less memory: ")[2]
     assert advice == "lower train.global_batch_size=64", "the job makes its own updates"
@@ -54,6 +55,16 @@ def test_only_keys_that_help_are_named() -> None:
 def test_memory_in_pieces_is_recognised() -> None:
     assert "expandable_segments" not in message()
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in message(OUT_OF_MEMORY.replace("20.00 GiB", "512.00 MiB"))
+
+
+def test_a_host_that_has_no_memory_is_told_of_like_a_gpu() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    assert message(str(raised.value)).startswith(
+        "CPU out of memory: tried to allocate 1073741824.00 GiB; training state"
+    )
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize("tensors", [[], TENSORS])

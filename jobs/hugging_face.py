@@ -1,0 +1,93 @@
+"""Models of Hugging Face: their files, read without reports on the console, and their adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def outline(auto: Any, directory: str, config: Any) -> tuple[nn.Module, Sequence[str]]:
+    """Build a model on the meta device. Return it, and the names of its weights that are not in the directory.
+
+    Raises:
+        ValueError: the weights are of another model: the first difference, and how many there are.
+        OSError, SafetensorError: a file is missing or damaged.
+    """
+    with quiet():
+        made, found = auto.from_pretrained(
+            directory, config=config, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    missing = sorted(found["missing_keys"])
+    faults = [
+        f"{name} is of shape {list(theirs)}, not {list(ours)}"
+        for name, theirs, ours in sorted(found["mismatched_keys"])
+    ]
+    # A head that is missing is to be trained; a part of a block is not.
+    faults += [f"{name} is missing" for name in missing if re.search(r"\.\d+\.", name)]
+    if faults:
+        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        raise ValueError(f"{faults[0]}{more}: the weights are of another model than config.json")
+    return made, missing
+
+
+def with_adapters(model: nn.Module, settings: Any) -> nn.Module:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        # peft asks for a property that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        made: nn.Module = get_peft_model(model, settings)
+    return made
+
+
+def unmatched(targets: object, names: Sequence[str]) -> list[str]:
+    """Return the targets that no module has: of a list, whole names or ends of them; a text is a pattern."""
+    if isinstance(targets, str):
+        with contextlib.suppress(re.error):
+            if targets == "all-linear" or any(re.fullmatch(targets, name) for name in names):
+                return []
+        return [targets]
+    if not isinstance(targets, list | tuple):  # left out, or peft says what is wrong
+        return []
+    return [str(target) for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the bars and reports of ``transformers``, which every worker would write; a check says what is in them."""
+    from transformers.utils import logging
+
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(place: str) -> Any:
+    """Return a tokenizer, which nobody changes; reading it takes a part of a second."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place)
+
+
+def place(text: str | None) -> str:
+    assert text is not None
+    path = Path(text).expanduser()
+    return str(path) if path.exists() else text
+
+
+def first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0][:300]
