@@ -1,4 +1,4 @@
-"""Trouble of every kind at random moments, under eight strategies: each run has to end as if there had been none.
+"""Trouble of every kind at random moments, under nine strategies: each run has to end as if there had been none.
 
 python benchmarks/campaign.py --trials 300 --slow 50 --record campaign.jsonl
 

@@ -34,9 +34,11 @@ TIMEOUT_S = 300.0
 class Cost:
     """What one simulated run cost.
 
-    ``watching``: the share of a core that the driver used in steady training.
-    ``heal_s``: from the death of the workers until the driver has seen the next step.
-    ``heal_cpu_s``, ``workers_cpu_s``: the CPU times of the driver and of the simulated workers meanwhile.
+    Attributes:
+        watching: the share of a core that the driver used in steady training.
+        heal_s: from the death of the workers until the driver has seen the next step.
+        heal_cpu_s: the CPU time of the driver meanwhile.
+        workers_cpu_s: the CPU time of the simulated workers meanwhile.
     """
 
     world_size: int

@@ -70,7 +70,11 @@ STEPS, FAULTS = 60, ("kill@20:1", "raise@30:1", "raise@40:1")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """``single`` and the plain loop on one workload. ``memory_gb``: what the GPU must have."""
+    """``single`` and the plain loop on one workload.
+
+    Attributes:
+        memory_gb: what the GPU must have.
+    """
 
     name: str
     workload: Workload
@@ -221,8 +225,10 @@ def throughput(comparisons: Sequence[Comparison], deadline: float, *, rounds: in
 class Recovery:
     """What failures did to a run of two ranks on one GPU.
 
-    ``loss``: its last loss, relative to one rank without failures. ``memory``: the memory of tensors at its end,
-    relative to that before the first failure. ``seconds``: from each failure to the next step.
+    Attributes:
+        loss: its last loss, relative to one rank without failures.
+        memory: the memory of tensors at its end, relative to the memory before the first failure.
+        seconds: from each failure to the next step.
     """
 
     loss: float
@@ -363,26 +369,33 @@ def synchronize(device: torch.device) -> None:
 
 
 def all_gpus(*, rounds: int) -> dict[str, Rounds]:
-    """Compare ``ddp`` on all GPUs with torchrun: as it is, without recovery, and with NVLink SHARP; none with one GPU.
+    """Compare ``ddp`` and ``fsdp`` on all GPUs with torchrun; none with one GPU.
 
-    The second shows what it costs to confirm each update before it is made, and the third what it costs to leave
-    NVLink SHARP unused.
+    ``ddp`` also without recovery, which shows what it costs to confirm each update before it is made, and with NVLink
+    SHARP, which shows what it costs to leave that unused. ``fsdp`` is compared with a hand-written ``fully_shard``.
     """
     count = torch.cuda.device_count()
     if count < 2:
         return {}
     workload = replace(SMALL, global_batch_size=SMALL.global_batch_size * count)
 
-    def variant(*overrides: str) -> Arm:
-        return ours(workload, workers=count, overrides=[*ON_GPU, *overrides])
+    def variant(*overrides: str, strategy: str = "ddp") -> Arm:
+        return ours(workload, strategy=strategy, workers=count, overrides=[*ON_GPU, *overrides])
 
-    arms = {
+    def plain(script: str) -> Arm:
+        return torchrun(workload, script=script, workers=count, loading_processes=LOADING_PROCESSES)
+
+    replicas = {
         "ours": variant(),
         "without recovery": variant("recovery.max_failures=0", "cluster.env.NCCL_NVLS_ENABLE=0"),
         "with NVLink SHARP": variant("cluster.env.NCCL_NVLS_ENABLE=2"),
-        "torchrun": torchrun(workload, workers=count, loading_processes=LOADING_PROCESSES),
+        "torchrun": plain("torchrun_ddp.py"),
     }
-    return {f"ddp on {count} GPUs": interleave(arms, rounds=rounds)}
+    parts = {"ours": variant(strategy="fsdp"), "torchrun": plain("torchrun_fsdp.py")}
+    return {
+        f"ddp on {count} GPUs": interleave(replicas, rounds=rounds),
+        f"fsdp on {count} GPUs": interleave(parts, rounds=rounds),
+    }
 
 
 def checkpoints(workload: Workload) -> list[dict[str, Any]]:

@@ -55,8 +55,9 @@ CONSISTENCIES: dict[str, tuple[str, ...]] = {
 class Delayed(Digits):
     """A small model whose gradients are delayed by ``STEP_MS``.
 
-    The delay is five times as long in a tenth of the steps with ``transient``, and three times as long on rank 0 with
-    ``persistent``.
+    Attributes:
+        transient: the delay is five times as long in a tenth of the steps.
+        persistent: the delay is three times as long on rank 0.
     """
 
     hidden: int = 32

@@ -3,9 +3,9 @@
 python benchmarks/recovery.py
 
 Rank 1 of two kills itself before step 100, or stops itself (SIGSTOP), which has to be detected. Ours recovers in place,
-with and without a spare, and in a pipeline from copies made every 10 steps. torchrun (--max-restarts) and Ray Train
-(FailureConfig) restart from a checkpoint, which they write every 20 steps. Ours and Ray Train use a Ray that is already
-running.
+with and without a spare, and in a pipeline and under fsdp from copies made every 10 steps. torchrun (--max-restarts)
+and Ray Train (FailureConfig) restart from a checkpoint, which they write every 20 steps. Ours and Ray Train use a Ray
+that is already running.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ def main() -> None:
             "ours, pipeline, one spare": ours(
                 address, strategy="pipeline", spares=1, overrides=[f"recovery.peer_copy_every={COPY_EVERY}"]
             ),
+            "ours, fsdp, one spare": ours(
+                address, strategy="fsdp", spares=1, overrides=[f"recovery.peer_copy_every={COPY_EVERY}"]
+            ),
             "ours, SIGSTOP, one spare": ours(address, spares=1, fault="stop"),
             **{name: peer(command) for name, command in peers(address).items()},
         }
@@ -108,6 +111,11 @@ def main() -> None:
             *(
                 Claim(name=f"seconds, {arm}", ratios=[r[arm].seconds for r in results], at_most=goal_s)
                 for arm, goal_s in GOALS_S.items()
+            ),
+            Claim(
+                name="kill to the end of the next step, fsdp / ddp, one spare each",
+                ratios=ratios(results, "ours, fsdp, one spare", "ours, one spare"),
+                at_most=1.5,
             ),
             *(
                 Claim(

@@ -18,11 +18,14 @@ from orchestrator.job import Split
 class Stalling(Digits):
     """Each pause is in seconds; 0 for none.
 
-    ``build_s`` is that of building the model, ``compile_s`` that of the first loss with and the first without
-    gradients, ``open_s`` that of the first sample that a process reads from each dataset object, ``disk_s`` that of
-    each sample whose index is a multiple of 151, and ``val_s`` that of each validation sample that is one of 10.
-    ``loss_s`` is that of each training loss, which leaves time for something to happen during a run. ``log_kb`` is what
-    each training loss prints, in kB.
+    Attributes:
+        build_s: in building the model.
+        compile_s: in the first loss with and the first without gradients.
+        open_s: in the first sample that a process reads from each dataset object.
+        disk_s: in each sample whose index is a multiple of 151.
+        val_s: in each validation sample that is one of 10.
+        loss_s: in each training loss, which leaves time for something to happen during a run.
+        log_kb: what each training loss prints, in kB.
     """
 
     build_s: float = 0.0

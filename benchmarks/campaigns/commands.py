@@ -57,7 +57,9 @@ def launched(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run the layout as a command, which is killed with its children if it is still running after the block.
 
-    ``address``: that of the Ray to use; empty for the Ray of this process. ``prefix``: a command that runs the command.
+    Args:
+        address: the address of the Ray to use; empty for the Ray of this process.
+        prefix: a command that runs the command.
     """
     words = ("launch", f"cluster.address={address or gcs_address()}", *setting.overrides, *overrides)
     with started(setting, *words, prefix=prefix, environment=environment) as process:

@@ -74,6 +74,9 @@ LAYOUTS = {
     "fsdp": Layout(overrides=("strategy=fsdp",), ranks=2),
     "fsdp with copies": Layout(overrides=("strategy=fsdp", "recovery.peer_copy_every=4"), ranks=2),
     "hsdp": Layout(overrides=("strategy=hsdp", "strategy.num_workers=4", "strategy.shard_size=2"), ranks=4),
+    "fsdp_pipeline with copies": Layout(
+        overrides=("strategy=fsdp_pipeline", "strategy.num_workers=4", "recovery.peer_copy_every=4"), ranks=4
+    ),
     "hogwild": Layout(overrides=("strategy=hogwild",), ranks=2, tolerance=None),
     "parameter_server": Layout(overrides=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
     "parameter_server, stale": Layout(
@@ -94,8 +97,10 @@ class Outcome:
 class Setting:
     """What a kind of trouble may use: a layout, an empty folder, and a generator for what it draws.
 
-    ``tracking_uri`` is MLflow's database, which the trials share; None for runs that upload nothing. ``experiment`` is
-    the MLflow experiment of this trial alone. ``scheme`` is ``file://`` if the runs use their directory as a store.
+    Attributes:
+        tracking_uri: MLflow's database, which the trials share; None for runs that upload nothing.
+        experiment: the MLflow experiment of this trial alone.
+        scheme: ``file://`` if the runs use their directory as a store.
     """
 
     layout: Layout
@@ -137,8 +142,9 @@ class Setting:
 class Ended:
     """How a disturbed run ended.
 
-    ``problems``: what was wrong that only its kind of trouble knows of. ``others``: the other runs of the trial, of
-    which the same is promised.
+    Attributes:
+        problems: what was wrong that only its kind of trouble knows of.
+        others: the other runs of the trial, which promise the same.
     """
 
     exit_code: int
@@ -187,9 +193,11 @@ class TrialId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One trial and its verdict; ``problems`` is empty if it passed.
+    """One trial and its verdict.
 
-    ``skipped``: why this machine cannot run it; empty if it can.
+    Attributes:
+        problems: empty if it passed.
+        skipped: why this machine cannot run it; empty if it can.
     """
 
     id: TrialId

@@ -59,10 +59,11 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What one run of an arm took.
+    """What one run of an arm took. Fields without a description are about rank 0's steps after warm-up.
 
-    ``startup_s`` is the time from process start to the end of the first step, and ``startup`` its parts, empty for the
-    peers. The other fields describe rank 0's steps after warm-up.
+    Attributes:
+        startup_s: the time from process start to the end of the first step.
+        startup: its parts; empty for the peers.
     """
 
     startup_s: float

@@ -67,15 +67,18 @@ def simulated_gangs() -> Iterator[None]:
 class SimulatedRank:
     """The state of a rank.
 
-    ``resumed_at``: the step and time from which it trains; None while it does not.
-    ``leaving``, ``deaf``, ``broken``: it has received SIGTERM, it does not answer ``hold``, its heartbeats raise.
+    Attributes:
+        leaving: it has received SIGTERM.
+        deaf: it does not answer ``hold``.
+        num_failing: how many of its next heartbeats raise.
+        resumed_at: the step and time from which it trains; None while it does not.
     """
 
     number: int
     generation: int = 0
     leaving: bool = False
     deaf: bool = False
-    broken: bool = False
+    num_failing: float = 0
     held: bool = False
     stops_after: int | None = None
     resumed_at: tuple[int, float] | None = None
@@ -176,7 +179,8 @@ class Host:
         return self._unpacked[1]
 
     async def heartbeat(self, rank: SimulatedRank, _: bool) -> Heartbeat:
-        if rank.broken:
+        if rank.num_failing > 0:
+            rank.num_failing -= 1
             raise RuntimeError("no heartbeat")
         return self._heartbeat(rank)
 
@@ -275,8 +279,7 @@ class SimulatedSlots:
     """Looks like ``driver.slots.Slots`` to the gang."""
 
     hosts: list[Any]
-    workers: dict[int, SimulatedWorker]
-    """By slot."""
+    workers: dict[int, SimulatedWorker]  # by slot
     num_started: int
 
     def __init__(self, plan: Plan, code: WorkerCode, **_: Any):

@@ -44,7 +44,7 @@ def main() -> None:
     model = job.model().to(device)
     optimizer = job.optimizer(model.parameters())
     if on_gpu:
-        fuse_updates(optimizer, device_type="cuda")  # the kernels that the orchestrator chooses
+        fuse_updates(optimizer)  # the kernels that the orchestrator chooses
     scheduler = job.scheduler(optimizer, settings.steps)
     forward = torch.compile(model) if settings.compile else model
     loader = DataLoader(

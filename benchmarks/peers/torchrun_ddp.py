@@ -41,7 +41,7 @@ def main(distributed: Callable[[nn.Module], nn.Module]) -> None:
     model = distributed(job.model().to(device))
     optimizer = job.optimizer(model.parameters())
     if on_gpu:
-        fuse_updates(optimizer, device_type="cuda")  # the kernels that the orchestrator chooses
+        fuse_updates(optimizer)  # the kernels that the orchestrator chooses
     scheduler = job.scheduler(optimizer, settings.steps)
     dataset = job.dataset("train")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=True, drop_last=True)
