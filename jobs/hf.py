@@ -147,6 +147,10 @@ class HuggingFace(Job):
         return {"accuracy": (logits.argmax(dim=-1) == labels).sum()}
 
     @property
+    def tokens_per_sample(self) -> int | None:
+        return self.block_size if self._fills_blocks("train_file") else None  # examples are padded
+
+    @property
     def reports_perplexity(self) -> bool:
         return self.task != "classification"
 
@@ -379,9 +383,12 @@ class HuggingFace(Job):
                 "the model"
             )
 
+    def _fills_blocks(self, name: str) -> bool:
+        return Path(getattr(self, name)).suffix in TOKEN_SUFFIXES
+
     def _examples(self, name: str) -> Examples | Blocks:
         path = Path(getattr(self, name)).expanduser()
-        if path.suffix in TOKEN_SUFFIXES:
+        if self._fills_blocks(name):
             if self.task != "causal":
                 raise ValueError(f"tokens are of no use to job.task={self.task}; set it to examples")
             return Blocks(open_source(path, dtype="uint16"), self.block_size)

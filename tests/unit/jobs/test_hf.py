@@ -148,6 +148,8 @@ def test_tokens_fill_each_block(folder: Path, tmp_path: Path) -> None:
     job.check()
     train: Any = job.dataset("train")
     assert len(train) == 200 // 16
+    assert job.tokens_per_sample == 16
+    assert HuggingFace(**fields(folder)).tokens_per_sample is None, "padding would count"
     assert train[1]["labels"].tolist() == train[1]["input_ids"].tolist() == tokens[16:32].tolist()
     tokens[7] = 299
     np.save(tmp_path / "b.npy", tokens)
