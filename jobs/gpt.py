@@ -162,7 +162,8 @@ class GPT(Job):
 
     @property
     def draws_samples(self) -> bool:
-        return self.sample_tokens > 0
+        has_codec = self.tokenizer is not None or self.architecture().vocabulary == BYTES
+        return self.sample_tokens > 0 and has_codec
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
         """Generate ``sample_tokens`` tokens after a newline, or the ``end_token``; None without a codec for them."""

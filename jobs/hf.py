@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
 from jobs.examples import Blocks, Encoder, Examples, Padded
-from jobs.hugging_face import first_sentence, load_tokenizer, outline, place, quiet, unmatched, with_adapters
+from jobs.hugging_face import first_sentence, load_on_meta, load_tokenizer, place, quiet, unmatched, with_adapters
 from jobs.rows import damaged, open_rows
 from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
 from orchestrator.job import Job, Split
@@ -100,7 +101,7 @@ class HuggingFace(Job):
 
         auto = getattr(transformers, AUTO_CLASSES[self.task])
         if self.model_name_or_path is not None and torch.get_default_device().type != "meta":
-            with quiet():
+            with quiet() if self._has_files else contextlib.nullcontext():
                 model = auto.from_pretrained(place(self.model_name_or_path), dtype=torch.float32, **self._labels)
         else:  # from_pretrained refuses to build a model without memory, as checks do
             source = place(self.model_name_or_path or self.config_name)
@@ -250,14 +251,25 @@ class HuggingFace(Job):
 
         key = "model_name_or_path" if self.model_name_or_path is not None else "config_name"
         named = getattr(self, key)
-        try:
+
+        @contextlib.contextmanager
+        def refusing() -> Iterator[None]:
+            try:
+                yield
+            except (OSError, ValueError, ImportError, SafetensorError) as e:
+                missing = "" if Path(named).expanduser().exists() else "no such directory, and not found on the hub: "
+                raise ValueError(
+                    f"job.{key}={named}: {missing}{first_sentence(e)}; set it to a model for job.task={self.task}"
+                ) from e
+
+        with refusing():
+            saved = transformers.AutoConfig.from_pretrained(place(named))
+        has_head = any("ForSequenceClassification" in name for name in saved.architectures or ())
+        if self._labels and self.model_name_or_path and has_head and saved.num_labels != self.num_labels:
+            raise ValueError(f"job.num_labels={self.num_labels}: {named} has {saved.num_labels}; set it to that")
+        with refusing():
             config = transformers.AutoConfig.from_pretrained(place(named), **self._labels)
             model = self._without_memory(config)
-        except (OSError, ValueError, ImportError, SafetensorError) as e:
-            missing = "" if Path(named).expanduser().exists() else "no such directory, and not found on the hub: "
-            raise ValueError(
-                f"job.{key}={named}: {missing}{first_sentence(e)}; set it to a model for job.task={self.task}"
-            ) from e
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and self.block_size > longest:
             raise ValueError(
@@ -276,11 +288,11 @@ class HuggingFace(Job):
         import transformers
 
         auto = getattr(transformers, AUTO_CLASSES[self.task])
-        if self.model_name_or_path is None or not Path(place(self.model_name_or_path)).exists():
+        if not self._has_files:
             with torch.device("meta"):
                 made: nn.Module = auto.from_config(config)
             return made
-        made, missing = outline(auto, place(self.model_name_or_path), config)
+        made, missing = load_on_meta(auto, place(self.model_name_or_path), config)
         if missing:
             warnings.warn(
                 f"job.model_name_or_path={self.model_name_or_path}: {len(missing)} weights are not in the files and "
@@ -288,6 +300,11 @@ class HuggingFace(Job):
                 stacklevel=1,
             )
         return made
+
+    @property
+    def _has_files(self) -> bool:
+        """Whether the weights are in a directory, so that a check has told what is in them."""
+        return self.model_name_or_path is not None and Path(place(self.model_name_or_path)).exists()
 
     @property
     def _labels(self) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 
-def outline(auto: Any, directory: str, config: Any) -> tuple[nn.Module, Sequence[str]]:
+def load_on_meta(auto: Any, directory: str, config: Any) -> tuple[nn.Module, Sequence[str]]:
     """Build a model on the meta device. Return it, and the names of its weights that are not in the directory.
 
     Raises:
@@ -61,7 +61,7 @@ def unmatched(targets: object, names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the bars and reports of ``transformers``, which every worker would write; a check says what is in them."""
+    """Hide the bars and reports of ``transformers``, which every worker would write; a check has told what they say."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -84,6 +84,7 @@ def load_tokenizer(place: str) -> Any:
 
 
 def place(text: str | None) -> str:
+    """Return the path of a directory or a file, ``~`` expanded; or the text, if there is none: a name on the hub."""
     assert text is not None
     path = Path(text).expanduser()
     return str(path) if path.exists() else text

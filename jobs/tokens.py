@@ -25,7 +25,7 @@ BYTES = 256
 TOKEN_SUFFIXES = (".npy", ".bin")
 """The endings of the names of files of tokens; other files are texts."""
 
-LOOKED_AT = 2**16
+PROBED_NUMBERS = 2**16
 """The numbers at the beginning of a file that show if they are of another type."""
 MANY, FEW = 16, 4
 """Tokens below ``FEW`` times 2**16 in uint32 are ``MANY`` different lower halves, and upper ones below ``FEW``."""
@@ -82,7 +82,7 @@ def open_source(path: Path, *, dtype: str) -> Source:
                 f"{size} bytes are no whole number of {kind} tokens: it is cut short, or of another job.dtype"
             )
         tokens = np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind)
-        if kind == np.uint16 and not about and _are_halves(tokens[:LOOKED_AT]):
+        if kind == np.uint16 and not about and _are_halves(tokens[:PROBED_NUMBERS]):
             raise ValueError("holds uint32 and not uint16 (job.dtype), because every second number is nearly 0")
     if len(tokens) != about.get("tokens", len(tokens)):
         raise ValueError(f"has {len(tokens)} tokens, but {about['tokens']} by {path}.json: it is cut short")

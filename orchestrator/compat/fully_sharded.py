@@ -142,7 +142,9 @@ class FullySharded:
         self._root.set_reshard_after_backward(last or not self._keep_whole)
 
     def free(self) -> None:
-        """Free what passes without a backward pass have gathered."""
+        """Free what passes without a backward pass have gathered, and what they gathered ahead and did not use."""
+        for group in self._groups():
+            group.wait_for_unshard()
         for module in self._modules():
             module.reshard()
 

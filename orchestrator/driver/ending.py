@@ -48,6 +48,7 @@ class RunEnding:
     Attributes:
         resume_command: the command that continues the run.
         in_sweep: whether a comparison of the whole sweep follows.
+        owns_process: whether the command line has begun the run, and not a program that wants its result.
         origin: how other commands begin.
     """
 
@@ -61,6 +62,7 @@ class RunEnding:
     redactor: Redactor
     resume_command: str
     in_sweep: bool
+    owns_process: bool
     origin: Origin
 
     def finish(self, result: RunResult) -> RunResult:
@@ -107,12 +109,13 @@ class RunEnding:
 
     @property
     def _upload_wait_s(self) -> float:
-        """The time for the rest of the upload: short at a terminal, except before the next run of a sweep.
+        """The time for the rest of the upload: short before a prompt.
 
-        That one would train beside the upload.
+        The next run of a sweep or of a program would train beside the upload.
         """
         wait_s = self.tracking.flush_timeout_s
-        return min(wait_s, PROMPT_WAIT_S) if sys.stdout.isatty() and not self.in_sweep else wait_s
+        prompts = self.owns_process and sys.stdout.isatty() and not self.in_sweep
+        return min(wait_s, PROMPT_WAIT_S) if prompts else wait_s
 
     def abort(self, status: Literal["FAILED", "KILLED"], exit_code: int, reason: str) -> None:
         """Record the end of a run that has no result."""

@@ -364,6 +364,7 @@ def _opened(
         redactor=redactor,
         resume_command=resume_command,
         in_sweep=sweep is not None,
+        owns_process=launch.stop.owns_process,
         origin=origin,
     )
     with contextlib.ExitStack() as at_end:

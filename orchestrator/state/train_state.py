@@ -246,12 +246,12 @@ def _on_host(
 
 
 def _all_finite(parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return, on the device, whether the sums of all parameters are finite.
+    """Return, on the device of the first, whether the sums of all parameters are finite.
 
     The sums tell almost always whether the parameters are; sums of finite numbers may overflow.
     """
     sums = [parameter.sum().abs().float() for parameter in _numbers(parameters).values()]
-    return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+    return torch.stack([s.to(sums[0].device) for s in sums]).isfinite().all() if sums else torch.tensor(True)
 
 
 def _full_outline(state: TrainState) -> Mapping[str, Tensor]:

@@ -160,18 +160,23 @@ def _activations(config: Config, job: Job, plan: Plan) -> float | None:
 
 def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
     """Return the parts of the memory of a worker, and the types of what it has."""
-    parts = [
+    state = [
         f"{size_text(memory.parameters)} of parameters",
         f"{size_text(memory.gradients)} of gradients",
-        f"{size_text(memory.optimizer)} of optimizer state{' in host memory' if memory.on_host else ''}",
+        f"{size_text(memory.optimizer)} of optimizer state",
+    ]
+    of_passes = [
         *([f"{size_text(memory.gathered)} gathered from other workers"] if memory.gathered else []),
         *([] if memory.activations is None else [f"about {size_text(memory.activations)} of activations"]),
     ]
     dtypes = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters()))
     what = "parameters are kept, gathered and summed" if memory.gathered else "parameters and gradients are"
-    on_device = " on its GPU" if memory.on_host else ""
+    if memory.on_host:
+        parts = f"{', '.join(state)} in host memory; on its GPU, {', '.join(of_passes)}"
+    else:
+        parts = ", ".join([*state, *of_passes])
     computed = {"bf16": "; passes compute in bfloat16", "fp16": "; passes compute in float16"}
     return (
-        f"memory of a worker: {', '.join(parts)}: {size_text(memory.total)}{on_device}; {what} in {dtypes}"
+        f"memory of a worker: {parts}: {size_text(memory.total)}; {what} in {dtypes}"
         f"{computed.get(config.train.precision, '')}"
     )

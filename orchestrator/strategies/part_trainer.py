@@ -103,8 +103,8 @@ class PartTrainer(Trainer):
     ) -> dict[str, Any]:
         """Fetch the state of each rank from the rank that provides it, or from this rank's own copy.
 
-        A replica sends its tensors from where they are. A new worker receives on its device, a survivor in host memory,
-        because on its device there may be no room for two states.
+        A replica sends its tensors from where they are. A new worker receives where its parameters are, a survivor in
+        host memory, because on its device there may be no room for two states.
         """
         self._settle(source_step, step + self._ahead)
         step += self._ahead
@@ -116,7 +116,8 @@ class PartTrainer(Trainer):
             if own == sender != receiver:
                 send_state(self.state_of(receiver, source_step, **here), to=receiver, device=device)
             elif own == receiver != sender:
-                onto = device if step == 0 else CPU
+                on_device = all(parameter.device == device for parameter in self.trained.parameters)
+                onto = device if step == 0 and on_device else CPU
                 meta = self._load(receive_state(sender, device=device, onto=onto))
         if sources[own] == own and step != source_step:
             meta = self._load(self.state_of(own, source_step, **here), consume=False)

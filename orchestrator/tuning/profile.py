@@ -132,9 +132,10 @@ class Profile:
         server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
         base_ms: a pass of a model that computes nearly nothing, on one worker.
         ddp_ms: what a step of ``ddp`` on all workers takes longer than its passes, transfer and update together, as far
-            as it was measured.
+            as it was measured; may be negative.
+        parts_ms: what a slice of ``fsdp`` on all workers takes longer than its passes, transfer and update together, as
+            far as it was measured; may be negative.
         devices_ms: a step of ``dp`` on the devices of a worker; None where it was not measured.
-        parts_ms: the same of ``fsdp``, for each slice of the batch.
         pipeline: what a pipeline adds to a step; the unit of size is a pass of a stage over a micro-batch.
         interleaved: the same, of a pipeline with several stages on each worker.
         free_bytes: the memory that is free on the node of a worker (CPU), or on its device.

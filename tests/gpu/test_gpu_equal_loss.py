@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import CLUSTER, DDP, Case, having
@@ -62,16 +63,31 @@ def test_parts_of_a_language_model(gang: Gang, changes: dict[str, Any]) -> None:
     assert_as_alone(gang, case, "fsdp-2", rtol=ROUNDING * ADAMW, want_grad_norm=True, **changes)
 
 
-def places(rank: int, case: Case) -> set[str]:
+@dataclass(frozen=True, kw_only=True)
+class ScaledToy(Toy):
+    """Its model has a parameter without dimensions, which is not divided."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.scale = nn.Parameter(torch.tensor(0.5))
+        return model
+
+
+def places(rank: int, case: Case) -> tuple[set[str], set[str], bool]:
+    """Where the parts are, and what is not divided; and whether what a checkpoint takes of them is finite."""
     strategy = make(case, rank)
     assert isinstance(strategy, FSDP)
-    return {part.device.type for part in strategy.passes.divided.distinct}
+    divided = strategy.passes.divided
+    state = strategy.capture_part(step=0, samples_consumed=0, into=None)
+    assert state is not None
+    parts = {part.device.type for part in divided.distinct if part.ndim > 0}
+    return parts, {scalar.device.type for scalar in divided.scalars}, state.nonfinite_parameter is None
 
 
 def test_parts_that_are_offloaded_are_in_host_memory(gang: Gang) -> None:
-    """If it fails, ``strategy.cpu_offload=true`` saves no memory of the GPU."""
-    case = LAYOUTS["fsdp-2"].of(Case(job=TinyGPT(layers=3), train=having(global_batch_size=32)), cpu_offload=True)
-    assert gang.run(places, case, world_size=2) == [{"cpu"}] * 2
+    """If it fails, ``strategy.cpu_offload=true`` saves no memory of the GPU, or no checkpoint can be saved with it."""
+    case = LAYOUTS["fsdp-2"].of(Case(job=ScaledToy(), train=having(global_batch_size=32)), cpu_offload=True)
+    assert gang.run(places, case, world_size=2) == [({"cpu"}, {"cuda"}, True)] * 2
 
 
 @pytest.mark.parametrize("job", [Tokens(), Tokens(empty=6, lr=0.5)], ids=["weights", "ranks-without-weight"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -30,7 +31,7 @@ from helpers.records.tracked_runs import (
 )
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
-from orchestrator.driver.ending import RunEnding
+from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
@@ -59,7 +60,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     assert run_of(uri, run_dir).info.status == "RUNNING"
     log(journal, range(6, 11))
     end(journal, run_dir, steps=10, final_loss=0.1, recovery_s=[1.0], backend="gloo", lost=math.nan)
-    upload = uploader.finish(30)
+    upload = uploader.finish(200)
     journal.close()
     assert (upload.missing, upload.uploaded, upload.complete, upload.error) == (0, 20, True, None)
 
@@ -84,7 +85,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     start(journal)
     log(journal, range(8, 16))
     end(journal, run_dir, "FAILED", steps=15)
-    second = uploader.finish(30)
+    second = uploader.finish(200)
     journal.close()
     assert (second.run_id, second.complete) == (upload.run_id, True)
     run = run_of(uri, run_dir)
@@ -162,6 +163,16 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
     assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
 
 
+@pytest.mark.usefixtures("terminal")
+def test_a_program_and_a_sweep_wait_for_the_upload_also_at_a_terminal(tmp_path, uri):
+    """Their next run would train beside it."""
+    run_dir = new_run(tmp_path, uri)
+    ending = ending_of(run_dir, tracking(uri, flush_timeout_s=600), None, None, Recorder())
+    assert ending._upload_wait_s == PROMPT_WAIT_S
+    assert replace(ending, owns_process=False)._upload_wait_s == 600
+    assert replace(ending, in_sweep=True)._upload_wait_s == 600
+
+
 def test_the_next_command_goes_on_with_an_upload_that_was_killed(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
@@ -203,6 +214,7 @@ def ending_of(run_dir, config, uploader, journal, console):
         events=EventStream([console], Redactor(), journal=journal),
         resume_command="",
         in_sweep=False,
+        owns_process=True,
         origin=HERE,
         redactor=Redactor(),
     )

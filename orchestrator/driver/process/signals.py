@@ -29,6 +29,7 @@ class StopSignals:
     :class:`SystemExit` (SIGTERM) there, once.
 
     Attributes:
+        owns_process: whether the command line has begun the run.
         received: the last signal; None if there was none.
         cause: the name of the signal, or what :meth:`request` was given.
         exit_at_once: end the process at the first signal, with every process that it started, because there is nothing
@@ -42,7 +43,7 @@ class StopSignals:
         self._received_at = 0.0
         self.exit_at_once = owns_process
         self.console: Sink | None = None
-        self._owns_process = owns_process
+        self.owns_process = owns_process
         self._may_raise = False
         self._raised: BaseException | None = None
         self._pid = os.getpid()
@@ -74,7 +75,7 @@ class StopSignals:
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
         """Let a second signal raise an exception in this context. Elsewhere it would interrupt a release of workers."""
-        self._may_raise = not self._owns_process
+        self._may_raise = not self.owns_process
         try:
             yield
         finally:
@@ -86,13 +87,13 @@ class StopSignals:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
         first = self.received is None
-        if not first and self._owns_process and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
+        if not first and self.owns_process and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
             return
         received = signal.Signals(number)
         self.cause, self._received_at, self.received = received.name, time.monotonic(), received
         if first and not self.exit_at_once:
             return
-        if not self._owns_process:
+        if not self.owns_process:
             if self._may_raise:
                 self._may_raise = False
                 self._raised = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

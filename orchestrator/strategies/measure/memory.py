@@ -19,21 +19,24 @@ class TensorSize:
 
     Attributes:
         name: the name of the parameter or buffer.
+        device_type: where it is, such as ``cuda``. Parameters may be in host memory, and their state with them.
     """
 
     name: str
     kind: TensorKind
     size_bytes: int
+    device_type: str
 
 
 def sizes_of(module: nn.Module, optimizer: AnyOptimizer) -> Iterator[TensorSize]:
     """Yield the size of each tensor of ``module``, of its gradient, and of what ``optimizer`` keeps for it."""
     state = optimizer.state
     for name, buffer in module.named_buffers():
-        yield TensorSize(name, "buffer", buffer.nbytes)
+        yield TensorSize(name, "buffer", buffer.nbytes, buffer.device.type)
     for name, parameter in module.named_parameters():
-        yield TensorSize(name, "parameter", parameter.nbytes)
+        device_type = parameter.device.type
+        yield TensorSize(name, "parameter", parameter.nbytes, device_type)
         if parameter.grad is not None:
-            yield TensorSize(name, "gradient", parameter.grad.nbytes)
+            yield TensorSize(name, "gradient", parameter.grad.nbytes, device_type)
         if kept := sum(v.nbytes for v in state.get(parameter, {}).values() if isinstance(v, Tensor)):
-            yield TensorSize(name, "optimizer state", kept)
+            yield TensorSize(name, "optimizer state", kept, device_type)

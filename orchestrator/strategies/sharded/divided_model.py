@@ -51,11 +51,12 @@ class DividedModel:
         def part(shape: torch.Size) -> tuple[slice, ...]:
             return Box.shard(shape, index, count).slices_in(Box.whole(shape)) if shape else ()
 
+        self._options = options_of(context.options)
         self.model, own = build_divided(
             build,
             part,
             seed=context.seed,
-            device=context.device,
+            device=torch.device("cpu") if self._options.offloads else context.device,
             wanted=wanted,
             draws_as=index if context.train.init == "fast" else None,
         )
@@ -66,10 +67,11 @@ class DividedModel:
         self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if named[name].ndim > 0}
         self.distinct = list(own.values())
         self.scalars = [part for part in self.distinct if part.ndim == 0]
+        for scalar in self.scalars:
+            scalar.data = scalar.data.to(context.device)
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         self._build = build
         self._device = context.device
-        self._options = options_of(context.options)
         self._wrapped: FullySharded | None = None
         self._divided: dict[nn.Parameter, nn.Parameter] | None = None  # as modules hold them, by part
 

@@ -236,27 +236,11 @@ def devices_ms(job: Job, train_set: Any, context: Context, control: dist.Process
     """
     if context.device.type != "cpu":
         return None
-    step_ms, rows, n = 0.0, slice_rows(context), context.mesh.world_size
+    step_ms, n = 0.0, context.mesh.world_size
     if context.global_rank == 0:
-        strategy = DP(
-            dataclasses.replace(
-                context,
-                mesh=Mesh(),
-                train=dataclasses.replace(context.train, grad_accumulation=1, global_batch_size=rows, steps=STEPS),
-                options=DPConfig(name="dp", num_workers=n, loss_on="device0", verbose=False),
-                num_devices=n,
-            ),
-            job,
-        )
-        try:
-            _prepare(strategy, train_set)
-            batches = [_batch(job, train_set, rows)]
-            step = functools.partial(strategy.train_step, batches, want_grad_norm=False, want_metrics=False)
-            (step_ms,) = medians_ms([step], context.device)
-        except Exception:  # whatever the model raises, the other strategies can still train it
-            step_ms = math.nan
-        finally:
-            strategy.close()
+        options = DPConfig(name="dp", num_workers=n, loss_on="device0", verbose=False)
+        on_devices = _over_slice(context, mesh=Mesh(), options=options, num_devices=n)
+        step_ms = _step_ms(DP(on_devices, job), train_set, slice_rows(context))
     step_ms = mean_over(1, step_ms, control)
     return None if math.isnan(step_ms) else step_ms
 
@@ -287,21 +271,32 @@ def together_ms(
     Returns:
         Milliseconds; None if the strategy cannot train this job.
     """
-    rows, n = slice_rows(context), context.mesh.world_size
+    n = context.mesh.world_size
+    runs = min(MOST_TOGETHER, max(LEAST_RUNS, round(1e3 * TOGETHER_S / max(1.0, expected_ms))))
+    strategy = strategy_class(_over_slice(context, mesh=mesh, options=options), job)
+    step_ms = mean_over(n, _step_ms(strategy, train_set, max(1, slice_rows(context) // n), runs=runs), control)
+    return None if math.isnan(step_ms) else step_ms
+
+
+def _over_slice(context: Context, **changes: Any) -> Context:
+    """Return the context of a strategy whose steps are over a slice of the batch."""
+    rows = slice_rows(context)
     train = dataclasses.replace(context.train, grad_accumulation=1, global_batch_size=rows, steps=STEPS)
-    strategy = strategy_class(dataclasses.replace(context, mesh=mesh, train=train, options=options), job)
+    return dataclasses.replace(context, train=train, **changes)
+
+
+def _step_ms(strategy: Trainer, train_set: Any, rows: int, *, runs: int | None = None) -> float:
+    """Return the time of a step over ``rows`` samples on this rank; NaN if the strategy cannot train its job."""
     try:
         _prepare(strategy, train_set)
-        batches = [_batch(job, train_set, max(1, rows // n))]
+        batches = [_batch(strategy.job, train_set, rows)]
         step = functools.partial(strategy.train_step, batches, want_grad_norm=False, want_metrics=False)
-        runs = min(MOST_TOGETHER, max(LEAST_RUNS, round(1e3 * TOGETHER_S / max(1.0, expected_ms))))
-        (step_ms,) = medians_ms([step], context.device, runs=runs)
-    except Exception:  # whatever the model raises on all ranks, other strategies can still train it
-        step_ms = math.nan
+        (step_ms,) = medians_ms([step], strategy.context.device, runs=runs)
+    except Exception:  # whatever the model raises, other strategies can still train it
+        return math.nan
     finally:
         strategy.close()
-    step_ms = mean_over(n, step_ms, control)
-    return None if math.isnan(step_ms) else step_ms
+    return step_ms
 
 
 def _prepare(strategy: Trainer, train_set: Any) -> None:

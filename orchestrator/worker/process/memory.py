@@ -10,9 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-_CONTAINER = Path("/sys/fs/cgroup")
-_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""The files with the limit of a container and its use, in cgroups of version 2 and 1."""
+from orchestrator.worker.process.node_facts import MEMORY_FILES
 
 
 def peak_bytes() -> int | None:
@@ -29,9 +27,9 @@ def free_bytes() -> int:
     for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         if (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY:
             free.append(most - _status()[name])
-    for limit_file, used_file in _LIMITS:
+    for limit_file, used_file in MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # it is "max" without a limit
-            free.append(int((_CONTAINER / limit_file).read_text()) - int((_CONTAINER / used_file).read_text()))
+            free.append(int(Path(limit_file).read_text()) - int(Path(used_file).read_text()))
     return min(free)
 
 

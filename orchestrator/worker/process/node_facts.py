@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 GPU_TIMEOUT_S = 60.0
-_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""The limits of a container, in cgroups of version 2 and 1."""
+MEMORY_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""The files with the limit of a container and its use, in cgroups of version 2 and 1."""
 # In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
 import json, sys, torch
@@ -88,9 +91,9 @@ def node_facts(
 def memory() -> dict[str, Any]:
     """Return the memory of this machine or container, and that of its smallest GPU; 0 without a GPU, in bytes."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _MEMORY_LIMITS:
+    for limit, _ in MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # it is "max" without a limit
-            sizes.append(int(Path(file).read_text()))
+            sizes.append(int(Path(limit).read_text()))
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     gpus = [0]
     if shutil.which(command[0]) is not None:

@@ -104,9 +104,10 @@ class Histograms:
 
 
 def _counted(tensors: Mapping[str, Tensor]) -> Counts:
-    """Return the counts of each tensor, after one copy from the device."""
+    """Return the counts of each tensor, after one copy from the device of the first; others may be elsewhere."""
     counts = [counts_of(tensor) for tensor in tensors.values()]
-    return dict(zip(tensors, torch.stack(counts).tolist() if counts else [], strict=True))
+    together = torch.stack([c.to(counts[0].device) for c in counts]).tolist() if counts else []
+    return dict(zip(tensors, together, strict=True))
 
 
 # The picture --------------------------------------------------------------------------------------

@@ -34,12 +34,13 @@ def explain_out_of_memory(
 
     Args:
         error: the text of an error of torch, whose figures are those at the moment of the failure.
-        tensors: the training state on this rank; what else is allocated are mostly activations.
+        tensors: the training state on this rank, on any device; what else is allocated are mostly activations.
         train: the ``train`` section of the configuration.
         is_divided: whether workers have parts of the model already.
         has_training_step: whether the job makes its own updates, which leaves fewer keys to change.
     """
-    parts = [_figures(error), *_state(list(tensors))]
+    full = "cpu" if _ASKED_OF_HOST.search(error) else "cuda"
+    parts = [_figures(error), *_state([tensor for tensor in tensors if tensor.device_type == full])]
     advice = _advice(error, train, is_divided=is_divided, has_training_step=has_training_step)
     return f"{'; '.join(parts)}. To need less memory: {', or '.join(advice)}"
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
@@ -248,6 +249,44 @@ def test_blocks_are_gathered_ahead_of_the_one_that_runs(gang: Gang, ahead: int, 
     """
     case = LAYOUTS["fsdp-2"].of(Case(job=OddToy(), train=having(global_batch_size=8)), prefetch=ahead)
     assert gang.run(gathered_before, case, world_size=2) == [expected] * 2
+
+
+class Backwards(nn.Sequential):
+    """Runs its layers in the other order than it has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardsToy(Toy):
+    def model(self) -> nn.Module:
+        return Backwards(*(nn.Linear(10, width) for width in (4, 10, 10, 10)))
+
+
+def evaluated_between_steps(rank: int, case: Case) -> tuple[list[float], list[float]]:
+    """The loss of this rank's samples at each step, and of the same samples with averaged weights after it."""
+    strategy = make(case, rank)
+    batch = default_collate([case.job.dataset("val")[i] for i in range(8)])
+    trained, evaluated = [], []
+    for result in steps(strategy):
+        trained.append(float(result.loss_sum))
+        with strategy.averaged_weights():
+            evaluated.append(float(strategy.evaluate(batch, 8).loss_sum))
+    return trained, evaluated
+
+
+def test_what_an_evaluation_gathers_ahead_is_not_trained_with(gang: Gang) -> None:
+    """Layers that have run are gathered again, because torch gathers ahead in the order that the model has them in."""
+    case = Case(job=BackwardsToy(lr=0.02), train=having(global_batch_size=16, steps=6, ema_decay=0.8))
+    ((trained, evaluated),) = gang.run(evaluated_between_steps, case, world_size=1)
+    case = LAYOUTS["fsdp-2"].of(case, wrap=("Linear",), prefetch=2)
+    ranks = gang.run(evaluated_between_steps, case, world_size=2)
+    assert [sum(losses) for losses in zip(*(own for own, _ in ranks), strict=True)] == pytest.approx(trained, rel=SGD)
+    for _, own in ranks:
+        assert own == pytest.approx(evaluated, rel=SGD)
 
 
 def test_each_rank_of_ddp_holds_its_part_of_the_optimizer_state_and_all_parameters(gang: Gang) -> None:

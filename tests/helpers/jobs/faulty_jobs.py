@@ -139,12 +139,6 @@ class NoStore(Digits):
         time.sleep(1e6)
 
 
-OUT_OF_MEMORY = (
-    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.61 GiB is "
-    "free. Process 1234 has 70.50 GiB memory in use. Of the allocated memory 60.00 GiB is allocated by PyTorch, and "
-    "9.50 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
-)
 """An error of torch, as it is raised on a GPU."""
 
 
@@ -156,7 +150,7 @@ class OutOfMemory(Faulty):
         dist.destroy_process_group = _wait_for_ever
         self.seen[0] += torch.is_grad_enabled()
         if self.seen[0] == self.at_step and dist.get_rank() == self.rank:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            torch.empty(2**60, dtype=torch.uint8)
         return Digits.loss(self, output, target)
 
 

@@ -29,6 +29,7 @@ def commands(run_dir: RunDir, status: Literal["FINISHED", "FAILED"], *, in_sweep
         redactor=nothing,
         resume_command="continue it",
         in_sweep=in_sweep,
+        owns_process=True,
         origin=HERE,
     )
     result = RunResult(status=status, exit_code=1, reason="", run_dir=run_dir.path, url=None)

@@ -186,6 +186,12 @@ def test_the_text_is_drawn_from_the_generator() -> None:
     assert all(len(t.encode(errors="replace")) >= 40 for t in texts)
 
 
+def test_no_text_is_drawn_without_a_codec() -> None:
+    assert GPT(**TINY).draws_samples
+    assert not GPT(**TINY, sample_tokens=0).draws_samples
+    assert not GPT(**{**TINY, "vocabulary": 300}).draws_samples, "whole models would be gathered for nothing"
+
+
 def test_writes_from_its_last_context_bytes() -> None:
     job = GPT(**TINY, sample_tokens=20)
     model = job.model()

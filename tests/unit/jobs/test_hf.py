@@ -241,6 +241,10 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
     small.mkdir()
     config = json.loads((bare / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    three = tmp_path / "three"
+    three.mkdir()
+    labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    (three / "config.json").write_text(json.dumps(config | labels))
     here = f"job.train_file={tmp_path}"
     for others, reason in (
         ({"model_name_or_path": str(tmp_path)}, f"job.model_name_or_path={tmp_path}: Unrecognized"),
@@ -270,6 +274,10 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
         ({"weight_decay": -1.0}, "job.weight_decay=-1: must be at least 0"),
         ({"lr_scheduler_type": "linaer"}, "job.lr_scheduler_type=linaer: linaer is not a valid SchedulerType"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "job.lr_scheduler_type=reduce_lr_on_plateau: "),
+        (
+            {"task": "classification", "model_name_or_path": str(three), "num_labels": 4},
+            f"job.num_labels=4: {three} has 3; set it to that",
+        ),
         ({"block_size": 65}, "job.block_size=65: the model has positions for 64 tokens"),
         ({"peft": "lorra"}, "job.peft=lorra: unknown; did you mean lora?"),
         ({"peft": "lora", "peft_options": {"target_modules": ["q_prj"]}}, "did you mean q_proj?"),

@@ -102,6 +102,7 @@ def test_a_brief_run_has_the_job_without_its_samples() -> None:
     brief = without_samples(job)
     assert len(brief.dataset("train")) == len(job.dataset("train"))
     assert type(brief).sample is Job.sample
+    assert (job.draws_samples, brief.draws_samples) == (True, False), "the model would be gathered for them"
     assert type(brief).forward is Job.forward
     assert not has_training_step(brief)
     assert (brief, type(brief).__name__) == (replace(brief), "GPT")

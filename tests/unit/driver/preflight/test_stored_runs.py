@@ -231,6 +231,7 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         redactor=Redactor(),
         resume_command="",
         in_sweep=False,
+        owns_process=True,
         origin=HERE,
     )
     result = ending.finish(RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url))

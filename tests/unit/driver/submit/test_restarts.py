@@ -130,5 +130,5 @@ def test_nothing_follows_the_verdict_of_a_driver(driver: Path, capfd: pytest.Cap
 def test_a_signal_that_the_child_receives_anyway_is_not_passed_on(forward: bool, code: int) -> None:
     """The child sends the signal to its parent only."""
     with Child(forward=forward) as child:
-        assert child.run(["sh", "-c", "sleep 0.3; kill -TERM $PPID; sleep 1"]).code == code
+        assert child.run(["sh", "-c", f"sleep 0.3; kill -TERM $PPID; exec sleep {60 if forward else 0.1}"]).code == code
     assert child.stop_signal == signal.SIGTERM

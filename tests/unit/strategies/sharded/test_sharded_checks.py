@@ -119,8 +119,8 @@ def test_offloading_is_for_gpus_and_leaves_them_what_is_gathered() -> None:
     errors, notes = checked(Built(), replace(FSDP, cpu_offload=True), device="cuda")
     assert errors == []
     gathered = f"{4 * (3 * 130 + 44) / 2**20:.3g} MiB"
-    assert "of optimizer state in host memory" in notes[-1]
-    assert f"{gathered} gathered from other workers: {gathered} on its GPU" in notes[-1]
+    on_gpu = f"on its GPU, {gathered} gathered from other workers: {gathered}; "
+    assert f"of optimizer state in host memory; {on_gpu}" in notes[-1]
 
 
 def test_each_module_that_is_gathered_ahead_takes_memory() -> None:

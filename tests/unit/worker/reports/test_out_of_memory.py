@@ -10,15 +10,20 @@ import torch
 from torch import nn
 
 from helpers.conformance.cases import TRAIN
-from helpers.jobs.faulty_jobs import OUT_OF_MEMORY
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.61 GiB is "
+    "free. Process 1234 has 70.50 GiB memory in use. Of the allocated memory 60.00 GiB is allocated by PyTorch, and "
+    "9.50 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
 TENSORS = [
-    TensorSize("head.weight", "parameter", 3 * 2**30),
-    TensorSize("head.weight", "gradient", 3 * 2**30),
-    TensorSize("head.weight", "optimizer state", 6 * 2**30),
-    *[TensorSize(f"layer{i}.bias", "parameter", 1024) for i in range(9)],
+    TensorSize("head.weight", "parameter", 3 * 2**30, "cuda"),
+    TensorSize("head.weight", "gradient", 3 * 2**30, "cuda"),
+    TensorSize("head.weight", "optimizer state", 6 * 2**30, "cuda"),
+    *[TensorSize(f"layer{i}.bias", "parameter", 1024, "cuda") for i in range(9)],
 ]
 
 
@@ -61,9 +66,11 @@ def test_a_host_that_has_no_memory_is_told_of_like_a_gpu() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-    assert message(str(raised.value)).startswith(
-        "CPU out of memory: tried to allocate 1073741824.00 GiB; training state"
+    tensors = [*TENSORS, TensorSize("body.weight", "parameter", 2**30, "cpu")]
+    assert message(str(raised.value), tensors=tensors).startswith(
+        "CPU out of memory: tried to allocate 1073741824.00 GiB; training state: parameters 1.00 GiB; largest"
     )
+    assert message(tensors=tensors) == message(), "what is in host memory takes none of the GPU"
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
