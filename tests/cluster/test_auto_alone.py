@@ -10,8 +10,6 @@ import pytest
 
 from helpers.machines.commands import run
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.campaign
 def test_the_chosen_strategy_has_the_threads_of_a_run_that_names_it(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 
 from helpers.machines.commands import environment
 
-pytestmark = pytest.mark.timeout(240)
-
 SCRIPT = '''
 import ctypes, faulthandler, logging, os, random, signal, sys, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor

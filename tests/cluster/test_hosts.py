@@ -36,8 +36,6 @@ if other is not None:
 """
 """Two processes form a group where this one is the name server."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[Host, Host]]:

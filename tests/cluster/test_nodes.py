@@ -34,8 +34,6 @@ WORDS = (
     "job.lr=0.1",
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
@@ -82,7 +80,7 @@ class Run:
 
     def output(self, *, code: int) -> str:
         """What the command has printed when it has ended with ``code``."""
-        output, _ = self._process.communicate(timeout=100)
+        output, _ = self._process.communicate(timeout=300)
         assert self._process.returncode == code, output
         return output
 
@@ -270,7 +268,7 @@ def test_the_verdict_comes_last_if_the_head_is_lost_for_good(
         process = launch(*kept, *words, f"cluster.address={address}", **patience)
         run_dir = wait_for_step(tmp_path, 30)
         cluster.head_node.kill_gcs_server()
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=300)
     finally:
         cluster.shutdown()
     assert process.returncode == 1, output

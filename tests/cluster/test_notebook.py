@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.records.runs import ROOT, events, losses
+from helpers.records.runs import ROOT, events_below, losses
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
 pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel: pip install -e '.[test]'")
-
-pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = ROOT / "docs/examples/notebook.ipynb"
 
@@ -43,7 +41,7 @@ def kernel_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client_of(notebook: Any, folder: Path) -> Any:
     return nbclient.NotebookClient(
-        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
 
 
@@ -82,27 +80,25 @@ class Kernel:
         self.notebook = nbformat.v4.new_notebook()
         self.client = client_of(self.notebook, folder)
 
-    async def run(self, source: str, *, interrupts: int = 0, begun: Callable[[], bool] | None = None) -> Any:
-        """Execute ``source``; interrupt it as soon as ``begun()``, and again after two seconds."""
+    async def run(self, source: str, *, interrupt_when: Sequence[Callable[[], bool]] = ()) -> Any:
+        """Execute ``source``, and interrupt it at each of these moments."""
         cell = nbformat.v4.new_code_cell(source)
         self.notebook.cells.append(cell)
         self.client.allow_errors = True
         running = asyncio.create_task(self.client.async_execute_cell(cell, len(self.notebook.cells) - 1))
-        for _ in range(interrupts):
-            deadline = time.monotonic() + 60
-            while begun is not None and not begun() and time.monotonic() < deadline:
+        for begun in interrupt_when:
+            deadline = time.monotonic() + 200
+            while not begun() and time.monotonic() < deadline:
                 await asyncio.sleep(0.1)
             await self.client.km.interrupt_kernel()
-            await asyncio.sleep(2.0)
         return await running
 
     def has_step(self, step: int) -> bool:
         journals = self.folder.glob("outputs/*/*/metrics.jsonl")
         return any(max(losses(journal.parent), default=0) >= step for journal in journals)
 
-    def has_begun(self, times: int) -> bool:
-        run_dirs = [path.parent for path in self.folder.glob("outputs/*/*/events.jsonl")]
-        return any(len(events(run_dir, "generation_started")) >= times for run_dir in run_dirs)
+    def has(self, times: int, event: str) -> bool:
+        return len(events_below(self.folder, event)) >= times
 
 
 @pytest.mark.usefixtures("kernel_environment")
@@ -110,13 +106,14 @@ def test_interrupts_end_the_run_and_not_the_kernel(tmp_path: Path) -> None:
     async def story() -> None:
         kernel = Kernel(tmp_path)
         async with kernel.client.async_setup_kernel():
-            once = await kernel.run(LONG.replace("PAUSE_S", "0.02"), interrupts=1, begun=lambda: kernel.has_step(5))
+            once = await kernel.run(LONG.replace("PAUSE_S", "0.02"), interrupt_when=[lambda: kernel.has_step(5)])
             assert "stopped by SIGINT at step" in printed(once)
             assert "next: orchestrator.run(Slow, 'strategy=ddp', " in printed(once)
             assert value_of(await kernel.run("result.status, result.exit_code")) == "('KILLED', 130)"
 
             # A step lasts longer than this test, so that only the second interrupt ends the run.
-            twice = await kernel.run(LONG.replace("PAUSE_S", "600"), interrupts=2, begun=lambda: kernel.has_begun(2))
+            moments = [lambda: kernel.has(2, "generation_started"), lambda: kernel.has(2, "stop_requested")]
+            twice = await kernel.run(LONG.replace("PAUSE_S", "600"), interrupt_when=moments)
             assert [o.ename for o in twice.outputs if o.output_type == "error"] == ["KeyboardInterrupt"]
 
             after = "import json, ray; from orchestrator.records.run_dir import RunDir"

@@ -17,8 +17,6 @@ JOB = ("job._target_=helpers.jobs.leisurely_job.Leisurely", "job.momentum=0")
 STEP_WITH_PROBES = 200
 """At this step, some seconds after the first one, the probes of all nodes are up."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def launched(host: Host, *overrides: str, cwd: Path) -> subprocess.Popen[str]:
     """Our command on ``host``, whose output goes to a file in ``cwd``."""

@@ -97,7 +97,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def command(head: Head, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=100)
+    return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=300)
 
 
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_token_is_required_by_default(head: Head, tmp_path: Path) -> None:
     stranger = {**head.env, "HOME": str(tmp_path)}
     del stranger["RAY_AUTH_MODE"]
     words = [sys.executable, "-m", "orchestrator.launch", f"cluster.address={head.gcs}"]
-    done = subprocess.run(words, cwd=tmp_path, env=stranger, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, cwd=tmp_path, env=stranger, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     _, line = done.stderr.strip().splitlines()
     assert line.startswith(f"  - cluster.address={head.gcs}: this Ray requires a token, and yours is missing")
@@ -181,7 +181,6 @@ def next_commands(output: str, head: str) -> list[list[str]]:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
 def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head, tmp_path: Path) -> None:
     """With the commands that the submission and the run print."""
     tracking = f"sqlite:///{tmp_path}/mlflow.db"
@@ -231,7 +230,6 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
     assert run_dir.name.removesuffix("-stopped") in compared.stdout
 
 
-@pytest.mark.timeout(240)
 def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: Path) -> None:
     """By a person with another home and directory, who has the address and the token. No job of a verb remains."""
     laptop = tmp_path / "laptop"
@@ -277,7 +275,6 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(240)
 def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", "-m", f"cluster.address={head.gcs}", "strategy=single", "name=a,b",
              "job=sleep", "train.steps=300", "tracking=none", "sweep.parallel=auto")  # fmt: skip

@@ -37,10 +37,10 @@ def killed_run(folder: Path) -> tuple[MlflowClient, Any]:
     """The run that MLflow has as killed, once the follower is done with it."""
     (run_dir,) = run_dirs(folder)
     # Two processes that both find no tables would both make them: the follower comes first.
-    wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"), timeout_s=60)
+    wait_for(lambda: read_json(run_dir / "tracking.json").get("run_id"))
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     killed = "attributes.status = 'KILLED'"
-    found = wait_for(lambda: client.search_runs(["0", "1"], filter_string=killed), timeout_s=60)
+    found = wait_for(lambda: client.search_runs(["0", "1"], filter_string=killed))
     return client, found[0]
 
 
@@ -98,7 +98,8 @@ def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) 
     wait_for(lambda: events_below(tmp_path, "generation_started"))
     everyone = family(process.pid)
     process.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
+    wait_for(lambda: events_below(tmp_path, "stop_requested"), "the first signal")
+    time.sleep(0.5)  # a second one within 0.2 s is the first one again
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=45)
     assert process.returncode == 143
@@ -114,7 +115,7 @@ def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path
     process.kill()
     process.communicate(timeout=45)
     assert not psutil.wait_procs(everyone, timeout=60)[1]
-    record = wait_for(lambda: json.loads((run_dir / "run.json").read_text())["state"] == "killed", timeout_s=60)
+    record = wait_for(lambda: json.loads((run_dir / "run.json").read_text())["state"] == "killed")
     assert record
     client, run = killed_run(tmp_path)
     uploaded = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "train/loss")}

@@ -63,7 +63,7 @@ def test_a_server_that_is_killed_loses_and_doubles_no_point(server: TeamServer, 
     server.kill()
     wait_for(lambda: read_cursor(run_dir).error)
     server.start()
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
     run = run_of(server.uri, run_dir)

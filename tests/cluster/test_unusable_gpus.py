@@ -48,13 +48,13 @@ def test_a_run_on_gpus_is_refused_and_one_on_any_device_warns(
 ) -> None:
     words = (*WORDS, "strategy=ddp", f"cluster.address={address}")
     refused = launch(*words, "cluster.device=cuda", RAY_AUTH_MODE="disabled")
-    output, _ = refused.communicate(timeout=100)
+    output, _ = refused.communicate(timeout=300)
     assert refused.returncode == 1, output
     assert "cluster.device=cuda: 3 of 3 workers cannot use their GPU: " in output
     assert ", GPU 0: " in output
     assert events_below(tmp_path, "generation_started") == []
     warned = launch(*words, RAY_AUTH_MODE="disabled")
-    output, _ = warned.communicate(timeout=100)
+    output, _ = warned.communicate(timeout=300)
     assert warned.returncode == 0, output
     assert "no worker can use the GPU that Ray has given it (GPU " in output
     assert on_other_node(tmp_path) in NODE_BY_NODE
@@ -66,6 +66,6 @@ def test_the_stages_of_a_pipeline_have_gpus_of_uneven_nodes(
 ) -> None:
     words = (*WORDS, "strategy=ddp_pipeline", "strategy.pipeline_parallel_size=3", f"cluster.address={address}")
     run = launch(*words, RAY_AUTH_MODE="disabled")
-    output, _ = run.communicate(timeout=100)
+    output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     assert on_other_node(tmp_path) in NODE_BY_NODE

@@ -54,7 +54,7 @@ def slow_until(folder: Path, *, recoveries: int) -> Iterator[tuple[str, ...]]:
 
     waiting = threading.Thread(target=hurry, daemon=True)
     waiting.start()
-    yield ("job.pause_ms=100", f"job.until={folder / 'until'}")
+    yield ("job.pause_ms=300", f"job.until={folder / 'until'}")
     waiting.join(10)
 
 
@@ -70,7 +70,7 @@ def sizes(run_dir: Path) -> list[tuple[int, int, str | None]]:
 
 def test_a_run_goes_on_smaller_and_grows_again(run: Any, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     with slow_until(tmp_path, recoveries=2) as slow:
-        result = run(*WORDS, *slow, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@20:1]")
+        result = run(*WORDS, *slow, "strategy.num_workers=[1,3]", "recovery.chaos=[kill@10:1]")
     assert result.exit_code == 0, result.reason
     assert sizes(result.run_dir) == [(3, 2, None), (2, 3, "growing")]
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
@@ -146,7 +146,7 @@ def test_a_model_is_divided_anew_from_its_checkpoint(
 
 def test_a_worker_that_is_told_to_end_hands_over(run: Any, undisturbed: dict[int, float], tmp_path: Path) -> None:
     def terminate() -> None:
-        os.kill(pid_of_rank(tmp_path, 1, after_step=20), signal.SIGTERM)
+        os.kill(pid_of_rank(tmp_path, 1, after_step=10), signal.SIGTERM)
 
     terminator = threading.Thread(target=terminate, daemon=True)
     terminator.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -89,5 +90,11 @@ def wait_until_heard(watch: Any, node: str, now: float) -> None:
 
 
 def probe_pid() -> int:
-    (found,) = [p.pid for p in psutil.Process().children(recursive=True) if "ray::NodeProbe" in "".join(p.cmdline())]
+    (found,) = [p.pid for p in psutil.Process().children(recursive=True) if is_probe(p)]
     return found
+
+
+def is_probe(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+        return "ray::NodeProbe" in "".join(process.cmdline())
+    return False

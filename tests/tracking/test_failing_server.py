@@ -49,7 +49,7 @@ def test_no_point_is_lost_or_doubled_whatever_the_server_does(tmp_path, proxy, s
 
     log(journal, range(200, 300))
     end(journal, run_dir, steps=299)
-    upload = uploader.finish(30)
+    upload = uploader.finish(200)
     assert (upload.missing, upload.complete) == (0, True)
     direct = f"http://127.0.0.1:{server_port}"
     assert run_of(direct, run_dir).info.status == "FINISHED"
@@ -113,7 +113,7 @@ def test_samples_arrive_once_whatever_the_server_does(tmp_path, proxy, server_po
     proxy.mode = "pass"
     journal.emit(SampleSaved(step=40, name="deleted", path="samples/step-000040-deleted.txt"))
     end(journal, run_dir, steps=40)
-    upload = uploader.finish(30)
+    upload = uploader.finish(200)
     journal.close()
     assert (upload.complete, upload.error) == (True, None)
     direct = f"http://127.0.0.1:{server_port}"

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import (
     end,
@@ -47,15 +49,19 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_repeats_a_failed_upload_
     log(journal, range(1, 4))
     wait_for(uploader.problem)
     assert has_imported_mlflow(follower)
-    end(journal, run_dir, "KILLED")
-    journal.close()
-    uploader.leave()
-    with exclusive(run_dir) as free:
-        assert not free, "it still works"
-    with exclusive(run_dir, timeout_s=60) as free:
-        assert free, "it only repeats the upload now and then"
-    assert supervisor.is_running()
-    assert sync.main([str(run_dir.path), "--uri", store]) == 0
+    supervisor.suspend()  # it would replace a follower that gets no CPU after the training
+    try:
+        end(journal, run_dir, "KILLED")
+        journal.close()
+        uploader.leave()
+        with exclusive(run_dir) as free:
+            assert not free, "it still works"
+        with exclusive(run_dir, timeout_s=200) as free:
+            assert free, "it only repeats the upload now and then"
+        assert sync.main([str(run_dir.path), "--uri", store]) == 0
+        wait_for(lambda: follower.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        supervisor.resume()
     wait_for(lambda: not supervisor.is_running())
     assert run_of(store, run_dir).info.status == "KILLED", "what another process has uploaded is not repeated"
 
@@ -69,7 +75,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
     journal.close()
     with alone_in_retrying(other) as alone:
         assert alone
-        upload = uploader.finish(60)
+        upload = uploader.finish(200)
     assert (upload.complete, upload.in_progress) == (False, False)
     assert "refused" in upload.error
     assert owed_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
@@ -87,7 +93,7 @@ def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path,
     assert uploader.problem() is None
     end(journal, run_dir)
     journal.close()
-    upload = uploader.finish(30)
+    upload = uploader.finish(200)
     assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
 
 
@@ -134,7 +140,7 @@ def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_tra
     with one_busy_cpu():
         end(journal, run_dir)
         journal.close()
-        upload = uploader.finish(60)
+        upload = uploader.finish(200)
     assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
 
 
@@ -154,7 +160,7 @@ def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
     wait_for(lambda: follower_of(run_dir) is None)
     end(journal, run_dir)
     journal.close()
-    upload = uploader.finish(30)
+    upload = uploader.finish(200)
     assert (upload.uploaded, upload.missing, upload.complete) == (12, 0, True)
 
 

@@ -158,9 +158,9 @@ def test_the_driver_does_not_wait_for_the_model(tmp_path, uri):
     run_dir.config_file.write_text("job: {_target_: jobs.digits.Digits}")
     uploader = Uploader.start(run_dir, replace(tracking(uri), log_model=True, log_dataset=True))
     finish(run_dir)
-    assert uploader.finish(60).complete
+    assert uploader.finish(200).complete
     assert read_cursor(run_dir).model_at is None
-    wait_for(lambda: read_cursor(run_dir).model_at, timeout_s=100)
+    wait_for(lambda: read_cursor(run_dir).model_at)
     run = run_of(uri, run_dir)
     assert run.data.tags["model"] == "not loadable: there is no checkpoint"
     assert len(run.inputs.dataset_inputs) == 1

@@ -31,6 +31,8 @@ from orchestrator.strategies import registry
 SECONDS = 300.0
 """For a C++ compiler, which is called a few times, on a busy machine."""
 
+pytestmark = pytest.mark.timeout(900)
+
 COMPILED = having(steps=6, global_batch_size=32, compile=True)
 
 

@@ -61,7 +61,7 @@ def last_step(folder: Path) -> int:
     return max((step for file in files for step in losses(file.parent)), default=0)
 
 
-def wait_for_step(folder: Path, step: int, *, timeout_s: float = 120) -> Path:
+def wait_for_step(folder: Path, step: int, *, timeout_s: float = 300) -> Path:
     """Wait until the run below ``folder`` has logged ``step``; returns its directory."""
     wait_for(lambda: last_step(folder) >= step, f"step {step}", timeout_s=timeout_s)
     (metrics,) = folder.glob("outputs/*/*/metrics.jsonl")
@@ -69,7 +69,8 @@ def wait_for_step(folder: Path, step: int, *, timeout_s: float = 120) -> Path:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # one may be under way
 
 
 def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
@@ -79,7 +80,7 @@ def pid_of_rank(folder: Path, rank: int, *, after_step: int) -> int:
 
 
 def wait_for(
-    condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 120, poll_s: float = 0.1
+    condition: Callable[[], Any], what: str = "the condition", *, timeout_s: float = 300, poll_s: float = 0.1
 ) -> Any:
     """Return the first true value of ``condition()``, which is called every ``poll_s``.
 

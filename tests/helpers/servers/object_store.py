@@ -22,7 +22,7 @@ from orchestrator.storage.remote import Remote
 
 BUCKET = "training"
 OUTPUT = f"s3://{BUCKET}/runs"
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 
 
 class S3Server:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn, optim
 
 from helpers.machines.disks import freezable_disk
+from orchestrator.state import checkpoint_writer
 from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
 from orchestrator.state.fence import Fence
@@ -372,13 +375,27 @@ def test_nothing_is_unpickled_to_load(tmp_path: Path) -> None:
     assert run_python(LOAD_WITHOUT_PICKLE, tmp_path).split() == [f"{model.weight.sum().item()}", "1.0"]
 
 
-def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
+@pytest.fixture
+def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Writers write one checkpoint for each release."""
+    semaphore = threading.Semaphore(0)
+
+    def save_if_permitted(*args: Any, **options: Any) -> Path:
+        assert semaphore.acquire(timeout=60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(checkpoint_writer, "save", save_if_permitted)
+    return semaphore
+
+
+def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path, permits: threading.Semaphore) -> None:
     writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
     assert writer.buffers() is None
-    states = [make_state(step, megabytes=60) for step in (1, 2, 3)]
+    states = [make_state(step) for step in (1, 2, 3)]
     writer.submit(states[0])
     assert writer.pending() is not None, "submit() waited for the disk"
     assert writer.buffers() is None, "it is still being written"
+    threading.Timer(0.5, permits.release).start()
     writer.submit(states[1])
     (first,) = writer.results()
     assert isinstance(first, Written)
@@ -392,6 +409,7 @@ def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
     assert 0 < first.seconds < 60
     assert writer.buffers() is states[0]
     assert writer.buffers() is None
+    permits.release(2)
     writer.submit(states[2])
     assert writer.drain(60) is None
     assert [r.step for r in writer.results()] == [2, 3]
@@ -401,50 +419,49 @@ def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "step-00000003").model["w"], states[2].model["w"])
 
 
-def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(tmp_path: Path) -> None:
+def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(
+    tmp_path: Path, permits: threading.Semaphore
+) -> None:
     writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
-    writer.submit(make_state(1, megabytes=60))
     late = make_state(2)
+    writer.submit(make_state(1))
     busy_with = writer.submit(late, timeout_s=0)
     assert busy_with is not None
     assert busy_with.step == 1
     assert writer.results() == []
     assert writer.buffers() is late
+    permits.release()
     assert writer.close(60) is None, "close() waits for what was submitted"
     assert [r.step for r in writer.results()] == [1]
     assert find_newest(tmp_path, never) == tmp_path / "step-00000001"
 
 
 @pytest.mark.slow
-def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(tmp_path: Path) -> None:
-    stall_s, still_s = 3.0, 0.8
+def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall_s, stills_s = 3.0, itertools.repeat(0.6, 12)  # after most of its 18 chunks
     with freezable_disk(tmp_path, megabytes=256) as disk:
         writer = CheckpointWriter(disk.folder, keep=2, run_uid="run")
         state = make_state(1, megabytes=150)
+        count = writer._count_progress
+
+        def count_slowly() -> None:
+            count()
+            time.sleep(next(stills_s, 0.0))
+
+        monkeypatch.setattr(writer, "_count_progress", count_slowly)
         disk.freeze()
         writer.submit(state)
         stuck = writer.drain(0.2)
         assert stuck is not None
         assert stuck.step == 1
-
-        def move_now_and_then() -> None:
-            for _ in range(5):
-                time.sleep(still_s)
-                before = writer.pending()
-                disk.thaw()
-                while writer.pending() == before:
-                    time.sleep(0.001)
-                disk.freeze()
-            disk.thaw()
-
-        mover = threading.Thread(target=move_now_and_then)
         began = time.monotonic()
-        mover.start()
+        disk.thaw()
         signs: list[float] = []
         assert writer.drain(stall_s, on_progress=lambda: signs.append(time.monotonic())) is None
         assert time.monotonic() - began > stall_s, "the write was too fast to show anything"
         assert signs
-        mover.join(timeout=60)
         assert writer.close(30) is None
         assert find_newest(disk.folder, never) == disk.folder / "step-00000001"
 

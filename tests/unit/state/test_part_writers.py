@@ -289,8 +289,9 @@ def test_groups_that_differ_between_stages_are_named(ranks: Ranks) -> None:
 @pytest.mark.parametrize("how", ["no progress", "the generation ends"])
 def test_a_writer_that_is_lost_is_not_waited_for(tmp_path: Path, how: str) -> None:
     stall = how == "no progress"
-    ranks = Ranks(tmp_path / "checkpoints", stall_timeout_s=0.3 if stall else 60.0, lost_timeout_s=0.1)
-    ranks.submit(1, (0, 1))
+    limits = {"stall_timeout_s": 0.3 if stall else 60.0, "lost_timeout_s": 0.1}
+    ranks = Ranks(tmp_path / "checkpoints", **limits, ranks=(0, 5), names=NAMES[:2])
+    ranks.submit(1, (0,))
     if not stall:
         ranks.ended.set()
     (failed,) = ranks.results()

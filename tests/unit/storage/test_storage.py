@@ -101,7 +101,7 @@ def test_an_operation_without_progress_ends(tmp_path: Path) -> None:
     remote = Remote(f"file://{tmp_path}", timeout_s=0.3)
     with pytest.raises(StorageError, match=r"cannot read fifo \(no progress for 0.3 s\)"):
         remote.read("fifo")
-    os.close(os.open(tmp_path / "fifo", os.O_WRONLY | os.O_NONBLOCK))
+    os.close(os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK))
 
 
 def test_the_lock_is_held_by_one_at_a_time(remote: Remote) -> None:
@@ -174,6 +174,7 @@ def test_a_store_that_is_away_is_tried_again_and_what_is_missing_is_named(tmp_pa
     shutil.rmtree(store)
     store.write_text("not a directory")
     (run / "report.md").write_text("late")
+    wait_for(mirror.problem)
     assert mirror.finish(0.5) == ["report.md"]
     assert "cannot write report.md" in str(mirror.problem())
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.ranks.fake_stream import FakeEvent, FakeStream
+from helpers.records.runs import wait_for
 from orchestrator.strategies.update.confirmation import POLL_S, Confirmation, confirmation, no_confirmation
 from orchestrator.worker.control.control import AbandonedError, StepGate
 
@@ -63,7 +64,7 @@ def lose_a_rank(chance: random.Random, *, waits: bool, run_ahead: bool = False) 
                 event.set()
                 time.sleep(chance.uniform(0, 5e-4))
             if run_ahead:
-                time.sleep(0.05)
+                wait_for(lambda: survivor.step == len(peers), poll_s=0.001)
             survivor.lose_the_others(abort_after_s=chance.uniform(0, 1e-3))
 
         thread = threading.Thread(target=others)
