@@ -75,7 +75,7 @@ def main() -> None:
             Claim(
                 name=f"{workers} workers to the first step / {workers} empty actors",
                 ratios=[r[OURS].seconds / r[EMPTY].seconds for r in rounds],
-                at_most=1.2 if workers == SIZES[-1] else math.inf,
+                at_most=1.15 if workers == SIZES[-1] else math.inf,
             )
             for workers, rounds in results.items()
         ],

@@ -39,17 +39,17 @@ def main() -> None:
             Claim(
                 name="start to the end of the first step, ours / Ray Train: a new Ray",
                 ratios=ratios(new, "ours", "Ray Train", "startup_s"),
-                at_most=0.40,
+                at_most=0.25,
             ),
             Claim(
                 name="start to the end of the first step, ours / Ray Train: a new Ray, both without a dashboard",
                 ratios=ratios(new, "ours", "Ray Train, no dashboard", "startup_s"),
-                at_most=0.40,
+                at_most=0.25,
             ),
             Claim(
                 name="start to the end of the first step, ours / Ray Train: a running Ray",
                 ratios=ratios(running, "ours", "Ray Train", "startup_s"),
-                at_most=0.25,
+                at_most=0.20,
             ),
         ],
         ceiling=None,
