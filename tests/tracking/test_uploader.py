@@ -163,9 +163,9 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
     assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
 
 
-@pytest.mark.usefixtures("terminal")
-def test_a_program_and_a_sweep_wait_for_the_upload_also_at_a_terminal(tmp_path, uri):
+def test_a_program_and_a_sweep_wait_for_the_upload_also_at_a_terminal(tmp_path, uri, request):
     """Their next run would train beside it."""
+    request.getfixturevalue("terminal")
     run_dir = new_run(tmp_path, uri)
     ending = ending_of(run_dir, tracking(uri, flush_timeout_s=600), None, None, Recorder())
     assert ending._upload_wait_s == PROMPT_WAIT_S

@@ -5,7 +5,8 @@ Each worker computes the loss of its own share of the data and applies its gradi
 and the shared optimizer state; nothing else is communicated. Concurrent updates may overwrite parts of each other. With
 sparse gradients this is rare, because they write only the rows they touch. A step of the run is one update by each
 worker. Workers wait for each other only to evaluate and to save. Adam takes a lock for the update alone: it divides one
-moment by the other, and the quotient is unbounded if a worker sees a new first and an old second moment.
+moment by the other, and the quotient is unbounded if a worker sees a new first and an old second moment. Adagrad needs
+none, because a worker divides by the sum that it has computed itself.
 
 The memory outlives a lost worker. The replacement maps it from any survivor, and the run continues from the last step
 that every worker has completed. Workers that were ahead repeat their steps. The lost worker may have applied part of
@@ -35,6 +36,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
+from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.reduction import OwnGradients
@@ -189,6 +191,8 @@ class Hogwild(Trainer):
     def apply(self) -> None:
         """Update the shared parameters, and advance the schedule once per step: not again for a repeated step."""
         with self._lock() if self._locks_update else contextlib.nullcontext():
+            if isinstance(self.trained.optimizer, Adagrad):
+                take_gradients(self.trained.optimizer)
             self.trained.optimizer.step()
             self._probes += 1
         self._updates[self.context.global_rank] += 1
