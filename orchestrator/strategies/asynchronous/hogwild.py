@@ -191,9 +191,9 @@ class Hogwild(Trainer):
     def apply(self) -> None:
         """Update the shared parameters, and advance the schedule once per step: not again for a repeated step."""
         with self._lock() if self._locks_update else contextlib.nullcontext():
-            if isinstance(self.trained.optimizer, Adagrad):
+            if type(self.trained.optimizer) is Adagrad:  # a class of the user's may have a step of its own
                 take_gradients(self.trained.optimizer)
-            self.trained.optimizer.step()
+            self.trained.optimizer.step()  # also without gradients, because schedules and hooks count on it
             self._probes += 1
         self._updates[self.context.global_rank] += 1
         if (step := int(self._steps[self.context.global_rank]) + 1) > self._scheduled:

@@ -8,7 +8,7 @@ from torch.optim import Adagrad
 
 @torch.no_grad()
 def take_gradients(optimizer: Adagrad) -> None:
-    """Make the update of ``optimizer.step()``, which finds no gradients afterwards.
+    """Make the update of ``optimizer.step()``, which finds no gradients afterwards, except complex ones.
 
     torch adds the square of a gradient to its sum, and divides by the root of what it reads back. If another process
     has overwritten that with a sum without this gradient, the quotient has no bound: sums begin at zero. Here a process
@@ -16,7 +16,7 @@ def take_gradients(optimizer: Adagrad) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (gradient := parameter.grad) is None:
+            if (gradient := parameter.grad) is None or gradient.is_complex():
                 continue
             state, parameter.grad = optimizer.state[parameter], None
             if group["maximize"]:
