@@ -101,7 +101,6 @@ def test_a_brief_run_has_the_job_without_its_samples() -> None:
     job = GPT(layers=1, width=8, heads=1, context=4)
     brief = without_samples(job)
     assert len(brief.dataset("train")) == len(job.dataset("train"))
-    assert type(brief).sample is Job.sample
     assert (job.draws_samples, brief.draws_samples) == (True, False), "the model would be gathered for them"
     assert type(brief).forward is Job.forward
     assert not has_training_step(brief)
