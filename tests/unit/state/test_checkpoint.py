@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -12,18 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn, optim
 
-from helpers.machines.disks import freezable_disk
-from orchestrator.state import checkpoint_writer
+from helpers.files.checkpoints import make_state, never
 from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
-from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
-from orchestrator.state.fence import Fence
+from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState, capture
 
@@ -35,21 +31,8 @@ DTYPES = (
 )
 
 
-def make_state(step: int, *, megabytes: float = 0.1) -> TrainState:
-    numbers = int(megabytes * 1e6 / 4)
-    return TrainState(
-        model={"w": torch.full((numbers,), float(step)), "b": torch.arange(3)},
-        optimizer={"w/step": torch.tensor(float(step))},
-        meta={"step": step, "samples_consumed": step * 10, "note": "x" * 10},
-    )
-
-
 def save_all(root: Path, *steps: int) -> list[Path]:
     return [save(root, make_state(step), run_uid="run") for step in steps]
-
-
-def never(error: CheckpointError) -> None:
-    raise AssertionError(f"reported as damaged: {error}")
 
 
 def run_python(code: str, *args: object, timeout_s: float = 60) -> str:
@@ -373,137 +356,3 @@ def test_nothing_is_unpickled_to_load(tmp_path: Path) -> None:
     path = save(tmp_path, capture(model, optimizer, scheduler, step=1, samples_consumed=2), run_uid="r")
     assert sorted(p.suffix for p in path.iterdir()) == [".json", ".safetensors", ".safetensors"]
     assert run_python(LOAD_WITHOUT_PICKLE, tmp_path).split() == [f"{model.weight.sum().item()}", "1.0"]
-
-
-@pytest.fixture
-def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Writers write one checkpoint for each release."""
-    semaphore = threading.Semaphore(0)
-
-    def save_if_permitted(*args: Any, **options: Any) -> Path:
-        assert semaphore.acquire(timeout=60)
-        return save(*args, **options)
-
-    monkeypatch.setattr(checkpoint_writer, "save", save_if_permitted)
-    return semaphore
-
-
-def test_the_writer_works_behind_and_one_at_a_time(tmp_path: Path, permits: threading.Semaphore) -> None:
-    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
-    assert writer.buffers() is None
-    states = [make_state(step) for step in (1, 2, 3)]
-    writer.submit(states[0])
-    assert writer.pending() is not None, "submit() waited for the disk"
-    assert writer.buffers() is None, "it is still being written"
-    threading.Timer(0.5, permits.release).start()
-    writer.submit(states[1])
-    (first,) = writer.results()
-    assert isinstance(first, Written)
-    assert first == Written(
-        step=1,
-        path=tmp_path / "step-00000001",
-        seconds=first.seconds,
-        stall_ms=first.stall_ms,
-        size_bytes=states[0].size_bytes,
-    )
-    assert 0 < first.seconds < 60
-    assert writer.buffers() is states[0]
-    assert writer.buffers() is None
-    permits.release(2)
-    writer.submit(states[2])
-    assert writer.drain(60) is None
-    assert [r.step for r in writer.results()] == [2, 3]
-    assert writer.results() == []
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    assert writer.close(60) is None
-    assert torch.equal(load(tmp_path / "step-00000003").model["w"], states[2].model["w"])
-
-
-def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(
-    tmp_path: Path, permits: threading.Semaphore
-) -> None:
-    writer = CheckpointWriter(tmp_path, keep=2, run_uid="run")
-    late = make_state(2)
-    writer.submit(make_state(1))
-    busy_with = writer.submit(late, timeout_s=0)
-    assert busy_with is not None
-    assert busy_with.step == 1
-    assert writer.results() == []
-    assert writer.buffers() is late
-    permits.release()
-    assert writer.close(60) is None, "close() waits for what was submitted"
-    assert [r.step for r in writer.results()] == [1]
-    assert find_newest(tmp_path, never) == tmp_path / "step-00000001"
-
-
-@pytest.mark.slow
-def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stall_s, stills_s = 3.0, itertools.repeat(0.6, 12)  # after most of its 18 chunks
-    with freezable_disk(tmp_path, megabytes=256) as disk:
-        writer = CheckpointWriter(disk.folder, keep=2, run_uid="run")
-        state = make_state(1, megabytes=150)
-        count = writer._count_progress
-
-        def count_slowly() -> None:
-            count()
-            time.sleep(next(stills_s, 0.0))
-
-        monkeypatch.setattr(writer, "_count_progress", count_slowly)
-        disk.freeze()
-        writer.submit(state)
-        stuck = writer.drain(0.2)
-        assert stuck is not None
-        assert stuck.step == 1
-        began = time.monotonic()
-        disk.thaw()
-        signs: list[float] = []
-        assert writer.drain(stall_s, on_progress=lambda: signs.append(time.monotonic())) is None
-        assert time.monotonic() - began > stall_s, "the write was too fast to show anything"
-        assert signs
-        assert writer.close(30) is None
-        assert find_newest(disk.folder, never) == disk.folder / "step-00000001"
-
-
-def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    root.write_text("in the way")
-    writer = CheckpointWriter(root, keep=1, run_uid="run")
-    writer.submit(make_state(1))
-    assert writer.drain(30) is None
-    assert writer.results() == [WriteFailed(step=1, reason=f"File exists: {root}")]
-    root.unlink()
-    writer.submit(make_state(2))
-    assert writer.close(30) is None
-    (written,) = writer.results()
-    assert isinstance(written, Written)
-
-
-def test_a_fenced_worker_saves_nothing(tmp_path: Path) -> None:
-    file, root = tmp_path / "fence", tmp_path / "checkpoints"
-    file.write_text('{"generation": "first"}')
-    fence = Fence(file, token="first")
-    writer = CheckpointWriter(root, keep=2, run_uid="run", fence=fence)
-    writer.submit(make_state(3))
-    assert writer.drain(30) is None
-    file.write_text('{"generation": "second"}')
-    writer.submit(make_state(4))
-    assert writer.drain(30) is None
-    fence.token = "second"
-    writer.submit(make_state(5))
-    assert writer.close(30) is None
-    first, fenced, rejoined = writer.results()
-    assert isinstance(first, Written)
-    assert isinstance(fenced, WriteFailed)
-    assert fenced.reason == "a later generation of the run has replaced this worker and saves instead of it"
-    assert isinstance(rejoined, Written)
-    assert sorted(p.name for p in root.iterdir()) == ["step-00000003", "step-00000005"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}"])
-def test_a_damaged_fence_is_named_and_lets_nobody_save(tmp_path: Path, text: str) -> None:
-    fence = Fence(tmp_path / "fence")
-    (tmp_path / "fence").write_text(text)
-    with pytest.raises(ValueError, match=r"fence is damaged"):
-        fence.may_save()
