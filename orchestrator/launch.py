@@ -28,7 +28,7 @@ _OPTIONS = (*HELP_OPTIONS, "-m", "--multirun", RESTARTS_OPTION)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
-    atexit.register(gc.freeze)  # the interpreter would search torch's objects for garbage, which takes a second
+    atexit.register(_spare_garbage_search)
     redactor = Redactor.of_process()
     with masked_output(redactor):
         try:
@@ -43,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()  # here, because the interpreter would print it unmasked
             return FAILED
+
+
+def _spare_garbage_search() -> None:
+    """Keep the interpreter from searching torch's objects for garbage at its end, which takes a second."""
+    if "triton" not in sys.modules:  # triton reports each of its objects that are not collected as a leak
+        gc.freeze()
 
 
 def _launch(arguments: Sequence[str], redactor: Redactor) -> int:

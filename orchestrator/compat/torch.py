@@ -35,7 +35,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 __all__ = [
     "BatchNorm",
@@ -146,20 +145,21 @@ def mutates(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
-_CPU_FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
-"""Torch has formulas for the attention operators of GPUs only."""
-
-
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """Return torch's formula for the FLOPs of an operator, as ``__torch_dispatch__`` receives it; None if it has none.
 
     The formula takes the arguments of the operator, and its result as ``out_val``.
     """
+    # Imported here because it brings triton, which takes half a second.
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
     packet = getattr(operator, "overloadpacket", operator)
-    formula: Callable[..., int] | None = flop_registry.get(packet) or _CPU_FLOP_FORMULAS.get(packet)
+    # Torch has formulas for the attention operators of GPUs only.
+    of_cpus = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    }
+    formula: Callable[..., int] | None = flop_registry.get(packet) or of_cpus.get(packet)
     return formula
 
 

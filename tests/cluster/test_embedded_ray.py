@@ -77,3 +77,18 @@ def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path
     addresses = listening.removeprefix("listens on: ").split()
     assert "127.0.0.1" in addresses
     assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+@pytest.mark.timeout(100)
+def test_a_run_writes_nothing_to_standard_error(tmp_path: Path) -> None:
+    # Models of others import triton too, which reports leaks when the process ends.
+    script = "import sys, torch.utils.flop_counter; from orchestrator.launch import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "strategy=single", "train.steps=2", "tracking=none"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -54,7 +54,7 @@ class S3Server:
     def requests(self) -> list[str]:
         """The requests so far, such as ``GET /training/runs/a HTTP/1.1``."""
         text = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
-        return re.findall(r'"([A-Z]+ /[^"]*)"', text)
+        return re.findall(r'"([A-Z]+ /[^"]*)"', re.sub(r"\x1b\[\d+m", "", text))  # the server colours some lines
 
     def accepts(self) -> bool:
         try:

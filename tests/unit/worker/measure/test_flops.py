@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from orchestrator.compat import torch as compat
 from orchestrator.model.blocks import Block, with_blocks
 from orchestrator.model.recompute import Selection
 from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
@@ -110,7 +109,7 @@ def test_a_formula_that_fails_does_not_fail_the_step(
     def fails(*_: object, **__: object) -> int:
         raise AssertionError("strange shapes")
 
-    monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, fails)
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, fails)
     meter = FlopMeter(CPU, at_step=2)
     with meter.counting(2):
         product = torch.ones(2, 3) @ torch.ones(3, 4)
