@@ -119,7 +119,7 @@ class GPT(Job):
         if logits.numel() <= LOSS_ELEMENTS:
             return F.cross_entropy(logits, labels)
         rows = max(1, LOSS_ELEMENTS // logits.shape[1])
-        loss: Tensor = ChunkedCrossEntropy.apply(logits, labels, rows)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedCrossEntropy.apply(logits, labels, rows)
         return loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

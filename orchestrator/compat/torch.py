@@ -155,7 +155,7 @@ def flop_formula(operator: Any) -> Callable[..., int] | None:
 
     packet = getattr(operator, "overloadpacket", operator)
     # Torch has formulas for the attention operators of GPUs only.
-    of_cpus = {
+    of_cpus: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
     }

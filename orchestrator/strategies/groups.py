@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch.distributed as dist
 
@@ -15,7 +15,11 @@ from orchestrator.strategies.base import Context
 
 
 def new_group(
-    context: Context, ranks: Sequence[int] | None = None, *, backend: Literal["gloo"] | None = None
+    context: Context,
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: Literal["gloo"] | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """Form a group of some ranks.
 
@@ -23,11 +27,14 @@ def new_group(
         context: of this rank.
         ranks: the global ranks; None for all.
         backend: None for the backend of the default group.
+        timeout: of each operation; None for that of the run.
+
+    Returns:
+        The group. A rank outside it gets torch's stand-in, which no operation accepts.
     """
-    group: dist.ProcessGroup = dist.new_group(
-        None if ranks is None else list(ranks), timeout=_timeout(context), backend=backend
-    )
-    return group
+    members = None if ranks is None else list(ranks)
+    group = dist.new_group(members, timeout=timeout or _timeout(context), backend=backend)
+    return cast(dist.ProcessGroup, group)
 
 
 def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -51,10 +58,8 @@ def divided(
     ``backend``: None for that of the default group.
     """
     if context.device.type == "cuda" and backend is None:  # in one call for all parts
-        split: dist.ProcessGroup | None = dist.split_group(
-            split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context)
-        )
-        assert split is not None
+        split = dist.split_group(split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context))
+        assert isinstance(split, dist.ProcessGroup)
         return split
     groups = [new_group(context, ranks, backend=backend) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)

@@ -40,7 +40,7 @@ class Groups:
         return Groups(
             workers=new_group(context, range(mesh.num_workers)),
             shards=new_group(context, mesh.servers),
-            long_timeout=dist.new_group(timeout=LONG_TIMEOUT),
-            pushes=dist.new_group(timeout=LONG_TIMEOUT),
+            long_timeout=new_group(context, timeout=LONG_TIMEOUT),
+            pushes=new_group(context, timeout=LONG_TIMEOUT),
             copies=new_group(context, mesh.servers),
         )
