@@ -21,10 +21,11 @@ def abort_process_groups() -> list[dist.ProcessGroup]:
         gloo, and for the threads of torch that watch NCCL.
 
     Raises:
-        RuntimeError: NCCL could not abort a communicator within the timeout of its operations. The groups remain.
+        RuntimeError: NCCL could not abort a communicator within the timeout of its operations, or a group has an
+            unknown backend. The groups remain.
     """
     groups = list(distributed_c10d._world.pg_names)
-    abort_together([backend for group in groups if (backend := _backend_on_gpu(group)) is not None])
+    abort_together([backend for group in groups if (backend := nccl_backend(group)) is not None])
     distributed_c10d._abort_process_group()  # what NCCL has aborted is not aborted again
     return groups
 
@@ -55,13 +56,22 @@ def all_gather_single(whole: Tensor, part: Tensor) -> None:
     gather(whole, part)
 
 
-def _backend_on_gpu(group: dist.ProcessGroup) -> Any:
-    """Return the NCCL backend of a group; None if it has another one."""
+def nccl_backend(group: dist.ProcessGroup) -> Any:
+    """Return the NCCL backend of a group; None if it has none for GPUs but gloo.
+
+    Raises:
+        RuntimeError: it has another backend, which nobody knows how to abort.
+    """
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
         return None
-    return backend if backend.name() == "nccl" else None
+    if (name := backend.name()) not in ("nccl", "gloo"):
+        raise RuntimeError(
+            f"the backend for GPUs of torch {torch.__version__} is {name!r}, from which a run cannot recover: unset "
+            "TORCH_DIST_USE_NCCL2, or install torch 2.11 to 2.15"
+        )
+    return backend if name == "nccl" else None
 
 
 def restart_group_numbers() -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from orchestrator.compat.process_groups import abort_process_groups, restart_group_numbers
+from orchestrator.compat.process_groups import abort_process_groups, nccl_backend, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control.control import PeersMissingError, StepGate
@@ -117,6 +117,8 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     except BaseException:
         restart_group_numbers()
         raise
+    if assignment.backend == "nccl":
+        nccl_backend(dist.group.WORLD)  # an unknown one is refused before it would have to be aborted
 
 
 def choose_interfaces(assignment: Assignment, *, node_ip: str) -> None:

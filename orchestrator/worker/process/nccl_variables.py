@@ -7,6 +7,8 @@ from collections.abc import Mapping
 FLIGHT_RECORDS = 1000
 """The number of operations that torch's flight recorder keeps on a rank: several steps of them."""
 _ALWAYS = {
+    # From torch 2.15, "nccl" would be another backend, which is aborted and recorded in other ways.
+    "TORCH_DIST_USE_NCCL2": "0",
     # The watchdog would end the process of a rank that waits for a lost one.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # If the watchdog is the first to see an error, it asks all ranks to dump and then sleeps four times as long as the

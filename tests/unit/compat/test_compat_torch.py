@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -207,6 +208,31 @@ def test_the_flight_record_has_what_was_enqueued() -> None:
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
 def test_nccl_has_a_flight_record_of_its_own() -> None:
     assert {"pg_config", "version"} <= json.loads(process_groups.flight_record("nccl")).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused() -> None:
+    """In a process of its own, because torch decides once in each what ``nccl`` is."""
+    script = (
+        "import os\n"
+        "from orchestrator.worker.process.nccl_variables import nccl_variables\n"
+        "os.environ |= nccl_variables(os.environ, recovers=True)\n"
+        "import torch.distributed as dist\n"
+        "from torch.distributed import distributed_c10d\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from orchestrator.compat.process_groups import nccl_backend\n"
+        "register = getattr(dist.Backend, '_ensure_backend_registered', None)\n"
+        "if register is not None:  # torch 2.15\n"
+        "    register('nccl')\n"
+        "    creator = dist.Backend._plugins['NCCL'].creator_fn\n"
+        "    assert creator is distributed_c10d._create_nccl_process_group, creator\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
+        "nccl_backend(dist.group.WORLD)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_DIST")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert "is 'fake', from which a run cannot recover: unset TORCH_DIST_USE_NCCL2" in done.stderr
 
 
 @pytest.mark.usefixtures("process_group")

@@ -72,6 +72,7 @@ def test_failures_of_nccl_are_left_to_us_unless_the_user_decides_otherwise() -> 
     """The watchdog of torch would end the process, or sleep for a minute while its group cannot be released."""
     found = nccl_variables({}, recovers=True)
     assert set(found.items()) >= {
+        ("TORCH_DIST_USE_NCCL2", "0"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"),
