@@ -17,6 +17,8 @@ from orchestrator.state.left_out import FrozenError
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
@@ -24,7 +26,7 @@ from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
-EXPLAINED = (DatasetError, FrozenError, MetricError, NotSharedError, PrecisionError)
+EXPLAINED = (DatasetError, FrozenError, JobError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 
@@ -69,7 +71,7 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
             has_training_step=loop is not None and has_training_step(loop.job),
         )
-    return str(error) if isinstance(error, EXPLAINED) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EXPLAINED) else error_text(error)
 
 
 def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:

@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.job import Job
 from orchestrator.strategies.data.datasets import DatasetError
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of
 
 
 def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
     """Return the optimizer of the trained parameters of ``model``."""
-    return job.optimizer(job.parameter_groups(trained_parameters(model)))
+    return job.optimizer(_groups_of(job, model))
 
 
 def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
@@ -34,7 +36,7 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     replaced: dict[Tensor, Tensor | None] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         replaced[parameter] = own.get(name, replaced.get(parameter))
-    entries: list[Any] = list(job.parameter_groups(trained_parameters(whole)))
+    entries: list[Any] = list(_groups_of(job, whole))
     if entries and isinstance(entries[0], Mapping):
         return job.optimizer([_own_group(group, replaced) for group in entries])
     if parameters := _own(entries, replaced):
@@ -72,9 +74,35 @@ def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch:
     return job.scheduler(optimizer, steps)
 
 
+def check_optimizer(job: Job, model: nn.Module, *, steps: int) -> None:
+    """Make the optimizer and its schedule, for a model that may have no values, to see whether they can be used.
+
+    Raises:
+        JobError: they cannot. Any other error may come from the missing values; a worker reports it.
+    """
+    try:
+        scheduler_of(job, optimizer_of(job, model), steps=steps, steps_per_epoch=float(steps))
+    except JobError:
+        raise
+    except Exception:
+        return
+
+
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that are not frozen, with their names."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _groups_of(job: Job, model: nn.Module) -> Iterable[Any]:
+    """Return the parameters of ``model`` as the optimizer takes them.
+
+    Raises:
+        JobError: there are none to train.
+    """
+    if not (trained := trained_parameters(model)):
+        what = "all parameters are frozen; unfreeze some" if any(True for _ in model.parameters()) else "no parameters"
+        raise JobError([f"job.model returns {kind_of(model)} that cannot be trained: {what}"])
+    return job.parameter_groups(trained)
 
 
 def _own_group(group: Mapping[str, Any], replaced: Mapping[Tensor, Tensor | None]) -> dict[str, Any]:
