@@ -50,10 +50,11 @@ class _LastingStream:
 def lasting_output() -> Iterator[None]:
     """Drop what is written to stdout and stderr in this context once nobody can receive it."""
     with contextlib.ExitStack() as stack:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # not the stream of a notebook
-            stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _LastingStream(sys.stdout))))
-        if isinstance(sys.stderr, io.TextIOWrapper):
-            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _LastingStream(sys.stderr))))
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            if isinstance(stream, io.TextIOWrapper):  # not that of a notebook
+                lasting = _LastingStream(stream)
+                stack.enter_context(redirect(cast(TextIO, lasting)))
+                stack.callback(lasting.flush)  # the interpreter would do it as it exits, and fail
         yield
 
 

@@ -14,7 +14,7 @@ from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
 from orchestrator.strategies.measure.job_metrics import checked_metrics
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.results import optimizer_problem
+from orchestrator.user_code.results import kind_of, optimizer_problem
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -30,7 +30,7 @@ def optimizers_of(job: Job, model: nn.Module) -> dict[str, Optimizer]:
     """
     made = job.optimizers(models_of(model))
     if not isinstance(made, Mapping) or not all(isinstance(o, Optimizer) for o in made.values()):
-        raise JobError([f"Job.optimizers returned a {type(made).__name__}; return a dict of optimizers by name"])
+        raise JobError([f"Job.optimizers returned {kind_of(made)}; return a dict of optimizers by name"])
     for label, optimizer in made.items():
         if (problem := optimizer_problem(optimizer)) is not None:
             raise JobError([f"Job.optimizers: {label!r} {problem}"])
@@ -72,7 +72,7 @@ def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """
     values = {"loss": result} if isinstance(result, Tensor) else result
     if not isinstance(values, Mapping) or "loss" not in values:
-        kind = f"a {type(values).__name__}" + (" without 'loss'" if isinstance(values, Mapping) else "")
+        kind = kind_of(values) + (" without 'loss'" if isinstance(values, Mapping) else "")
         raise JobError(
             [
                 f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
@@ -83,8 +83,9 @@ def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     metrics = checked_metrics(further, "training_step")
     loss = values["loss"]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise JobError([f"job.training_step: the loss is {kind}; return a scalar tensor, a mean over the batch"])
+        raise JobError(
+            [f"job.training_step: the loss is {kind_of(loss)}; return a scalar tensor, a mean over the batch"]
+        )
     return loss.detach().reshape(()), {name: value.detach() for name, value in metrics.items()}
 
 

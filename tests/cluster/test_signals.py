@@ -22,6 +22,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.jobs.leisurely_job import Leisurely
+from helpers.machines.commands import environment
 from helpers.records.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
@@ -106,11 +107,12 @@ def test_a_closed_terminal_saves_a_checkpoint(tmp_path: Path) -> None:
     words = (*SLOW, "tracking=none", f"output_dir={tmp_path}/outputs")
     process = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.launch", *words],
-        stdin=end, stdout=end, stderr=end, cwd=tmp_path, start_new_session=True, preexec_fn=own_terminal,
+        stdin=end, stdout=end, stderr=end, cwd=tmp_path, env=environment(), start_new_session=True,
+        preexec_fn=own_terminal,
     )  # fmt: skip
     os.close(end)
     closing = threading.Event()
-    reader = threading.Thread(target=read_until, args=(closing, terminal))
+    reader = threading.Thread(target=read_until, args=(closing, terminal), daemon=True)
     reader.start()
     run_dir = wait_for_step(tmp_path, 20)
     everyone = family(process.pid)
