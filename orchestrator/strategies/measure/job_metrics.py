@@ -88,7 +88,12 @@ def loss_of(job: Job, output: Any, target: Any, *, scalar: bool = True) -> Tenso
     Raises:
         JobError: it is not a scalar, or has no gradient in training.
     """
-    loss = job.loss(output, target)
+    try:
+        loss = job.loss(output, target)
+    except Exception as e:
+        if output is None:
+            raise JobError(["the output of the model is None; return it from forward()"]) from e
+        raise
     if scalar and loss.numel() != 1:
         raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
     if torch.is_grad_enabled() and not loss.requires_grad and any(t.requires_grad for t in tensors_in(output)):

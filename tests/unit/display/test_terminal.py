@@ -28,10 +28,9 @@ def test_output_that_nobody_can_receive_is_dropped(kind: str, capsys: pytest.Cap
 
 def test_what_is_buffered_at_the_end_is_dropped() -> None:
     there, here = os.pipe()
-    with os.fdopen(here, "w") as stream, contextlib.redirect_stdout(stream):
-        with lasting_output():
-            os.close(there)
-            print("lost")
+    with os.fdopen(here, "w") as stream, contextlib.redirect_stdout(stream), lasting_output():
+        os.close(there)
+        print("lost")
 
 
 def test_other_errors_of_a_stream_stay() -> None:

@@ -90,6 +90,10 @@ class Odd(Toy):
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return self._of("scheduler", None, optimizer=optimizer, steps=steps)
 
+    @property
+    def tokens_per_sample(self) -> int | None:
+        return self._of("tokens_per_sample", None)
+
     def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         return self._of("metrics", {}, output=output)
 
@@ -104,6 +108,7 @@ def trained(job: Job, folder: Path) -> None:
     """Train two steps of a job on one rank, and evaluate it."""
     train = replace(TRAIN, steps=2, eval_every=1, global_batch_size=4)
     with exits_refused():
+        _ = job.tokens_per_sample
         datasets_of(job, train.eval_splits)  # the loop reads them before it makes the strategy
         run_loop(0, Case(job=job, train=train), 1, str(folder), None, 0)
 
