@@ -45,8 +45,8 @@ def describe_failure(
     is_explained = isinstance(error, EXPLAINED)
     collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
     return Failure(
-        message=_message(error, assignment, loop),
-        traceback="" if is_explained else "".join(traceback.format_exception(error)),
+        message=_encodable(_message(error, assignment, loop)),
+        traceback="" if is_explained else _encodable("".join(traceback.format_exception(error))),
         time=time.time(),
         collateral=collateral,
         log_tail=log_tail(log),
@@ -59,6 +59,11 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
     if isinstance(error, NonFiniteError) and not failure.collateral:
         return error.step - 1
     return loop.position.step if loop is not None else 0
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` with escapes in place of what UTF-8 does not have, such as parts of the names of files."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _message(error: BaseException, assignment: Assignment, loop: Loop | None) -> str:
