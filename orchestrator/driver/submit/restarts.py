@@ -133,6 +133,8 @@ class Child:
             )
         finally:
             os.close(descriptor)
+        if self.stop_signal is not None:  # it came while the child was started
+            self._pass_on(self.stop_signal)
         code = self._process.wait()
         run, is_reported = read_reports(reports)
         os.close(reports)
@@ -140,6 +142,9 @@ class Child:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.stop_signal = number
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
         if self._forward and self._process is not None:
             self._process.send_signal(number)
 

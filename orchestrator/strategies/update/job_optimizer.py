@@ -100,8 +100,9 @@ def _groups_of(job: Job, model: nn.Module) -> list[Any]:
         JobError: there are none to train, or a group has none.
     """
     if not (trained := trained_parameters(model)):
-        what = "all parameters are frozen; unfreeze some" if any(True for _ in model.parameters()) else "no parameters"
-        raise JobError([f"job.model returns {kind_of(model)} that cannot be trained: {what}"])
+        frozen = any(True for _ in model.parameters())
+        what = "whose parameters are all frozen; unfreeze some" if frozen else "which has no parameters to train"
+        raise JobError([f"job.model returns {kind_of(model)}, {what}"])
     groups = list(job.parameter_groups(trained))
     if any(isinstance(group, Mapping) and "params" not in group for group in groups):
         raise JobError(["job.parameter_groups returns a dict without 'params'; put the parameters of the group there"])
