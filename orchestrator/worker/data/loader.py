@@ -273,6 +273,8 @@ def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
             return next(iterator)
         except DataError:
             raise
+        except (ConnectionError, EOFError) as e:  # the process has ended before its batch was received
+            raise DataError(_death(iterator, f"its batch was not received: {type(e).__name__}")) from e
         except RuntimeError as e:
             failure = loader_failure(e)
             if failure is None:
@@ -288,10 +290,11 @@ def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
 
 def _death(iterator: Iterator[Any], text: str) -> str:
     codes = loader_exit_codes(iterator)
-    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "died"
+    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "ended"
     return (
         f"a loader process {how} ({text.rstrip('. ')}); "
-        "if it ran out of memory, lower data.num_workers (0 reads in the training thread)"
+        "if it ran out of memory, lower data.num_workers (0 reads in the training thread); if code of the dataset "
+        "calls os._exit(), raise an exception there"
     )
 
 
