@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job, StepEnd
+from orchestrator.user_code.exits import exits_refused
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
         SystemExit: the same for a second SIGTERM.
     """
     from orchestrator.config.arguments import read_arguments
+    from orchestrator.display.terminal import lasting_output
     from orchestrator.driver.process.host_process import only_run, quiet_imports, unchanged
 
     read = read_arguments(arguments, settings)
@@ -62,9 +64,10 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
             from orchestrator.driver.candidates import check_all
             from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
-        candidates = check_all([read.overrides], job=read.job)
-        with StopSignals() as stop:
-            return next(iter(run_all(candidates, stop)), None)
+        with lasting_output(), exits_refused():
+            candidates = check_all([read.overrides], job=read.job)
+            with StopSignals() as stop:
+                return next(iter(run_all(candidates, stop)), None)
 
 
 def __getattr__(name: str) -> Any:

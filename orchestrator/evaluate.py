@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.evaluated import VAL
@@ -17,6 +17,8 @@ from orchestrator.display.text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
+from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.results import kind_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(argv)
     try:
-        return _evaluate(options)
+        with exits_refused():
+            return _evaluate(options)
     except (OSError, ValueError) as e:
         return refuse("evaluate", e)
     except KeyboardInterrupt:
@@ -91,6 +94,8 @@ def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
             f"--data {paths[0]}: {target} names no fields for its data (Job.fields_to_evaluate); override those that "
             "it has, as in job.<field>=<value>"
         )
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{target}.fields_to_evaluate returns {kind_of(fields)}; return a dict of fields, or None")
     return list(read_arguments([{"job": dict(fields)}], {}).overrides)
 
 

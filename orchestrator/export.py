@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.options import add_run
+from orchestrator.display.terminal import closing_interrupts
 from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
+from orchestrator.user_code.exits import exits_refused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
     options = parser.parse_args(argv)
     try:
-        return _export(options)
+        with closing_interrupts(), exits_refused():
+            return _export(options)
     except (OSError, ValueError) as e:
         return refuse("export", e)
     except KeyboardInterrupt:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from orchestrator.user_code.results import check_results
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -69,12 +71,12 @@ class Job(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.training_step is Job.training_step:
-            return
-        if getattr(cls.loss, "__isabstractmethod__", False):
-            cls.loss = _no_loss  # type: ignore[method-assign]
-        if cls.optimizers is not Job.optimizers and getattr(cls.optimizer, "__isabstractmethod__", False):
-            cls.optimizer = _no_optimizer  # type: ignore[method-assign]
+        if cls.training_step is not Job.training_step:
+            if getattr(cls.loss, "__isabstractmethod__", False):
+                cls.loss = _no_loss  # type: ignore[method-assign]
+            if cls.optimizers is not Job.optimizers and getattr(cls.optimizer, "__isabstractmethod__", False):
+                cls.optimizer = _no_optimizer  # type: ignore[method-assign]
+        check_results(cls, except_of=__name__)
 
     @abc.abstractmethod
     def model(self) -> nn.Module:

@@ -4,7 +4,8 @@
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
 cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is
-lost; 130 and 143 stopped by SIGINT or SIGTERM; the reason says whether a checkpoint was saved.
+lost; 129, 130 and 143 stopped by SIGHUP (a closed terminal), SIGINT or SIGTERM; the reason says whether a checkpoint
+was saved.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
+from orchestrator.display.terminal import lasting_output
 from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from orchestrator.user_code.exits import exits_refused
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -30,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     atexit.register(_spare_garbage_search)
     redactor = Redactor.of_process()
-    with masked_output(redactor):
+    with lasting_output(), masked_output(redactor):
         try:
-            return _launch(list(sys.argv[1:] if argv is None else argv), redactor)
+            with exits_refused():
+                return _launch(list(sys.argv[1:] if argv is None else argv), redactor)
         except ConfigError as e:
             from orchestrator.display.report import errors_text
 
@@ -81,10 +85,12 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     with StopSignals(owns_process=True) as stop, early_start(runs[0]):
         # Imported here because this takes seconds, in which Ray's processes start.
         from orchestrator.driver.candidates import check_all
+        from orchestrator.driver.process.reports import report_end
         from orchestrator.driver.session import run_all
         from orchestrator.records.process import process_started_at
 
         results = run_all(check_all(runs, redactor), stop, started_at=process_started_at())
+        report_end()  # of plan=true, too
     return max((result.exit_code for result in results), default=0)
 
 

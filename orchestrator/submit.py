@@ -20,8 +20,10 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.marked_output import JobLog
+from orchestrator.display.terminal import closing_interrupts
 from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
 from orchestrator.launch import RESTARTS_OPTION
+from orchestrator.user_code.exits import exits_refused
 
 if TYPE_CHECKING:
     from orchestrator.driver.process.origin import Origin
@@ -32,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     options = _parser().parse_intermixed_args(argv)
     redactor = Redactor.of_process()
-    with masked_output(redactor):
+    with closing_interrupts(), masked_output(redactor):
         try:
             if options.attach:
                 from orchestrator.driver.submit.job_submission import JobServer
 
                 return _follow(JobServer(options.address), options.attach)
-            return _submit(options, redactor)
+            with exits_refused():
+                return _submit(options, redactor)
         except ConfigError as e:
             from orchestrator.display.report import errors_text
 

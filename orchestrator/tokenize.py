@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.options import positive
+from orchestrator.display.terminal import closing_interrupts
 from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import INTERRUPTED
 
@@ -42,15 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--workers", type=positive, default=os.cpu_count() or 1, help="the number of processes (default: one per CPU)"
     )
     options = parser.parse_args(argv)
-    try:
-        return _tokenize(options)
-    except OSError as e:
-        return refuse("tokenize", f"{e.filename}: {e.strerror}" if e.filename else e)
-    except ValueError as e:
-        return refuse("tokenize", e)
-    except KeyboardInterrupt:
-        print("tokenize: interrupted; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+    with closing_interrupts():
+        try:
+            return _tokenize(options)
+        except OSError as e:
+            return refuse("tokenize", f"{e.filename}: {e.strerror}" if e.filename else e)
+        except ValueError as e:
+            return refuse("tokenize", e)
+        except KeyboardInterrupt:
+            print("tokenize: interrupted; the same command continues", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _tokenize(options: argparse.Namespace) -> int:

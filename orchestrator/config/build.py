@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.text import did_you_mean, format_override, to_cli
+from orchestrator.user_code.errors import ConfigError as ConfigError
+from orchestrator.user_code.exits import exits_refused
 
 T = TypeVar("T")
 
@@ -21,22 +23,12 @@ _SEQUENCES = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
-class ConfigError(ValueError):
-    """The configuration or the plan is wrong. ``errors`` holds one line per error, duplicates removed."""
-
-    def __init__(self, errors: Iterable[str]):
-        self.errors = tuple(dict.fromkeys(errors))
-        super().__init__(self.errors)
-
-    def __str__(self) -> str:
-        return "\n".join(self.errors)
-
-
 @contextlib.contextmanager
 def collect_errors(errors: list[str]) -> Iterator[None]:
     """Add the lines of a :class:`ConfigError` raised in the block to ``errors``, so that later checks still run."""
     try:
-        yield
+        with exits_refused():
+            yield
     except ConfigError as e:
         errors += e.errors
 

@@ -46,7 +46,7 @@ Options
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, nothing was
 started; 3 all steps are done, but the last checkpoint or the upload of the records is missing;
-130 and 143 stopped by SIGINT or SIGTERM, after a checkpoint if training had begun."""
+129, 130 and 143 stopped by SIGHUP, SIGINT or SIGTERM, after a checkpoint if training had begun."""
 
 
 def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import re
 import sys
 import warnings
@@ -17,6 +18,8 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text, exits_refused
 
 
 def load_job(
@@ -42,8 +45,12 @@ def load_job(
     redactor.learn(spec.fields)
     job_errors: list[str] = []
     job_warnings: list[str] = []
-    with contextlib.nullcontext() if noticed is None else _collected(job_warnings):
-        job = _load(spec, given, job_errors, redactor)
+    job: Job | None = None
+    try:
+        with exits_refused(), contextlib.nullcontext() if noticed is None else _collected(job_warnings):
+            job = _load(spec, given, job_errors, redactor)
+    except JobError as e:
+        job_errors.append(with_key("job", e))
     errors += [redactor.text(error) for error in job_errors]
     if noticed is not None:
         noticed += [redactor.text(text) for text in job_warnings]
@@ -123,7 +130,11 @@ def find_class(target: str, errors: list[str]) -> type[Job] | None:
         # `python -m` puts the working directory on the import path; a console script does not.
         sys.path.append(str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        with exits_refused():
+            module = importlib.import_module(module_name)
+    except JobError as e:
+        errors.append(f"job._target_={target}: {e}")
+        return None
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name + ".").startswith(e.name + "."):
             errors.append(f"job._target_={target}: importing {module_name} failed: {e}")
@@ -132,8 +143,8 @@ def find_class(target: str, errors: list[str]) -> type[Job] | None:
                 f"job._target_={target}: no module {e.name}; install it or run from the directory that contains it"
             )
         return None
-    except (Exception, SystemExit) as e:
-        errors.append(f"job._target_={target}: importing {module_name} failed: {type(e).__name__}: {e}")
+    except Exception as e:
+        errors.append(f"job._target_={target}: importing {module_name} failed: {error_text(e)}")
         return None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
@@ -144,11 +155,27 @@ def find_class(target: str, errors: list[str]) -> type[Job] | None:
     return _checked(cls, target, errors)
 
 
+def _wrong_kinds(cls: type[Job]) -> list[str]:
+    """Return which members of a job are methods instead of properties, the reverse, or a text instead of a tuple."""
+    wrong: list[str] = []
+    for name, member in vars(Job).items():
+        own = inspect.getattr_static(cls, name)
+        if isinstance(member, property) and inspect.isfunction(own) and name != "collate":  # which is a function itself
+            wrong.append(f"{name} has to be a property; decorate it with @property")
+        elif inspect.isfunction(member) and isinstance(own, property):
+            wrong.append(f"{name}() has to be a method; leave out @property")
+        elif isinstance(member, tuple) and isinstance(own, str):
+            wrong.append(f"{name} has to be a tuple of names; write {name} = ({own!r},)")
+    return wrong
+
+
 def _checked(cls: type[Any], target: str, errors: list[str]) -> type[Job] | None:
     if not issubclass(cls, Job):
         errors.append(f"job._target_={target}: not a subclass of orchestrator.Job; derive the class from it")
     elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
         errors.append(f"job._target_={target}: the class has to define {', '.join(m + '()' for m in missing)}")
+    elif wrong := _wrong_kinds(cls):
+        errors += [f"job._target_={target}: {text}" for text in wrong]
     elif "__annotations__" in vars(cls) and "__dataclass_fields__" not in vars(cls):
         errors.append(
             f"job._target_={target}: not a dataclass, so that its fields cannot be configured; "

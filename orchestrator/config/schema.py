@@ -269,7 +269,7 @@ class ClusterConfig:
         "seconds without an answer after which a worker counts as lost whose process is stopped (SIGSTOP)", above=0
     )
     node_timeout_s: float = option("seconds without an answer from a whole node after which it counts as lost", above=0)
-    stop_grace_s: float = option("seconds allowed for the last checkpoint after Ctrl-C or SIGTERM", above=0)
+    stop_grace_s: float = option("seconds allowed for the last checkpoint after Ctrl-C, SIGTERM or SIGHUP", above=0)
 
     def __post_init__(self) -> None:
         for name in self.env:

@@ -40,7 +40,7 @@ def writable(text: str, stream: Any) -> str:
 
 def refuse(verb: str, reason: object, *, code: int = 2) -> int:
     """Print why ``orchestrator <verb>`` cannot do what it was asked; returns ``code``, its exit code."""
-    print(writable(f"{verb}: {reason}", sys.stderr), file=sys.stderr)
+    print(writable(clean(f"{verb}: {reason}"), sys.stderr), file=sys.stderr)
     return code
 
 

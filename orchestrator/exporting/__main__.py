@@ -44,6 +44,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.user_code.exits import error_text, exits_refused
 
 MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
@@ -78,14 +79,15 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
     spec = recorded_job(run_dir.config_file)
     facts, tensors = _weights(run_dir, folder) if "model" in exports else (Facts(), None)
     try:
-        job = _job(spec)
-        dataset = job.dataset("train")
-        if "dataset" in exports:
-            facts = replace(facts, dataset=dataset_facts(spec, dataset))
-        if tensors is not None:
-            _export(job, dataset, tensors, folder)
+        with exits_refused():
+            job = _job(spec)
+            dataset = job.dataset("train")
+            if "dataset" in exports:
+                facts = replace(facts, dataset=dataset_facts(spec, dataset))
+            if tensors is not None:
+                _export(job, dataset, tensors, folder)
     except Exception as e:  # of any type: the code of the job
-        problem = str(e) if isinstance(e, NotExportedError) else f"{type(e).__name__}: {e}"
+        problem = str(e) if isinstance(e, NotExportedError) else error_text(e)
         if "model" in exports:
             facts = replace(facts, problem=facts.problem or problem)
         if tensors is not None:

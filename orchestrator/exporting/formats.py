@@ -22,6 +22,7 @@ from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, checksum
 from orchestrator.state.manifest import CheckpointError
+from orchestrator.user_code.exits import error_text
 
 
 def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> int:
@@ -49,8 +50,10 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         except (OSError, CheckpointError):
             raise
         except Exception as e:  # of any type: the code of the job
-            reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
+            reason = str(e) if type(e) is ValueError else error_text(e)
             raise ValueError(f"{type(job).__name__}.export: {reason}") from e
+        if not made.is_dir():
+            raise ValueError(f"{type(job).__name__}.export: wrote nothing; write into the directory that it is given")
         for file in made.rglob("*"):  # safetensors makes files that nobody else may read
             file.chmod(file.stat().st_mode | made.stat().st_mode & 0o666)
         made.rename(directory)

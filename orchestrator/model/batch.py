@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.torch import pytree
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
@@ -29,7 +31,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         The input and the target; two times None for None.
 
     Raises:
-        ValueError: ``batch`` is something else.
+        JobError: ``batch`` is something else.
     """
     if batch is None or isinstance(batch, Mapping):
         return batch, batch
@@ -37,9 +39,9 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         with contextlib.suppress(TypeError, ValueError):
             inputs, target = batch
             return inputs, target
-    kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-    raise ValueError(
-        f"the batch is a {kind}: let the items of Job.dataset, or Job.collate, be pairs (input, target) or dicts"
+    kind = kind_of(batch) + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise JobError(
+        [f"the batch is {kind}: let the items of Job.dataset, or Job.collate, be pairs (input, target) or dicts"]
     )
 
 

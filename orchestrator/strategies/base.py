@@ -30,6 +30,7 @@ from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
+from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.timeline.spans import Span
 
 
@@ -157,6 +158,8 @@ class Strategy(LayoutRules, abc.ABC):
                 "once in Job.model"
             )
             return ()
+        if not has_training_step(job) and (model := on_meta_device(job.model)) is not None:
+            check_optimizer(job, model, steps=config.train.steps)
         notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
         if (note := blocks_note(job, config.train)) is not None:
             notes.append(note)

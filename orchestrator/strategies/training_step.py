@@ -13,6 +13,8 @@ from orchestrator.job import Job, has_loss
 from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
 from orchestrator.strategies.measure.job_metrics import checked_metrics
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of, optimizer_problem
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -24,26 +26,33 @@ def optimizers_of(job: Job, model: nn.Module) -> dict[str, Optimizer]:
     """Return the optimizers of the job by name.
 
     Raises:
-        ValueError: there are none, or they do not share out parameters of ``model``; the text says what to change.
+        JobError: there are none, or they do not share out parameters of ``model``; the text says what to change.
     """
     made = job.optimizers(models_of(model))
     if not isinstance(made, Mapping) or not all(isinstance(o, Optimizer) for o in made.values()):
-        raise ValueError(f"Job.optimizers returned a {type(made).__name__}; return a dict of optimizers by name")
+        raise JobError([f"Job.optimizers returned {kind_of(made)}; return a dict of optimizers by name"])
+    for label, optimizer in made.items():
+        if (problem := optimizer_problem(optimizer)) is not None:
+            raise JobError([f"Job.optimizers: {label!r} {problem}"])
     if not made:
-        raise ValueError("Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some")
+        raise JobError(["Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some"])
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[Tensor, str] = {}
     for label, optimizer in made.items():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter not in names:
-                raise ValueError(
-                    f"Job.optimizers: {label!r} holds a tensor of shape {list(parameter.shape)} that is not a "
-                    "parameter of the model; add it to a module of Job.model"
+                raise JobError(
+                    [
+                        f"Job.optimizers: {label!r} holds a tensor of shape {list(parameter.shape)} that is not a "
+                        "parameter of the model; add it to a module of Job.model"
+                    ]
                 )
             if parameter in owners:
-                raise ValueError(
-                    f"Job.optimizers: {names[parameter]} is in the optimizers {owners[parameter]!r} and {label!r}; "
-                    "put it into one of them"
+                raise JobError(
+                    [
+                        f"Job.optimizers: {names[parameter]} is in the optimizers {owners[parameter]!r} and {label!r}; "
+                        "put it into one of them"
+                    ]
                 )
             owners[parameter] = label
     return dict(made)
@@ -59,21 +68,24 @@ def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the further metrics that ``Job.training_step`` returned, without their graph.
 
     Raises:
-        ValueError: it returned something else; the text says what to return.
+        JobError: it returned something else; the text says what to return.
     """
     values = {"loss": result} if isinstance(result, Tensor) else result
     if not isinstance(values, Mapping) or "loss" not in values:
-        kind = f"a {type(values).__name__}" + (" without 'loss'" if isinstance(values, Mapping) else "")
-        raise ValueError(
-            f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
-            "with the loss under 'loss'"
+        kind = kind_of(values) + (" without 'loss'" if isinstance(values, Mapping) else "")
+        raise JobError(
+            [
+                f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
+                "with the loss under 'loss'"
+            ]
         )
     further = {name: value for name, value in values.items() if name != "loss"}
     metrics = checked_metrics(further, "training_step")
     loss = values["loss"]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"job.training_step: the loss is {kind}; return a scalar tensor, a mean over the batch")
+        raise JobError(
+            [f"job.training_step: the loss is {kind_of(loss)}; return a scalar tensor, a mean over the batch"]
+        )
     return loss.detach().reshape(()), {name: value.detach() for name, value in metrics.items()}
 
 

@@ -19,7 +19,7 @@ from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.batch_parts import LossOfParts, mean_loss
 from orchestrator.strategies.data.datasets import is_ragged
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, checked_metrics
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, checked_metrics, loss_of
 from orchestrator.strategies.reduction import Reduction, Weight, weighted
 from orchestrator.strategies.training_step import models_of
 
@@ -119,7 +119,7 @@ class WholeModel:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the mean loss of an output."""
-        return self.job.loss(output, target)
+        return loss_of(self.job, output, target)
 
     def loss_of_parts(self, context: Context) -> LossOfParts:
         """Return the loss of a batch that is divided."""

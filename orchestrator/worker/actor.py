@@ -43,6 +43,7 @@ from orchestrator.records import staged
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.user_code.exits import exits_refused, readable
 from orchestrator.worker import failures
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.context import context_of
@@ -208,12 +209,13 @@ class Worker:
         startup: dict[str, float] = {}
         clean = False
         try:
-            loop, store = self._begin(assignment, startup)
-            wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
-            outcome = loop.run(startup, wait_for_others=wait_for_others, store=store)
+            with exits_refused():
+                loop, store = self._begin(assignment, startup)
+                wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
+                outcome = loop.run(startup, wait_for_others=wait_for_others, store=store)
             clean = True
         except BaseException as e:
-            outcome = self._failed(e, assignment)
+            outcome = self._failed(readable(e), assignment)
         finally:
             self.teardown.start(functools.partial(_close, self.loop), clean=clean)
         return replace(outcome, last_heartbeat=self.outbox.collect_last())

@@ -17,6 +17,8 @@ from orchestrator.state.left_out import FrozenError
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.process.shared_directory import NotSharedError
@@ -24,7 +26,7 @@ from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
-EXPLAINED = (DatasetError, FrozenError, MetricError, NotSharedError, PrecisionError)
+EXPLAINED = (DatasetError, FrozenError, JobError, MetricError, NotSharedError, PrecisionError)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 
@@ -43,8 +45,8 @@ def describe_failure(
     is_explained = isinstance(error, EXPLAINED)
     collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
     return Failure(
-        message=_message(error, assignment, loop),
-        traceback="" if is_explained else "".join(traceback.format_exception(error)),
+        message=_encodable(_message(error, assignment, loop)),
+        traceback="" if is_explained else _encodable("".join(traceback.format_exception(error))),
         time=time.time(),
         collateral=collateral,
         log_tail=log_tail(log),
@@ -59,6 +61,11 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
     return loop.position.step if loop is not None else 0
 
 
+def _encodable(text: str) -> str:
+    """Return ``text`` with escapes in place of what UTF-8 does not have, such as parts of the names of files."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _message(error: BaseException, assignment: Assignment, loop: Loop | None) -> str:
     """Return what the user is told of an error, in one paragraph."""
     if is_out_of_memory(error):
@@ -69,7 +76,7 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
             has_training_step=loop is not None and has_training_step(loop.job),
         )
-    return str(error) if isinstance(error, EXPLAINED) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EXPLAINED) else error_text(error)
 
 
 def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +22,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.jobs.leisurely_job import Leisurely
+from helpers.machines.commands import environment
 from helpers.records.runs import events, events_below, in_campaign, last_step, losses, run_dirs, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.records import run_dir as rundir
@@ -90,6 +96,42 @@ def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., A
     assert list((run_dir / "checkpoints").glob("step-*"))
     assert following.communicate(timeout=45)[0] == (run_dir / "logs" / "rank-1.log").read_text()
     assert following.returncode == 0
+
+
+def test_a_closed_terminal_saves_a_checkpoint(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+
+    def own_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = (*SLOW, "tracking=none", f"output_dir={tmp_path}/outputs")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.launch", *words],
+        stdin=end, stdout=end, stderr=end, cwd=tmp_path, env=environment(), start_new_session=True,
+        preexec_fn=own_terminal,
+    )  # fmt: skip
+    os.close(end)
+    closing = threading.Event()
+    reader = threading.Thread(target=read_until, args=(closing, terminal), daemon=True)
+    reader.start()
+    run_dir = wait_for_step(tmp_path, 20)
+    everyone = family(process.pid)
+    closing.set()
+    reader.join()
+    os.close(terminal)
+    assert process.wait(timeout=45) == 129
+    record = read_json(run_dir / "run.json")
+    assert (record["state"], record["reason"]) == ("killed", f"stopped by SIGHUP at step {record['summary']['steps']}")
+    assert (run_dir / "checkpoints" / f"step-{record['summary']['steps']:08d}").is_dir()
+    assert events(run_dir, "run_ended")
+    assert not psutil.wait_procs(everyone, timeout=45)[1]
+
+
+def read_until(closing: threading.Event, terminal: int) -> None:
+    os.set_blocking(terminal, False)  # a pending read would keep the terminal open
+    while not closing.wait(0.05):
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)
 
 
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from orchestrator.compat import deferred_dynamo
 from orchestrator.records.process import end_with_parent
+from orchestrator.user_code.exits import exits_refused
 
 T = TypeVar("T")
 
@@ -70,7 +71,8 @@ def _serve(function: Callable[[], object], sender: Connection) -> None:
     torch.set_num_threads(1)
     deferred_dynamo.install()
     try:
-        message = pickle.dumps((function(), None))
+        with exits_refused():
+            message = pickle.dumps((function(), None))
     except BaseException as e:
         e.add_note(f"in a child process: {traceback.format_exc()}")
         message = pickle.dumps((None, _with_its_text(e)))

@@ -18,7 +18,8 @@ class RunResult:
     Attributes:
         status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
         exit_code: 0 finished, 1 failed, 2 failed before it trained because it no longer fits the cluster, 3 finished
-            but the last checkpoint is lost or records are not uploaded, 130 or 143 killed by SIGINT or SIGTERM.
+            but the last checkpoint is lost or records are not uploaded, 129, 130 or 143 killed by SIGHUP, SIGINT or
+            SIGTERM.
         run_dir: the directory with the records, logs and checkpoints. If ``output_dir`` is a URL, this is the local
             directory from which they were uploaded; it has the files of this node.
         url: where the run is, if ``output_dir`` is a URL; None otherwise.

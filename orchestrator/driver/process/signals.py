@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM to the driver, from before Ray starts until it has shut down."""
+"""SIGINT, SIGTERM and SIGHUP to the driver, from before Ray starts until it has shut down."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ SAME_SIGNAL_S = 0.2
 terminal, and ``--restarts`` passes it on."""
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to stop: not SIGHUP if that is ignored, as below ``nohup``."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if is_ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class StopSignals:
-    """Handles SIGINT and SIGTERM while in the context: records the first signal, and gives up at the second.
+    """Handles signals to stop while in the context: records the first one, and gives up at the second.
+
+    SIGHUP, which a closed terminal sends, and its shell once more, counts as a first signal only.
 
     On the command line (``owns_process``), the second signal ends the process. A Python program or a notebook, which
     has called :func:`orchestrator.run`, goes on: the second signal raises :class:`KeyboardInterrupt` (SIGINT) or
@@ -58,7 +66,7 @@ class StopSignals:
         # Python allows signal handlers only in the main thread. In another one (of a notebook, say) the surrounding
         # program decides what a signal does.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -86,7 +94,9 @@ class StopSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
-        first = self.received is None
+        if number == signal.SIGHUP and self.received is not None:
+            return
+        first = self.received in (None, signal.SIGHUP)
         if not first and self.owns_process and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
             return
         received = signal.Signals(number)

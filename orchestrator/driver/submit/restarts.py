@@ -19,11 +19,12 @@ from types import FrameType
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.reports import ReportedRun, read_reports, variables
+from orchestrator.driver.process.signals import stop_signals
 
 DRIVER = (sys.executable, "-m", "orchestrator.launch")
 RESTART_DELAY_S = 1.0
 """The time in which Ray notices the death of a driver and releases its workers."""
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 """The exit codes of a driver that a second signal has ended at once."""
 
 
@@ -62,7 +63,7 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
 
     It then continues the run that it has left and no other, or begins a new one if that run has no checkpoint. A child
     that ends by itself is not started again, also if its training failed: the run has used its own means of recovery
-    then. SIGINT and SIGTERM are passed on to the child, unless this is a submitted job: Ray sends the signal to each
+    then. Signals to stop are passed on to the child, unless this is a submitted job: Ray sends the signal to each
     process of a job, and a second one would end the child without a checkpoint.
 
     Args:
@@ -88,6 +89,9 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
             if child.stop_signal is not None:
                 end = replace(end, code=128 + child.stop_signal)
                 break
+    if left is None and end.code == 0 and not end.is_reported:  # os._exit(0) in the code of the job
+        print(f"{end}: code of the job has ended its process", file=sys.stderr, flush=True)
+        return 1
     if left is None or end.is_reported:
         return end.exit_code
     print("\n".join(_verdict(left, how, words, redactor)), file=sys.stderr, flush=True)
@@ -111,7 +115,7 @@ class Child:
     """The driver's process, one after another. While in the context, a signal to stop does not end this process.
 
     Attributes:
-        forward: pass SIGINT and SIGTERM on to the child.
+        forward: pass signals to stop on to the child.
         stop_signal: the last such signal; None if none has come.
     """
 
@@ -129,6 +133,8 @@ class Child:
             )
         finally:
             os.close(descriptor)
+        if self.stop_signal is not None:  # it came while the child was started
+            self._pass_on(self.stop_signal)
         code = self._process.wait()
         run, is_reported = read_reports(reports)
         os.close(reports)
@@ -136,11 +142,14 @@ class Child:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.stop_signal = number
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
         if self._forward and self._process is not None:
             self._process.send_signal(number)
 
     def __enter__(self) -> Child:
-        self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {n: signal.signal(n, self._handle) for n in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,6 +35,7 @@ from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.storage.remote import StorageError
 from orchestrator.strategies import registry
+from orchestrator.user_code.exits import exits_refused
 
 NOT_STARTED = 2
 """The exit code of a run whose configuration or directory is wrong."""
@@ -157,7 +158,8 @@ class Sweep:
         self.say(self._progress(number))
         began = time.monotonic()
         try:
-            result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
+            with exits_refused():
+                result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
         except ConfigError as e:
             print(errors_text(e.errors), file=sys.stderr)
             self._raise_exit_code(NOT_STARTED)

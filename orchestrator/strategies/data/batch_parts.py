@@ -26,6 +26,7 @@ from orchestrator.model.batch import rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.settled import Passed, passed
 from orchestrator.strategies.data.datasets import check_dataset, is_stream
+from orchestrator.user_code.exits import error_text
 
 FEWEST, MOST = 4, 32
 """Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the
@@ -135,7 +136,7 @@ def warning_about_parts(
                 differing = [] if other.differs(whole, tolerance) else differing
                 changed = [name for name in changed if name not in other.changed(whole, tolerance)]
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
-            return not_compared(division, " ".join(f"{type(e).__name__}: {e}".split())[:300])
+            return not_compared(division, " ".join(error_text(e).split())[:300])
     return text_of(
         division,
         samples=len(items),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from orchestrator.config.evaluated import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
+from orchestrator.user_code.results import kind_of
 
 
 class DatasetError(ValueError):
@@ -64,7 +67,12 @@ def drawn_batches(job: Job, dataset: Any, global_batch_size: int, generator: tor
     made = job.batch_sampler(dataset, global_batch_size, generator)
     if made is None:
         return None
-    batches = [list(batch) for batch in made]
+    try:
+        batches = [[operator.index(sample) for sample in batch] for batch in made]
+    except TypeError as e:
+        raise DatasetError(
+            f"job.batch_sampler returns {kind_of(made)} ({e}); return lists of the indices of samples"
+        ) from e
     if not batches:
         raise DatasetError("job.batch_sampler returns no batch; return at least one, or lower train.global_batch_size")
     for number, batch in enumerate(batches):
@@ -114,6 +122,8 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
             f"{where} returns a ray.data.{kind}, which has no position that a run could continue from; write it "
             "with write_parquet(), and return datasets.load_dataset('parquet', ...) of the files"
         )
+    if isinstance(dataset, (str, bytes, Mapping, type)):
+        raise DatasetError(f"{where} returns {kind_of(dataset)}; return a dataset of samples, such as a list of pairs")
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
             raise DatasetError(
@@ -125,7 +135,11 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
         raise DatasetError(
             f"{where}: {kind} must be map-style, with __len__ and __getitem__, or a stream, with __iter__"
         )
-    if len(dataset) == 0:
+    try:
+        length = len(dataset)
+    except (TypeError, ValueError) as e:  # of a number that is negative, or no whole one
+        raise DatasetError(f"{where}: the __len__ of {kind_of(dataset)} returns no length ({e})") from e
+    if length == 0:
         raise DatasetError(f"{where}: the dataset is empty; give it at least one sample")
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from orchestrator.job import Job
-from orchestrator.model.batch import map_tensors
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.precision import summable
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of
 
 _NAME = re.compile(r"[a-zA-Z0-9_\-.: ]+(/[a-zA-Z0-9_\-.: ]+)*")
 _MAX_NAME_LENGTH = 200
@@ -30,7 +32,7 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
         target: the target of the same samples.
 
     Raises:
-        ValueError: see :func:`checked_metrics`.
+        JobError: see :func:`checked_metrics`.
     """
     return checked_metrics(job.train_metrics(map_tensors(Tensor.detach, output), target), "train_metrics")
 
@@ -55,11 +57,11 @@ def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "tr
     """Return what the job's ``method`` returned, as scalar tensors by name.
 
     Raises:
-        ValueError: a name cannot be used or a value is not a scalar; the text says which.
+        JobError: a name cannot be used or a value is not a scalar; the text says which.
     """
     where = f"job.{method}"
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} returned a {type(values).__name__}; return a dict of scalar tensors by name")
+        raise JobError([f"{where} returned {kind_of(values)}; return a dict of scalar tensors by name"])
     kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
     return {_checked_name(n, where, _RESERVED[method]): _scalar(v, n, where, kind) for n, v in values.items()}
 
@@ -80,6 +82,30 @@ def loss_reads(job: Job, output: Any, target: Any, which: Callable[[Tensor], boo
         return job.loss(map_tensors(leaf, output), target).requires_grad
 
 
+def loss_of(job: Job, output: Any, target: Any, *, scalar: bool = True) -> Tensor:
+    """Return the mean loss of a batch; if not ``scalar``, it may be several means.
+
+    Raises:
+        JobError: it is not a scalar, or has no gradient in training.
+    """
+    try:
+        loss = job.loss(output, target)
+    except Exception as e:
+        if output is None:
+            raise JobError(["the output of the model is None; return it from forward()"]) from e
+        raise
+    if scalar and loss.numel() != 1:
+        raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
+    if torch.is_grad_enabled() and not loss.requires_grad and any(t.requires_grad for t in tensors_in(output)):
+        raise JobError(
+            [
+                "job.loss returns a tensor without a gradient; compute it from the output without detach(), item() or "
+                "torch.no_grad()"
+            ]
+        )
+    return loss
+
+
 def is_scalar(tensor: Tensor) -> bool:
     """Return whether a tensor of an output is a number that no sample has for itself, such as a loss."""
     return tensor.ndim == 0
@@ -87,14 +113,16 @@ def is_scalar(tensor: Tensor) -> bool:
 
 def _checked_name(name: Any, where: str, reserved: re.Pattern[str]) -> str:
     if not isinstance(name, str):
-        raise ValueError(f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings")
+        raise JobError([f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings"])
     if reserved.fullmatch(name):
-        raise ValueError(f"{where}: the run itself logs a metric named {name!r}; choose another name")
+        raise JobError([f"{where}: the run itself logs a metric named {name!r}; choose another name"])
     parts = name.split("/")
     if not _NAME.fullmatch(name) or {".", ".."} & {*parts} or len(name) > _MAX_NAME_LENGTH:
-        raise ValueError(
-            f"{where}: {name!r} cannot be the name of a metric in MLflow; use letters, digits, '_', '-', '.', ':', "
-            f"spaces and single slashes between them, at most {_MAX_NAME_LENGTH} characters"
+        raise JobError(
+            [
+                f"{where}: {name!r} cannot be the name of a metric in MLflow; use letters, digits, '_', '-', '.', ':', "
+                f"spaces and single slashes between them, at most {_MAX_NAME_LENGTH} characters"
+            ]
         )
     return name
 
@@ -103,8 +131,8 @@ def _scalar(value: Any, name: str, where: str, wanted: str) -> Tensor:
     if isinstance(value, (bool, int, float)):
         value = torch.as_tensor(float(value))
     if not isinstance(value, Tensor):
-        raise ValueError(f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, {wanted}")
+        raise JobError([f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, {wanted}"])
     if value.numel() != 1 or value.is_complex():
         kind = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
-        raise ValueError(f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}")
+        raise JobError([f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}"])
     return summable(value.reshape(()))

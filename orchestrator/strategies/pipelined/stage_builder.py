@@ -23,6 +23,7 @@ from orchestrator.model.stages import (
     sequence_of,
     shared_tensors,
 )
+from orchestrator.strategies.measure.job_metrics import loss_of
 
 _OUTSIDE = (
     "if code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
@@ -193,7 +194,7 @@ class StageBuilder:
         return layers
 
     def _loss(self, output: Any) -> Tensor:
-        return self.job.loss(self.precision.outputs(output), self.target)
+        return loss_of(self.job, self.precision.outputs(output), self.target)
 
 
 def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:

@@ -27,12 +27,14 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
-from orchestrator.strategies.measure.job_metrics import BatchMetrics
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
 from orchestrator.strategies.reduction import Weight, weighted
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Scattered(WholeModel):
 
         def sums(replica: nn.Module, piece: Any, target: Any, weight: Weight) -> tuple[Tensor, Mapping[str, Tensor]]:
             output = self.precision.outputs(self._apply(replica, piece))
-            return weighted(self.job.loss(output, target), weight), metrics.of(output, target)
+            return weighted(loss_of(self.job, output, target), weight), metrics.of(output, target)
 
         results = self.replicas.apply(sums, pieces, targets, weights)
         for _, measured in results:
@@ -84,12 +86,12 @@ class Scattered(WholeModel):
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the mean loss. A loss that the model computes is gathered as one mean per replica."""
-        loss = self.job.loss(output, target)
+        loss = loss_of(self.job, output, target, scalar=False)
         if loss.numel() == 1:
             return loss
         weights = self.replicas.collect([self._weight_of(piece) for piece in self.replicas.scatter(target)])
         if loss.shape != (len(weights),):
-            raise ValueError(f"Job.loss returned a tensor of shape {tuple(loss.shape)}; return the mean, a scalar")
+            raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
         total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
         return total / sum(weights)
 

@@ -37,6 +37,7 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.training_step import checked_result, models_of, optimizers_of
 from orchestrator.strategies.update.gradients import clip, norm_over, weighted_sum_over
 from orchestrator.strategies.whole_model import WholeModel
+from orchestrator.user_code.errors import JobError
 
 
 class JobStep(Trainer):
@@ -150,8 +151,8 @@ class JobStep(Trainer):
     def _before_update(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Average the gradients of one optimizer over the ranks, measure and clip them. A hook of its ``step()``."""
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
-            raise ValueError(
-                f"job.training_step: optimizers[{name!r}].step() was given a closure; call backward() before step()"
+            raise JobError(
+                [f"job.training_step: optimizers[{name!r}].step() was given a closure; call backward() before step()"]
             )
         train = self.context.train
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]

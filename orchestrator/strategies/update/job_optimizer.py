@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.job import Job
 from orchestrator.strategies.data.datasets import DatasetError
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of
 
 
 def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
     """Return the optimizer of the trained parameters of ``model``."""
-    return job.optimizer(job.parameter_groups(trained_parameters(model)))
+    return _made(job, _groups_of(job, model))
 
 
 def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
@@ -34,11 +36,11 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     replaced: dict[Tensor, Tensor | None] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         replaced[parameter] = own.get(name, replaced.get(parameter))
-    entries: list[Any] = list(job.parameter_groups(trained_parameters(whole)))
+    entries = _groups_of(job, whole)
     if entries and isinstance(entries[0], Mapping):
-        return job.optimizer([_own_group(group, replaced) for group in entries])
+        return _made(job, [_own_group(group, replaced) for group in entries])
     if parameters := _own(entries, replaced):
-        return job.optimizer(parameters)
+        return _made(job, parameters)
     # torch refuses an empty list of parameters. The groups are needed all the same: they have a learning rate.
     optimizer = job.optimizer([nn.Parameter(torch.empty(0))])
     for group in optimizer.param_groups:
@@ -72,13 +74,65 @@ def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch:
     return job.scheduler(optimizer, steps)
 
 
+def check_optimizer(job: Job, model: nn.Module, *, steps: int) -> None:
+    """Make the optimizer and its schedule, for a model that may have no values, to see whether they can be used.
+
+    Raises:
+        JobError: they cannot. Any other error may come from the missing values; a worker reports it.
+    """
+    try:
+        scheduler_of(job, optimizer_of(job, model), steps=steps, steps_per_epoch=float(steps))
+    except JobError:
+        raise
+    except Exception:
+        return
+
+
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that are not frozen, with their names."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def _groups_of(job: Job, model: nn.Module) -> list[Any]:
+    """Return the parameters of ``model`` as the optimizer takes them.
+
+    Raises:
+        JobError: there are none to train, or a group has none.
+    """
+    if not (trained := trained_parameters(model)):
+        frozen = any(True for _ in model.parameters())
+        what = "whose parameters are all frozen; unfreeze some" if frozen else "which has no parameters to train"
+        raise JobError([f"job.model returns {kind_of(model)}, {what}"])
+    groups = list(job.parameter_groups(trained))
+    if any(isinstance(group, Mapping) and "params" not in group for group in groups):
+        raise JobError(["job.parameter_groups returns a dict without 'params'; put the parameters of the group there"])
+    return groups
+
+
+def _made(job: Job, entries: Iterable[Any]) -> Optimizer:
+    """Return the optimizer of parameters or groups.
+
+    Raises:
+        JobError: an optimizer of torch holds other tensors, such as the parameters of another model.
+    """
+    listed = [{**e, "params": _listed(e["params"])} if isinstance(e, Mapping) else e for e in entries]
+    optimizer = job.optimizer(listed)
+    if type(optimizer).__module__.startswith("torch.optim."):  # others may hold copies
+        parts = [part for e in listed for part in (e["params"] if isinstance(e, Mapping) else [e])]
+        given = {part[1] if isinstance(part, tuple) else part for part in parts}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if foreign := [parameter for parameter in held if parameter not in given]:
+            what = f"{kind_of(optimizer)} of {kind_of(foreign[0])} that it was not given"
+            raise JobError([f"job.optimizer returns {what}; make it of its argument"])
+    return optimizer
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def _own_group(group: Mapping[str, Any], replaced: Mapping[Tensor, Tensor | None]) -> dict[str, Any]:
-    entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    entries = _listed(group["params"])
     own = _own(entries, replaced)
     # torch refuses groups without names beside some with names, and an empty group does not tell.
     has_names = any(isinstance(entry, tuple) for entry in entries)

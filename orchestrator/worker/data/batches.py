@@ -36,6 +36,8 @@ from orchestrator.strategies.data.datasets import (
     is_stream,
     mix,
 )
+from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.results import kind_of
 from orchestrator.worker.data.loader import (
     BatchReader,
     Collate,
@@ -136,7 +138,10 @@ def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
             f"{where}: the samples of a stream cannot be drawn by weight; return None, or a map-style dataset from "
             "job.dataset('train')"
         )
-    values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise DatasetError(f"{where} returns {kind_of(weights)} ({e}); return a number for each sample") from e
     if values.shape != (len(dataset),):
         raise DatasetError(
             f"{where}: shape {tuple(values.shape)}, but the dataset has {len(dataset)} samples; return one weight for "
@@ -336,7 +341,7 @@ class EvalBatches:
                 items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
             except Exception as e:
                 counts.append(0)
-                yield ReadFailure(f"{self._split} data, in the stream: {type(e).__name__}: {e}", traceback.format_exc())
+                yield ReadFailure(f"{self._split} data, in the stream: {error_text(e)}", traceback.format_exc())
                 return
             if not items:
                 if start == 0:

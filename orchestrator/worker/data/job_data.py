@@ -54,8 +54,8 @@ def datasets_of(job: Job, eval_splits: Sequence[str]) -> Datasets:
     """Return the data of the job; ``eval_splits``: what to evaluate. A validation set may be missing.
 
     Raises:
-        DatasetError: a dataset is missing, empty or of a kind that cannot be used, or the sampling weights do not fit.
-        ValueError: the job has data to evaluate but no loss.
+        DatasetError: a dataset is missing, empty or of a kind that cannot be used, the sampling weights do not fit, or
+            the job has data to evaluate but no loss.
     """
     train = job.dataset("train")
     check_dataset(train, split="train")
@@ -67,7 +67,7 @@ def datasets_of(job: Job, eval_splits: Sequence[str]) -> Datasets:
         check_dataset(dataset, split=split)
         if not has_loss(job):
             remedy = how_to_leave_out(split)
-            raise ValueError(f"job.dataset({split!r}) returns data to evaluate; define Job.loss, or {remedy}")
+            raise DatasetError(f"job.dataset({split!r}) returns data to evaluate; define Job.loss, or {remedy}")
     return Datasets(train=train, evaluated=evaluated, weights=checked_weights(job.sample_weights("train"), train))
 
 

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.job import Split
 from orchestrator.records.process import end_with_parent
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text, exits_refused
+from orchestrator.user_code.results import kind_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -24,6 +27,18 @@ _TERMINATE_AFTER_S = 0.5
 
 class DataError(RuntimeError):
     """A sample could not be read. The message names the split, the index and the cause."""
+
+
+def checked_batch(batch: Any) -> Any:
+    """Return what the job's ``collate`` has made.
+
+    Raises:
+        JobError: it is no batch.
+    """
+    if batch is None or isinstance(batch, (str, bytes)):
+        kind = kind_of(batch)
+        raise JobError([f"the function of job.collate returns {kind}; return a pair (input, target) or a dict"])
+    return batch
 
 
 @dataclass(frozen=True)
@@ -59,8 +74,9 @@ class BatchReader(Dataset[Any]):
         items: list[Any] = []
         index = -1
         try:
-            for index in indices:
-                items.append(dataset[index])
+            with exits_refused():
+                for index in indices:
+                    items.append(dataset[index])
         except Exception as e:
             raise self._error(f"sample {index}", e) from e
         return items
@@ -68,26 +84,31 @@ class BatchReader(Dataset[Any]):
     def _items_at_once(self, indices: list[int], fetch: Callable[[list[int]], list[Any]]) -> list[Any]:
         missing = self.rows - len(indices)
         try:
-            items = fetch(indices)
-            if missing > 0 and not isinstance(items, list):
-                items = fetch([*indices, *indices[-1:] * missing])
-            return items
+            with exits_refused():
+                items = fetch(indices)
+                if missing > 0 and not isinstance(items, list):
+                    items = fetch([*indices, *indices[-1:] * missing])
+                return items
         except Exception as e:
             for index in indices:  # one at a time, to find the sample that fails
                 try:
-                    fetch([index])
+                    with exits_refused():
+                        fetch([index])
                 except Exception as cause:
                     raise self._error(f"sample {index}", cause) from cause
             raise self._error(f"samples {indices}", e) from e
 
     def _collated(self, items: list[Any], indices: list[int]) -> Any:
         try:
-            return self.collate(items)
+            with exits_refused():
+                return checked_batch(self.collate(items))
         except Exception as e:
-            raise self._error(f"collating samples {indices}", e) from e
+            empty = [index for index, item in zip(indices, items, strict=False) if item is None]
+            hint = f"; the dataset returns None for sample {empty[0]}" if empty else ""
+            raise self._error(f"collating samples {indices}{hint}", e) from e
 
     def _error(self, what: str, cause: Exception) -> DataError:
-        return DataError(f"{self.split} data, {what}: {type(cause).__name__}: {cause}")
+        return DataError(f"{self.split} data, {what}: {error_text(cause)}")
 
 
 @dataclass(frozen=True)
@@ -115,10 +136,11 @@ class Collator(Dataset[Any]):
         if isinstance(samples, ReadFailure):
             return samples
         try:
-            return self.collate(samples.items)
+            with exits_refused():
+                return checked_batch(self.collate(samples.items))
         except Exception as e:
             where = f"samples {samples.start} to {samples.start + len(samples.items) - 1} of the stream"
-            message = f"{self.split} data, collating {where}: {type(e).__name__}: {e}"
+            message = f"{self.split} data, collating {where}: {error_text(e)}"
             if get_worker_info() is None:
                 raise DataError(message) from e
             return ReadFailure(message, traceback.format_exc())
@@ -251,6 +273,8 @@ def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
             return next(iterator)
         except DataError:
             raise
+        except (ConnectionError, EOFError) as e:  # the process has ended before its batch was received
+            raise DataError(_death(iterator, f"its batch was not received: {type(e).__name__}")) from e
         except RuntimeError as e:
             failure = loader_failure(e)
             if failure is None:
@@ -266,10 +290,11 @@ def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
 
 def _death(iterator: Iterator[Any], text: str) -> str:
     codes = loader_exit_codes(iterator)
-    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "died"
+    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "ended"
     return (
         f"a loader process {how} ({text.rstrip('. ')}); "
-        "if it ran out of memory, lower data.num_workers (0 reads in the training thread)"
+        "if it ran out of memory, lower data.num_workers (0 reads in the training thread); if code of the dataset "
+        "calls os._exit(), raise an exception there"
     )
 
 

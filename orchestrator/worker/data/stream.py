@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.compat.hugging_face import loses_samples
 from orchestrator.job import Split
+from orchestrator.user_code.exits import error_text
 from orchestrator.worker.data.loader import DataError
 
 MAX_STATE_BYTES = 2**20
@@ -140,7 +141,7 @@ class StreamReader:
             except Exception as e:
                 self._failed = True  # the iterator of a generator that has failed looks as if it were at its end
                 what = f"{self._split} data, sample {self.position} of the stream"
-                raise DataError(f"{what}: {type(e).__name__}: {e}") from e
+                raise DataError(f"{what}: {error_text(e)}") from e
             else:
                 self.position += 1
                 return item
@@ -159,7 +160,7 @@ class StreamReader:
             self._iterator = iter(self._stream)
         except Exception as e:
             what = f"{self._split} data, beginning epoch {self._epoch} of the stream"
-            raise DataError(f"{what}: {type(e).__name__}: {e}") from e
+            raise DataError(f"{what}: {error_text(e)}") from e
         if state is None and self._has_epochs:
             self._epoch_starts.append(Mark(position=self.position, epoch=self._epoch))
 
@@ -167,7 +168,7 @@ class StreamReader:
         try:
             return copy.deepcopy(self._stream.state_dict())
         except Exception as e:
-            raise DataError(f"{self._split} data, state_dict() of the stream: {type(e).__name__}: {e}") from e
+            raise DataError(f"{self._split} data, state_dict() of the stream: {error_text(e)}") from e
 
     def _is_before(self, position: int) -> bool:
         return self.position <= position and not self._failed

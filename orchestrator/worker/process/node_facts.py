@@ -133,7 +133,7 @@ def _version(package: str) -> str | None:
 def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except Exception as e:  # the module may raise anything
+    except (Exception, SystemExit, KeyboardInterrupt) as e:  # the module may raise anything
         return f"{module} ({type(e).__name__}: {str(e).strip().partition(chr(10))[0]})"
     return None
 

@@ -51,7 +51,8 @@ class Output:
             _write_to(newest_part(log))
             crash_reports.enable()
             for name, number in (("stdout", 1), ("stderr", 2)):
-                setattr(sys, name, self._masked(os.fdopen(number, "w", buffering=1, closefd=False)))
+                stream = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+                setattr(sys, name, self._masked(stream))
             if self._log is None:
                 threading.Thread(target=self._limit_parts, name="log-parts", daemon=True).start()
             self._log = log

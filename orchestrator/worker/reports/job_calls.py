@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-import orchestrator
 from orchestrator.compat.generators import kept_generators
 from orchestrator.compat.torch import own_buffers, own_parameters, version_of
+from orchestrator.user_code.exits import place_of, user_frames
 
 Returned = TypeVar("Returned")
-
-_OWN_FILES = Path(orchestrator.__file__).resolve().parent
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
 
 
 class ModelChangedError(RuntimeError):
@@ -64,11 +59,8 @@ def call_without_effect(
 def error_with_place(error: Exception) -> str:
     """Return the last line of the error's traceback, and the place in the user's code where it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(_OWN_FILES)]
-    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
-    if not own:
-        return text
-    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+    frames = user_frames(error)
+    return f"{text} ({place_of(frames[-1])}, in {frames[-1].tb_frame.f_code.co_name})" if frames else text
 
 
 TensorVersion = tuple[int, int, bool]

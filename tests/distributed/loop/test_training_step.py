@@ -258,10 +258,13 @@ class Returning(Distillation):
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (Returning(), "job.training_step returned a NoneType; return the loss, a scalar tensor, or a dict"),
+        (Returning(), "job.training_step returned None; return the loss, a scalar tensor, or a dict"),
         (Returning(value={"los": torch.ones(())}), "job.training_step returned a dict without 'loss'; "),
-        (Returning(value=torch.ones(3)), "job.training_step: the loss is a tensor of shape (3,); return a scalar"),
-        (Returning(value={"loss": 1.0}), "job.training_step: the loss is a float; return a scalar tensor"),
+        (
+            Returning(value=torch.ones(3)),
+            "job.training_step: the loss is a tensor of shape (3,) and type ",
+        ),
+        (Returning(value={"loss": 1.0}), "job.training_step: the loss is 1.0; return a scalar tensor"),
         (
             Returning(value={"loss": torch.ones(()), "lr": torch.ones(())}),
             "job.training_step: the run itself logs a metric named 'lr'",

@@ -80,13 +80,53 @@ MODULES = {
     "broken": "this is no python",
     "raising": "raise KeyError('surprise')",
     "leaving": "import sys; sys.exit(3)",
+    "interrupting": "raise KeyboardInterrupt",
+    "checked": """
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            how: str
+            METHODS
+            def check(self):
+                return sys.exit(0) if self.how == "exit" else exec(self.how)
+
+        class Refusing(Mine):
+            def check(self):
+                return self.how == "well"
+        """,
+    "made": """
+        def leave():
+            sys.exit(1)
+
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            a: int = field(default_factory=leave)
+            METHODS
+
+        @dataclass(frozen=True, kw_only=True)
+        class Other(Job):
+            METHODS
+            def __post_init__(self):
+                raise SystemExit
+        """,
+    "kinds": """
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(Job):
+            split_names = "train"
+            METHODS
+            @property
+            def scheduler(self):
+                return None
+            def tokens_per_sample(self):
+                return 3
+        """,
     "needy": "import not_installed_anywhere",
 }
 
 HEAD = """
 from __future__ import annotations
+import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from orchestrator import Job

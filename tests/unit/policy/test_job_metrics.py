@@ -40,7 +40,7 @@ def test_a_scalar_may_have_any_name_that_mlflow_accepts(name: str, value: Any) -
         ("metrics", {"a": torch.ones((), dtype=torch.complex64)}, "'a' is a complex number"),
         ("train_metrics", {"a": "1"}, "'a' is a str; return a scalar tensor"),
         ("train_metrics", [1.0], "returned a list; return a dict of scalar tensors by name"),
-        ("metrics", None, "returned a NoneType; return a dict"),
+        ("metrics", None, "returned None; return a dict"),
     ],
 )
 def test_anything_else_is_refused_with_the_method_and_the_name(

@@ -21,35 +21,36 @@ LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow", "pyarrow", "fsspec"
 RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
-    "job":          ("",                                                                       "(torch)"),
+    "user_code":    ("",                                                                       "(torch)"),
+    "job":          ("user_code",                                                              "(torch)"),
     "compat":       ("",                                                                       "hydra torch ray"),
     "storage":      ("",                                                                       "(pyarrow)"),
-    "config":       ("job compat",                                                             "hydra omegaconf"),
+    "config":       ("user_code job compat",                                                   "hydra omegaconf"),
     "planning":     ("config",                                                                 ""),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
     "state":        ("compat storage",                                                         "torch"),
-    "model":        ("config compat",                                                          "torch"),
+    "model":        ("user_code config compat",                                                "torch"),
     "tuning":       ("planning timeline model",                                                ""),
-    "strategies.measure": ("job compat state model",                                           "torch"),
-    "strategies.data":    ("job config compat model",                                          "torch"),
-    "strategies.update":  ("job config planning compat state model strategies.data",           "torch"),
-    "strategies":   ("job config planning timeline protocol compat state model tuning "
+    "strategies.measure": ("user_code job compat state model",                                 "torch"),
+    "strategies.data":    ("user_code job config compat model",                                "torch"),
+    "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
+    "strategies":   ("user_code job config planning timeline protocol compat state model tuning "
                      "strategies.measure strategies.data strategies.update",                   "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "exporting":    ("job compat config records state model strategies.data",                  "torch mlflow"),
+    "exporting":    ("user_code job compat config records state model strategies.data",        "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
-    "worker.data":    ("job config planning protocol records compat state strategies "
+    "worker.data":    ("user_code job config planning protocol records compat state strategies "
                        "strategies.data worker.control",                                       "torch"),
-    "worker.reports": ("job config protocol records compat state strategies "
+    "worker.reports": ("user_code job config protocol records compat state strategies "
                        "strategies.measure worker.control worker.measure",                     "torch"),
-    "worker":         ("job config protocol records compat state strategies "
+    "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports",             "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
@@ -61,7 +62,7 @@ RULES = {
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
-    "driver.preflight": ("job storage config planning records compat state model strategies "
+    "driver.preflight": ("user_code job storage config planning records compat state model strategies "
                        "strategies.update policy tracking driver.process "
                        "driver.code driver.nodes",                                             "torch ray"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
@@ -71,12 +72,12 @@ RULES = {
                        "driver.queue driver.gang",                                             "ray"),
     "driver.auto":    ("job config planning timeline records compat state model tuning strategies policy display "
                        "driver.process driver.preflight",                                      "torch"),
-    "driver.sweep":   ("storage config planning protocol records state strategies display driver.process "
+    "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
     "driver":         ("job storage config planning timeline protocol records compat state strategies policy "
                        "tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
-    "verbs":          ("storage config records strategies exporting corpus tracking display driver.process "
+    "verbs":          ("user_code storage config records strategies exporting corpus tracking display driver.process "
                        "driver.reporting driver.queue driver.submit driver.preflight driver.sweep driver", ""),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip

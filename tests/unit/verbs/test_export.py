@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +136,40 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.Capt
     assert export.main([str(run.path), "--to", str(folder / "model")]) == 2
     assert "export: GPT.export: the checkpoint has no block2.norm1.weight; it is of another" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Digits):
+    """Its export does not return."""
+
+    export_formats = ("hf",)
+    how: str
+
+    def export(self, weights: Any, directory: Path, format: str) -> None:
+        directory.mkdir()
+        if self.how == "exit":
+            sys.exit(0)
+        if self.how == "closed terminal":
+            os.kill(os.getpid(), signal.SIGHUP)
+        directory.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("exit", 2, "export: Ending.export calls sys.exit(0) (test_export.py, line "),
+        ("closed terminal", 130, ""),
+        ("nothing", 2, "export: Ending.export: wrote nothing; write into the directory that it is given"),
+    ],
+)
+def test_an_export_that_is_ended_or_writes_nothing_leaves_nothing(
+    tmp_path: Path, how: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields: dict[str, Any] = {"hidden": 4, "depth": 2, "how": how}
+    run, _ = run_of(tmp_path, Ending(**fields), **fields)
+    assert export.main([str(run.path), "--to", str(tmp_path / "exports" / "model")]) == code
+    assert capsys.readouterr().err.startswith(text)
+    assert list((tmp_path / "exports").iterdir()) == []
 
 
 def test_a_model_that_transformers_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from orchestrator.strategies.asynchronous.parameter_server.parts import Part, de
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import optimizer_of, scheduler_of
+from orchestrator.user_code.errors import JobError
 
 
 class ShardPieces:
@@ -63,7 +64,7 @@ class ShardPieces:
         model = job.model()
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
-            raise ValueError(f"Job.optimizer: {error}")
+            raise JobError([f"Job.optimizer: {error}"])
         self.scheduler = scheduler_of(job, optimizer, steps=steps, steps_per_epoch=steps_per_epoch)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler)

@@ -44,6 +44,7 @@ from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.reduction import OwnGradients, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
+from orchestrator.user_code.errors import JobError
 
 
 class ParameterWorker(Trainer, OwnGradients):
@@ -76,7 +77,7 @@ class ParameterWorker(Trainer, OwnGradients):
         super().setup(train_set)
         optimizer, model = self.trained.optimizer, self.passes.model
         if error := optimizer_error(optimizer):
-            raise ValueError(f"Job.optimizer: {error}")
+            raise JobError([f"Job.optimizer: {error}"])
         optimizer.state.clear()  # the shards have it; the worker needs only the settings
         extents = extents_of(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -29,12 +29,14 @@ starts = run_dir.path / "starts"
 before = starts.read_text().splitlines() if starts.exists() else []
 starts.write_text("\\n".join([*before, left_run() or "afresh"]))
 end = ends[len(before)]
-if end != "early":
+if end not in ("early", "silent"):
     report_run(run_dir)
     print(f"run directory: {run_dir.path}")
 if end == "done":
     report_end()
     print("the verdict")
+elif end == "silent":
+    os._exit(0)
 elif end == "lost":
     os.write(2, b"[C++] Failed to connect to GCS\\n")
     os._exit(1)
@@ -119,6 +121,14 @@ def test_a_stop_before_the_driver_is_started_again_ends_the_launch(
         "died: the driver was killed by SIGKILL",
         f"run directory: {driver}",
     ]
+
+
+def test_a_driver_that_says_nothing_has_not_succeeded(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_with_restarts(["silent"], 1, Redactor()) == 1
+    assert capfd.readouterr().err == (
+        "the driver ended with exit code 0, without a verdict: code of the job has ended its process\n"
+    )
+    assert (driver / "starts").read_text() == "afresh"
 
 
 def test_nothing_follows_the_verdict_of_a_driver(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:

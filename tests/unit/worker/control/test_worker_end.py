@@ -219,6 +219,15 @@ def test_only_errors_that_may_come_from_an_abort_are_put_down_to_it(
     assert failures.last_step(error, failure, loop) == (6 if is_nan and not collateral else 9)
 
 
+def test_the_text_of_an_error_can_be_encoded(tmp_path: Any) -> None:
+    orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
+    error = RuntimeError("no file a\udcff")
+    error.__cause__ = ValueError("\ud800")
+    failure = failures.describe_failure(error, orders, None, tmp_path / "log", after_abort=False)
+    assert failure.message == r"RuntimeError: no file a\udcff"
+    assert r"ValueError: \ud800" in failure.traceback
+
+
 def test_out_of_memory_is_explained_also_before_there_is_a_model(tmp_path: Any) -> None:
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
     error = torch.OutOfMemoryError("CUDA out of memory in a library.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from orchestrator.worker.data.loader import DataError
 
 
 class Broken(Numbers):
-    """Item ``bad`` raises ``error``, kills its process ("kill") or never comes ("hang")."""
+    """Item ``bad`` raises ``error``, ends its process ("kill", "exit", "leave") or never comes ("hang")."""
 
     def __init__(self, n: int, bad: int, error: Exception | str):
         super().__init__(n)
@@ -38,6 +39,10 @@ class Broken(Numbers):
         if self.error == "kill":
             assert get_worker_info() is not None, "only a loader process may be killed"
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.error == "exit":
+            os._exit(0)
+        if self.error == "leave":
+            sys.exit(0)
         if self.error == "hang":
             time.sleep(60)
         assert isinstance(self.error, Exception)
@@ -140,6 +145,20 @@ def test_a_killed_loader_process_is_reported_soon() -> None:
     assert isinstance(error, DataError)
     assert "killed by SIGKILL" in str(error)
     assert "data.num_workers" in str(error)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", r"^a loader process ended \(.*raise an exception there$"),
+        ("leave", r"^train data, sample 13: Broken.__getitem__ calls sys.exit\(0\) \(test_loader.py, line \d+\)"),
+    ],
+)
+def test_a_loader_process_that_the_dataset_ends_is_an_error_of_the_data(how: str, text: str) -> None:
+    error = in_thread(lambda: list(train(Broken(32, 13, how), num_workers=2)))
+    assert isinstance(error, DataError), error
+    assert re.match(text, str(error)), error
     assert not multiprocessing.active_children()
 
 

@@ -180,6 +180,24 @@ def test_a_large_log_continues_in_other_parts(tmp_path: Path) -> None:
     assert sum(text.startswith(f"worker process {process.pid} on ") for text in texts) == 3
 
 
+ODD_TEXT = """
+import sys
+from pathlib import Path
+from orchestrator.worker.process.output import Output
+Output(lambda stream: stream).redirect(Path(sys.argv[1]))
+print("of a file: \\udcff")
+raise ValueError("\\ud800")
+"""
+
+
+def test_text_that_utf_8_does_not_have_is_escaped_in_the_log(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "", "LC_ALL": "C"}
+    process = subprocess.Popen([sys.executable, "-c", ODD_TEXT, str(tmp_path / "rank-0.log")], env=environment)
+    assert process.wait(timeout=60) == 1
+    lines = (tmp_path / "rank-0.log").read_text(encoding="utf-8").splitlines()
+    assert (lines[1], lines[-1]) == (r"of a file: \udcff", r"ValueError: \ud800")
+
+
 def test_the_message_names_what_is_known() -> None:
     def message(**known: object) -> str:
         return death("unknown", pid=7, hostname="here", time=0.0, **known).message  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The code of the user: what it must not do, and how it is told."""

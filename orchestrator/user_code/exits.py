@@ -1,0 +1,94 @@
+"""Calls of the user's code that would end the process, and where in that code an error was raised.
+
+``sys.exit()`` in a method of a job, a dataset or an imported module would end the driver or a worker without a word,
+with the exit code of a success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from orchestrator.user_code.errors import JobError
+
+_OWN_FILES = f"{Path(__file__).resolve().parents[1]}/"
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")), "<frozen ", "<string>")
+
+
+@contextlib.contextmanager
+def exits_refused() -> Iterator[None]:
+    """Call code of the user in this context to turn an attempt to end the process into a :class:`JobError`.
+
+    What comes from this package or from a signal, such as Ctrl-C, passes.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
+        if (text := _exit_text(e)) is None:
+            raise
+        raise JobError([text]) from e
+
+
+def user_frames(error: BaseException) -> list[TracebackType]:
+    """Return the entries of the traceback below the last call of this package, without those of libraries.
+
+    If all are of libraries, these; empty if this package itself has raised the error.
+    """
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        is_own = entry.tb_frame.f_code.co_filename.startswith(_OWN_FILES)
+        entries = [] if is_own else [*entries, entry]
+        entry = entry.tb_next
+    return [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(_LIBRARIES)] or entries
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and the text of an error; the text alone if it says what to change."""
+    if isinstance(error, JobError):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as e:  # its own method
+        return f"{type(error).__name__}, whose text cannot be read, because its __str__ raises {type(e).__name__}"
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return the error, or one from the same place with a text if its own cannot be read."""
+    try:
+        str(error)
+    except Exception:
+        return RuntimeError(error_text(error)).with_traceback(error.__traceback__)
+    return error
+
+
+def place_of(entry: TracebackType) -> str:
+    """Return the file and the line of an entry of a traceback."""
+    return f"{Path(entry.tb_frame.f_code.co_filename).name}, line {entry.tb_lineno}"
+
+
+def _exit_text(error: BaseException) -> str | None:
+    """Return which code has ended the process by ``error``; None if it was not the user's, or a signal."""
+    frames = user_frames(error)
+    if not frames or not (isinstance(error, SystemExit) or _is_raised(error)):
+        return None
+    called, code = frames[0].tb_frame.f_globals.get("__name__"), frames[0].tb_frame.f_code
+    does = f"raises {type(error).__name__}"
+    if isinstance(error, SystemExit):
+        does = f"calls sys.exit({'' if error.code is None else repr(error.code)})"
+    what = f"{code.co_qualname} {does} ({place_of(frames[-1])}), which would end the process without a reason"
+    if code.co_name == "<module>":
+        return f"importing {called} {does} ({place_of(frames[-1])}); put it below `if __name__ == '__main__':`"
+    return f"{what}; raise an exception that says what is wrong"
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Return whether a statement has raised ``error``; a signal, or the end of a generator, interrupts any other."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return entry is not None and entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -1,0 +1,140 @@
+"""What the methods of a job have to return: checked at each call, so that an error names the method and the remedy.
+
+The strategies, the checks of the driver and the exports all call these methods, so the class of a job itself checks
+what its methods return.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from orchestrator.user_code.errors import JobError
+
+_MARK = "__checks_result__"
+"""An attribute of the functions that check what another one returns."""
+
+
+def check_results(cls: type, *, except_of: str) -> None:
+    """Let the methods of ``cls`` check what they return, but for those that the module ``except_of`` defines."""
+    for name in _CHECKS:
+        found = inspect.getattr_static(cls, name)
+        function = found.fget if isinstance(found, property) else found
+        is_own = hasattr(function, _MARK) or getattr(function, "__module__", None) == except_of
+        if hasattr(function, "__get__") and not is_own:
+            checking = _checking(name, function)
+            setattr(cls, name, property(checking) if isinstance(found, property) else checking)
+
+
+def _checking(name: str, function: Any) -> Callable[..., Any]:
+    """Return ``function``, the method ``name`` of a class, with a check of what it returns."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function.__get__(self, type(self))(*args, **kwargs)
+        outermost = inspect.getattr_static(type(self), name)
+        is_outermost = method in (outermost, getattr(outermost, "fget", None))  # others are called by super()
+        if is_outermost and (problem := _CHECKS[name](result)) is not None:
+            raise JobError([f"job.{name} {problem}"])
+        return result
+
+    setattr(method, _MARK, True)
+    return method
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is, in words: ``None``, ``3``, ``the class Net``, ``a tensor of shape (2,)``, ``a tuple``."""
+    from torch import Tensor
+
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def needs_argument(function: Any) -> str | None:
+    """Return the name of an argument that has to be given to ``function``; None if it needs none."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a type that does not tell
+        return None
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return next((p.name for p in parameters if p.default is p.empty and p.kind in by_place), None)
+
+
+def optimizer_problem(result: Any) -> str | None:
+    """Return why ``result`` is no optimizer that can be used, as a predicate; None if it is one."""
+    if isinstance(result, type) or not all(hasattr(result, name) for name in ("param_groups", "step", "zero_grad")):
+        return f"returns {kind_of(result)}; return a torch.optim.Optimizer of the parameters"
+    if (argument := needs_argument(result.step)) is not None:
+        return (
+            f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
+            "use another optimizer, such as AdamW"
+        )
+    return None
+
+
+def _scheduler_problem(result: Any) -> str | None:
+    if result is None:
+        return None
+    if isinstance(result, type) or not all(hasattr(result, name) for name in ("step", "state_dict")):
+        return f"returns {kind_of(result)}; return an LRScheduler of the optimizer, or None for a constant rate"
+    if (argument := needs_argument(result.step)) is not None:
+        return (
+            f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
+            "use a schedule over the steps, such as CosineAnnealingLR(optimizer, steps)"
+        )
+    return None
+
+
+def _is_module(value: Any) -> bool:
+    from torch import nn
+
+    return isinstance(value, nn.Module)
+
+
+def _is_real_tensor(value: Any) -> bool:
+    from torch import Tensor
+
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_weight(value: Any) -> bool:
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()  # its value may be on a GPU, or nowhere
+    return value is None or (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) and not _is_real_tensor(value)
+
+
+def _expects(wanted: str, accepts: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+    return lambda result: None if accepts(result) else f"returns {kind_of(result)}; return {wanted}"
+
+
+_CHECKS: Mapping[str, Callable[[Any], str | None]] = {
+    "model": _expects("an nn.Module", _is_module),
+    "loss": _expects("a scalar tensor of floats, the mean loss of the batch", _is_real_tensor),
+    "parameter_groups": _expects("a list of parameters, or of dicts with parameters under 'params'", _is_list),
+    "optimizer": optimizer_problem,
+    "stages": _expects("a list of modules, or None", lambda v: v is None or _is_list(v) or _is_module(v)),
+    "scheduler": _scheduler_problem,
+    "collate": _expects("a function that makes a batch of samples, or None", lambda v: v is None or callable(v)),
+    "weight": _expects("the number of units in the batch, at least 0, as a number or a scalar tensor", _is_weight),
+    "tokens_per_sample": _expects(
+        "a whole number above 0, or None", lambda v: v is None or (isinstance(v, numbers.Integral) and int(v) > 0)
+    ),
+    "check": _expects("nothing, and raise a ValueError that says what is wrong", lambda v: v is None),
+}
+"""By the name of a method: returns what is wrong with its result, as a predicate, or None."""

@@ -1,0 +1,98 @@
+"""Code of the user that ends the process: refused with its place; signals and our own exits pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.model.meta import on_meta_device
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text, exits_refused, readable
+
+
+def leave() -> None:
+    sys.exit("no data")
+
+
+def leave_inside() -> Any:
+    leave()
+
+
+def interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
+def end_a_generator() -> Any:
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (leave_inside, r"leave_inside calls sys.exit\('no data'\) \(test_exits.py, line \d+\), which would end the"),
+        (interrupt, r"interrupt raises KeyboardInterrupt \(test_exits.py, line \d+\)"),
+        (end_a_generator, r"end_a_generator raises GeneratorExit \(test_exits.py, line \d+\)"),
+    ],
+)
+def test_the_code_and_its_place_are_named(call: Callable[[], nn.Module], text: str) -> None:
+    with pytest.raises(JobError, match=text), exits_refused():
+        on_meta_device(call)
+
+
+def test_ctrl_c_passes() -> None:
+    def busy() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            pass
+
+    with pytest.raises(KeyboardInterrupt), exits_refused():
+        busy()
+
+
+def test_the_end_of_a_generator_passes() -> None:
+    seen = []
+
+    def numbers() -> Iterator[int]:
+        with exits_refused():
+            try:
+                yield 1
+            finally:
+                seen.append("closed")
+
+    for _ in numbers():
+        break
+    assert seen == ["closed"]
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_the_second_signal_of_a_run_passes(number: int, error: type[BaseException]) -> None:
+    with StopSignals() as stop, pytest.raises(error), exits_refused(), stop.raising():
+        send_twice(number)
+
+
+def send_twice(number: int) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), number)
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_readable_text_has_one() -> None:
+    with pytest.raises(Unreadable) as failed:
+        raise Unreadable
+    error = readable(failed.value)
+    assert str(error) == "Unreadable, whose text cannot be read, because its __str__ raises RuntimeError"
+    assert error.__traceback__ is failed.value.__traceback__
+    plain = KeyError("a")
+    assert readable(plain) is plain
+    assert error_text(plain) == "KeyError: 'a'"
