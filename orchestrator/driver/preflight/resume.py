@@ -92,7 +92,7 @@ def find_resume(
         else:
             run_dir = _named_run(config, config.resume, key="resume")
         _refuse_if_running(config, run_dir)
-        driver = run_dir.read_record().get("driver", {})
+        driver = run_dir.read_driver()
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
         fetch(run_dir)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
@@ -207,7 +207,7 @@ def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]
     if resume is not None:
         present = refresh(resume.run_dir) or resume.run_dir
         _refuse_if_running(config, present)
-        if present.read_record().get("driver", {}) != resume.driver:
+        if present.read_driver() != resume.driver:
             raise ConfigError(
                 [
                     f"resume={config.resume}: another process has continued {resume.run_dir.location}; start the "
@@ -257,7 +257,7 @@ def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Ite
         seen.add(name_of(run_dir))
         try:
             record = run_dir.read_record()
-        except ValueError as e:
+        except (OSError, ValueError) as e:
             warnings.append(f"run skipped: {e}")
             continue
         if record.get("name") == config.run_name and record.get("state") != "finished":
