@@ -24,8 +24,11 @@ LEASE_S = 60.0
 
 END_STATES: tuple[RunState, ...] = ("finished", "failed", "killed")
 ACTIVE_STATES: tuple[RunState, ...] = tuple(state for state in get_args(RunState) if state not in END_STATES)
-STATES_WITHOUT_END = (*ACTIVE_STATES, "died")
-"""The states in ``run.json`` of a run that has not ended. The run has died if no process drives it."""
+DIED = "died"
+"""The state of a run that has not ended and that no process drives."""
+WHAT_DIED = "its driver has died; the same command with resume=auto continues the run from its newest checkpoint"
+STATES_WITHOUT_END = (*ACTIVE_STATES, DIED)
+"""The states of a run that has not ended."""
 
 _TYPES = {
     **dict.fromkeys(("name", "uid", "state", "command", "location"), str),
@@ -294,7 +297,7 @@ def state_of(run_dir: RunDir) -> str:
         ValueError: the record is damaged.
     """
     state = str(run_dir.read_record().get("state") or "-")
-    return "died" if state in ACTIVE_STATES and run_dir.driver_if_running() is None else state
+    return DIED if state in ACTIVE_STATES and run_dir.driver_if_running() is None else state
 
 
 def create(output_dir: Path, name: str) -> RunDir:

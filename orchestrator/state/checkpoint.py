@@ -224,8 +224,8 @@ def find_newest(
 ) -> Path | None:
     """Return the newest intact checkpoint in ``root``, or None.
 
-    Calls ``on_damaged`` for each newer checkpoint that is damaged. ``accept`` verifies one and returns what to use, such
-    as :func:`hold`; None for itself.
+    Calls ``on_damaged`` for each newer checkpoint that is damaged. ``accept`` verifies one and returns what to use, as
+    :func:`hold` does; None for itself.
     """
     tried: set[Path] = set()
     # Listed again each time: a run that trains may have replaced the last one meanwhile.

@@ -20,7 +20,6 @@ from orchestrator.state.manifest import MANIFEST, CheckpointError, files_of, par
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
 
-
 T = TypeVar("T")
 _REPLACED = 4
 """How often a checkpoint may be replaced by a newer one while it is read."""
