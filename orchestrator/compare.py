@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.config.options import add_run_search, finite, positive
@@ -120,10 +120,10 @@ def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[Compare
     if options.runs:
         return [_read(search.look_up(text)) for text in options.runs]
     if options.sweep is not None:
-        found = _sweep_runs(search.runs(), options.sweep)
+        found = _sweep_runs(_readable(search.runs()), options.sweep)
         missing = f"no runs of the sweep {options.sweep} in {search}"
     else:
-        found = list(itertools.islice(search.runs(), options.last))
+        found = list(itertools.islice(_readable(search.runs()), options.last))
         missing = (
             f"no runs in {search}; start one with "
             "`python -m orchestrator.launch`, or pass another directory with --output-dir"
@@ -131,6 +131,17 @@ def _chosen_runs(options: argparse.Namespace, search: RunSearch) -> list[Compare
     if not found:
         raise CompareError(missing)
     return [_read(run) for run in reversed(found)]
+
+
+def _readable(runs: Iterable[RunDir]) -> Iterator[RunDir]:
+    """Yield the runs whose record can be read, and name the others."""
+    for run in runs:
+        try:
+            run.read_record()
+        except (OSError, ValueError) as e:
+            print(writable(f"warning: run left out: {e}", sys.stderr), file=sys.stderr)
+        else:
+            yield run
 
 
 def _read(run_dir: RunDir) -> ComparedRun:
@@ -142,10 +153,7 @@ def _sweep_runs(runs: Iterable[RunDir], sweep: str) -> list[RunDir]:
     """The runs of the sweep whose id begins with ``sweep``, or of the newest one for ``last``."""
     found = []
     for run in runs:
-        try:
-            own = str((run.read_record().get("sweep") or {}).get("id", ""))
-        except ValueError:
-            continue
+        own = (run.read_record().get("sweep") or {}).get("id", "")
         if own and sweep == "last":
             sweep = own
         if own and own.startswith(sweep):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.options import add_run
+from orchestrator.display.still_working import still_working
 from orchestrator.display.terminal import closing_interrupts
 from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import INTERRUPTED
@@ -49,7 +50,8 @@ def _export(options: argparse.Namespace) -> int:
     # Imported here because --help must not wait for torch.
     from orchestrator.exporting.formats import export_run
 
-    step = export_run(run_dir, directory.expanduser().absolute(), format=options.format, best=options.best)
+    with still_working(lambda: f"export: the model of {run_dir.location} is being written"):
+        step = export_run(run_dir, directory.expanduser().absolute(), format=options.format, best=options.best)
     print(writable(f"the model after step {step:,} is in {directory}", sys.stdout))
     return 0
 

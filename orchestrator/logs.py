@@ -17,7 +17,7 @@ from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.text import clean, refuse, writable
 from orchestrator.records.log_reader import LogLine, LogReader
 from orchestrator.records.output_dir import fetch, refresh
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 
@@ -56,6 +56,8 @@ def _show(options: argparse.Namespace, search: RunSearch) -> int:
         _print(reader.read(complete=False), several=several)
     _fetch_logs(run_dir)
     _print(reader.read(), several=several)
+    if options.follow and state_of(run_dir) == DIED:
+        print(f"logs: {run_dir.location}: {WHAT_DIED}", file=sys.stderr)
     if not reader.has_read:
         print(f"logs: the ranks of {run_dir.location} have written nothing", file=sys.stderr)
     return 0

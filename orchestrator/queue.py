@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = options.address
     if address is None:
         address = os.environ.get("RAY_API_SERVER_ADDRESS")
-    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    address = address or "auto"
     from orchestrator.config.build import ConfigError
     from orchestrator.driver.queue.queue_control import QueueControl, QueueError
 

@@ -55,7 +55,7 @@ def _runs(search: RunSearch, state: str | None) -> Iterator[ComparedRun]:
             run = replace(read_run(run_dir.path), state=state_of(run_dir), name=name, location=location)
             if run.state in STATES_WITHOUT_END and state in (None, run.state):
                 run = replace(run, summary={**run.summary, **progress_of(run_dir)})
-        except (CompareError, ValueError) as e:
+        except (CompareError, OSError, ValueError) as e:
             print(writable(f"warning: {e}", sys.stderr), file=sys.stderr)
             continue
         if state in (None, run.state):

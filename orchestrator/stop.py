@@ -3,8 +3,8 @@
 The request is a file in the directory of the run. With ``--address``, a run whose directory this process cannot reach
 or write, such as a run of another user or host, is asked through the queue of the cluster.
 
-Exit codes: 0 the run has stopped; 1 it is still running, and the request stays; 2 no such run, or it is not running;
-4 the connection to the cluster was lost.
+Exit codes: 0 the run has stopped; 1 it is still running, and the request stays, or its driver has died meanwhile; 2 no
+such run, or it is not running; 4 the connection to the cluster was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
-from orchestrator.records.run_dir import RunDir, state_of
+from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of
 from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
 from orchestrator.records.stop_request import request_stop
 from orchestrator.run_verbs import run_verb
@@ -64,8 +64,10 @@ def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
 
     if _lasts(is_running, wait_s):
         return _still_runs(run_dir.location)
-    record = run_dir.read_record()
-    print(f"{run_dir.location}: {record.get('reason') or record.get('state')}")
+    if (state := state_of(run_dir)) == DIED:
+        print(f"{run_dir.location}: {WHAT_DIED}")
+        return 1
+    print(f"{run_dir.location}: {run_dir.read_record().get('reason') or state}")
     return 0
 
 

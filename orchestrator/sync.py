@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
+from orchestrator.display.still_working import still_working
 from orchestrator.display.text import refuse
 from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, find_run, push_records
@@ -101,7 +102,8 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
     server = transfer.cursor.uri
     before = transfer.cursor
     try:
-        transfer.push(None if driver_alive else final_ending(run_dir))
+        with still_working(lambda: f"sync: {transfer.cursor.points} points are on {server}"):
+            transfer.push(None if driver_alive else final_ending(run_dir))
     except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
         missing = count_points(run_dir, offset=transfer.cursor.offset)
         again = f"python -m orchestrator.sync {run_dir.location}"

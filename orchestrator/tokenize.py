@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.options import positive
+from orchestrator.display.still_working import LINE_EVERY_S
 from orchestrator.display.terminal import closing_interrupts
-from orchestrator.display.text import refuse, writable
+from orchestrator.display.text import refuse, size, writable
 from orchestrator.exit_codes import INTERRUPTED
 
 
@@ -73,13 +75,18 @@ def _tokenize(options: argparse.Namespace) -> int:
     )
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
+    printed_at = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None)
-        made = tokenize(
-            recipe,
-            workers=options.workers,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+
+        def show(done: int, total: int) -> None:
+            nonlocal printed_at
+            progress.update(bar, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - printed_at >= LINE_EVERY_S:
+                printed_at = time.monotonic()
+                print(f"tokenize: {size(done)} of {size(total)}", file=sys.stderr, flush=True)
+
+        made = tokenize(recipe, workers=options.workers, on_progress=show)
     for name in made.named:
         print(writable(f"skipped: {name}", sys.stderr), file=sys.stderr)
     skipped = f"; {made.skipped:,} without text skipped" if made.skipped else ""

@@ -209,8 +209,8 @@ class ClusterConfig:
     """The Ray cluster, what a worker reserves in it, and the timeouts."""
 
     address: str | None = option(
-        "Ray cluster; null: RAY_ADDRESS if set, else an embedded Ray; local: embedded; auto: the Ray running on this "
-        "machine; host:port: the Ray at that address"
+        "Ray cluster; null: RAY_ADDRESS if set, else an embedded Ray; local: embedded; auto: RAY_ADDRESS if "
+        "set, else the Ray running on this machine; host:port: the Ray at that address"
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "device to train on; auto: GPUs if the cluster has any and the strategy can use them"

@@ -86,13 +86,11 @@ def read_run(path: Path) -> ComparedRun:
     """
     run_dir = RunDir(path.resolve())
     try:
-        record = json.loads(run_dir.record_file.read_text())
-    except FileNotFoundError:
-        raise CompareError(f"{path}: not a run directory, it has no run.json") from None
+        record = run_dir.read_record()
     except (OSError, ValueError) as e:
-        raise CompareError(f"{run_dir.record_file}: not readable: {e}; leave this run out or remove it") from None
-    if not isinstance(record, dict):
-        raise CompareError(f"{run_dir.record_file}: not readable: not a JSON object; leave this run out or remove it")
+        raise CompareError(f"{e}; leave this run out or remove it") from None
+    if not record:
+        raise CompareError(f"{path}: not a run directory, it has no run.json")
     curve = functools.partial(read_curve, run_dir)
     return run_of(record, name=run_dir.path.name, location=str(run_dir.path), curve=curve)
 
@@ -142,7 +140,10 @@ def _workers(plan: object) -> int | None:
     mesh = plan.get("mesh") if isinstance(plan, Mapping) else None
     if not isinstance(plan, Mapping) or not isinstance(mesh, Mapping):
         return None
-    return recorded_mesh(mesh).num_workers * int(plan.get("devices_per_worker") or 1)
+    try:
+        return recorded_mesh(mesh).num_workers * int(plan.get("devices_per_worker") or 1)
+    except (TypeError, ValueError):
+        return None
 
 
 def _machine(record: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 
 from orchestrator.display.messages import Line, describe_event
-from orchestrator.display.panel import RunView, draw, status_line
+from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
 from orchestrator.display.report import verdict
 from orchestrator.display.text import clean, number, takes_unicode, writable
 from orchestrator.protocol.core_metrics import LOSS
@@ -29,6 +29,7 @@ from orchestrator.protocol.events import (
     CheckpointSaved,
     Event,
     MetricsLogged,
+    RankProgress,
     RunEnded,
     RunStarted,
     Sink,
@@ -41,6 +42,8 @@ from orchestrator.protocol.events import (
 
 _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
+_SILENCE_S = 10.0
+"""After so long without a line, one says how far an evaluation is."""
 _VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
 
 
@@ -79,6 +82,7 @@ class PlainConsole:
         self._shown_at: dict[str, float] = {}
         self._verdict: list[Line] = []
         self._printed_after_verdict = False
+        self._printed_at = clock()
         self._error_logged = False
 
     def emit(self, event: Event) -> None:
@@ -130,6 +134,8 @@ class PlainConsole:
                 return [*self._last_metrics(), *describe_event(event)]
             case RunEnded():
                 return [*self._last_metrics(), *self._ending(event)]
+            case RankProgress() if event.evaluated and self._clock() - self._printed_at >= _SILENCE_S:
+                return [(evaluation_line(*event.evaluated), "")]
             case _:
                 return describe_event(event)
 
@@ -163,6 +169,7 @@ class PlainConsole:
 
     def _print(self, lines: list[Line]) -> None:
         if lines:
+            self._printed_at = self._clock()
             text = Text("\n").join(Text(clean(line), style=style) for line, style in lines)
             self._console.print(text, soft_wrap=True)
 
@@ -194,7 +201,7 @@ class LiveConsole(PlainConsole):
         super()._emit(event)
 
     def _lines(self, event: Event) -> list[Line]:
-        shown_in_panel = (MetricsLogged, CheckpointSaved, WaitingForResources, WaitingInQueue)
+        shown_in_panel = (RankProgress, MetricsLogged, CheckpointSaved, WaitingForResources, WaitingInQueue)
         if isinstance(event, shown_in_panel) and self._live.is_started:
             return []
         return super()._lines(event)

@@ -156,6 +156,11 @@ def status_line(
     return "  ".join(parts)
 
 
+def evaluation_line(done: int, total: int | None) -> str:
+    """Return how far an evaluation is: ``evaluating: batch 1,200/4,000``."""
+    return f"evaluating: batch {done:,}" + ("" if total is None else f"/{total:,}")
+
+
 def _progress_texts(values: Mapping[str, float], metrics: Iterable[MetricSpec]) -> list[str]:
     return [
         fill(spec.progress, format_value(values[spec.name], spec.format))

@@ -200,6 +200,8 @@ def _ray(
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
     if address is not None:
         with cluster.connected(address, metadata=metadata):
+            if membership() is None and (choice := cluster.choice_of_address(config.cluster)) is not None:
+                print(choice, flush=True)
             if not config.plan and membership() is None:
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)

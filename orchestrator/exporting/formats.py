@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -41,12 +41,16 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         raise ValueError(f"--to={directory}: exists already; name a directory that does not")
     job = _job(run_dir, format)
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
-    checkpoint = _checkpoint(store, run_dir, best=best)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         made = Path(scratch) / directory.name
+
+        def read(checkpoint: str) -> tuple[str, Mapping[str, Tensor]]:
+            return checkpoint, _whole_model(job, store, checkpoint, Path(scratch), run_dir)
+
+        checkpoint, model = store.choose(lambda names: _checkpoint(store, names, run_dir, best=best), read)
         try:
-            job.export(_whole_model(job, store, checkpoint, Path(scratch), run_dir), made, format)
+            job.export(model, made, format)
         except (OSError, CheckpointError):
             raise
         except Exception as e:  # of any type: the code of the job
@@ -92,8 +96,7 @@ def _job(run_dir: RunDir, format: str) -> Job:
     return job
 
 
-def _checkpoint(store: CheckpointStore, run_dir: RunDir, *, best: bool) -> str:
-    names = store.list()
+def _checkpoint(store: CheckpointStore, names: Sequence[str], run_dir: RunDir, *, best: bool) -> str:
     if not names:
         raise ValueError(f"{run_dir.location}: {why_no_checkpoint(run_dir.config_file)}")
     if not best:

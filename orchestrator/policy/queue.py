@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.planning.room import UNITS, total_room
+from orchestrator.planning.room import UNITS, node_room, total_room
 from orchestrator.policy.shortage import ClusterState, Request, explain
 from orchestrator.protocol.queue import NodeResources, QueueEntry
 
@@ -62,10 +63,8 @@ def marked_over_share(entries: Collection[QueueEntry], nodes: Mapping[str, NodeR
 
 def why_waiting(entry: QueueEntry, state: ClusterState, *, now: float) -> str:
     """Return why a run without workers has none, as one sentence; ``now`` is in seconds since the epoch."""
-    each = {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
-    request = Request(
-        count=entry.workers, each={name: need for name, need in each.items() if need}, one_node=entry.one_node
-    )
+    each = {name: need for name, need in _needs(entry).items() if need}
+    request = Request(count=entry.workers, each=each, one_node=entry.one_node)
     placing = entry.state == "reserving"
     if_free = "Ray is about to place them" if placing else "another run goes first"
     return explain(request, state, autoscaling=entry.autoscaling, now=now, if_free=if_free)
@@ -87,23 +86,25 @@ def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry])
 
 
 def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
-    """Return whether a run may acquire its workers: one run at a time, and if they fit.
+    """Return whether a run may acquire its workers: beside the runs that do so already, they all fit in any case.
 
-    It is the first in the line, or one that overtakes: the first one could not start even if all made room that have
-    to make room for it, and so will this run. The first one need not fit if no other run has workers, because then
-    nothing in the queue would change that, and if the cluster adds nodes. A run that reserves already keeps its turn
-    until one could start for which it makes room.
+    It is the first that waits, or one that overtakes: the first one could not start even if all made room that have to
+    make room for it, and so will this run. The first one need not fit if no other run has workers or reserves them,
+    because then nothing in the queue would change that, and if the cluster adds nodes. A run that reserves already
+    keeps its turn until one could start for which it makes room, unless both fit.
     """
     others = [e for e in entries if e.uid != entry.uid]
-    if any(e.state == "reserving" for e in others):
-        return False
-    first = line(entries)[0]
+    in_line = line(entries)
+    reserving = [e for e in in_line if e.state == "reserving"]
+    first = next((e for e in in_line if e.state == "waiting" or e.uid == entry.uid), entry)
     if entry.state == "reserving":
-        return first.uid == entry.uid or not (_makes_room(entry, first) and _is_due(first, entries, room))
+        gives_way = first.uid != entry.uid and _makes_room(entry, first) and _is_due(first, entries, room)
+        return not gives_way or _fit_together([*reserving, first], room)
+    fits = _fit_together([*reserving, entry], room)
     if first.uid != entry.uid:
-        return _fits(entry, room) and not _is_due(first, entries, room)
-    if _fits(entry, room):
-        return True
+        return fits and not _is_due(first, entries, room)
+    if fits or reserving:
+        return fits
     if entry.autoscaling:
         return not victims(entries, room) and not any(e.state == "yielding" for e in others)
     return not any(e.has_workers for e in others)
@@ -176,6 +177,42 @@ def _is_due(first: QueueEntry, entries: Iterable[QueueEntry], room: Mapping[str,
 
 
 def _fits(entry: QueueEntry, room: Mapping[str, Room]) -> bool:
-    each = {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
-    nodes = [{"CPU": node.cpus, "GPU": node.gpus} for node_id, node in room.items() if node_id not in entry.avoids]
-    return total_room(each, nodes, one_node=entry.one_node) >= entry.workers
+    return total_room(_needs(entry), _nodes(entry, room), one_node=entry.one_node) >= entry.workers
+
+
+def _fit_together(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+    """Return whether there is room for what these runs lack, wherever Ray places their workers."""
+    return all(_fits_beside(e, [other for other in entries if other.uid != e.uid], room) for e in entries)
+
+
+def _fits_beside(entry: QueueEntry, others: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+    """Return whether there is room for what a run lacks once the ``others`` have what they may take, in any place."""
+    if (lacks := entry.workers - sum(entry.workers_by_node.values())) <= 0:
+        return True
+    needs, nodes = _needs(entry), _nodes(entry, room)
+    taken = {name: sum(_may_take(other) * _needs(other)[name] for other in others) for name in needs}
+    whole = [node_room(needs, node) for node in nodes]
+    with_all_others = [node_room(needs, {name: node[name] - taken[name] for name in needs}) for node in nodes]
+    if entry.one_node:
+        spoilt = sum(1 if other.one_node else _may_take(other) for other in others)
+        return max(with_all_others, default=0) >= lacks or sum(found >= lacks for found in whole) > spoilt
+    displaced = sum(_may_take(other) * _displaced(other, needs) for other in others)
+    return max(sum(with_all_others), sum(whole) - displaced) >= lacks
+
+
+def _may_take(entry: QueueEntry) -> int:
+    """Return how many more workers a run may reserve resources for."""
+    return max(0, max(entry.workers, entry.most_workers) - sum(entry.workers_by_node.values()))
+
+
+def _displaced(other: QueueEntry, needs: Mapping[str, float]) -> int:
+    """Return how many workers with these ``needs`` have no room at most because of a worker of another run."""
+    return max(math.ceil(_needs(other)[name] / need) for name, need in needs.items() if need)
+
+
+def _needs(entry: QueueEntry) -> dict[str, float]:
+    return {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
+
+
+def _nodes(entry: QueueEntry, room: Mapping[str, Room]) -> list[dict[str, float]]:
+    return [{"CPU": node.cpus, "GPU": node.gpus} for node_id, node in room.items() if node_id not in entry.avoids]

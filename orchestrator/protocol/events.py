@@ -171,7 +171,8 @@ class SystemMetricsLogged(Event):
 class RankProgress(Event):
     """The progress of a rank. Only the console uses it; the journal does not keep it.
 
-    ``step_ms`` is the mean time of recent steps, without the time spent waiting for other ranks.
+    ``step_ms`` is the mean time of recent steps, without the time spent waiting for other ranks; ``evaluated``: see
+    :class:`~orchestrator.protocol.messages.Heartbeat`.
     """
 
     rank: int
@@ -179,6 +180,7 @@ class RankProgress(Event):
     phase: str
     step_ms: float | None = None
     node: str = ""
+    evaluated: tuple[int, int | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,6 +205,8 @@ class Heartbeat:
 
     Attributes:
         ticks: batches that the worker has trained on or evaluated.
+        evaluated: the batches of the present evaluation that are done, and all of them; None without an evaluation, and
+            for a number that is unknown.
         usual_tick_s: the usual time of one of them in this phase; None if it is unknown, or if the next batch may take
             longer because it is the first of a data loader.
         waiting: whether the training thread waits for other ranks.
@@ -217,6 +219,7 @@ class Heartbeat:
     step: int
     phase: Phase
     ticks: int = 0
+    evaluated: tuple[int, int | None] | None = None
     usual_tick_s: float | None = None
     waiting: bool = False
     busy_ms: float | None = None

@@ -29,6 +29,7 @@ class QueueEntry:
         submitted_at: seconds since the epoch; of two runs of equal priority, the earlier one goes first.
         priority: the higher one goes first.
         workers: the processes that it needs at least, spares included.
+        most_workers: the processes that it takes at most, where there is room; 0 for as many as it needs.
         one_node: all workers must be on one node.
         autoscaling: its request may make the cluster add nodes.
         since: when it entered its state, in seconds since the epoch.
@@ -61,6 +62,7 @@ class QueueEntry:
     overtook: tuple[str, ...] = ()
     over_share: bool = False
     sweep: str | None = None
+    most_workers: int = 0
 
     @property
     def id(self) -> str:

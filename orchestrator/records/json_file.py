@@ -7,23 +7,39 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+_SHOWN = 40
+"""The characters of a wrong value that an error has."""
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file does not exist.
+
+Types = Mapping[str, type | tuple[type, ...]]
+"""What the values of keys are, unless they are null or missing. A key with a dot is in an object that is listed too."""
+
+
+def read_json(path: Path, types: Types = MappingProxyType({})) -> dict[str, Any]:
+    """Return the object in a JSON file, whose values are of these ``types``; empty if the file does not exist.
 
     Raises:
         ValueError: the file is damaged; the message has its path.
+        OSError: it cannot be read.
     """
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
+    except OSError as e:  # which names no file if the read has failed
+        raise OSError(e.errno, e.strerror, str(path)) from e
     if not isinstance(data, dict):
         raise ValueError(f"{path} is damaged: expected an object")
+    for key, wanted in types.items():
+        section, _, name = key.rpartition(".")
+        value = (data.get(section) or {} if section else data).get(name)
+        if value is not None and not isinstance(value, wanted):
+            raise ValueError(f"{path} is damaged: {key} is {json.dumps(value)[:_SHOWN]}")
     return data
 
 

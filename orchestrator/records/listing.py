@@ -14,8 +14,8 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the folders in ``folder``; none if it has vanished."""
+    """Return the folders in ``folder``; none if it has vanished, or if this process may not list it."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []

@@ -254,7 +254,7 @@ def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
     Raises:
         StorageError: the store cannot be used.
     """
-    if run_dir.remote is None or run_dir.is_original(run_dir.read_record().get("driver", {})):
+    if run_dir.remote is None or run_dir.is_original(run_dir.read_driver()):
         return
     not_fetched = (run_dir.record_file.name, *NOT_COPIED)
     for top in run_dir.remote.list():

@@ -38,7 +38,7 @@ def progress_of(run_dir: RunDir) -> dict[str, float]:
 def _tail(run_dir: RunDir) -> bytes:
     file = run_dir.metrics_file
     try:
-        if run_dir.remote is not None and not run_dir.is_original(run_dir.read_record().get("driver", {})):
+        if run_dir.remote is not None and not run_dir.is_original(run_dir.read_driver()):
             return run_dir.remote.read(file.name, last_bytes=_TAIL_BYTES)
         with file.open("rb") as journal:
             journal.seek(max(0, file.stat().st_size - _TAIL_BYTES))

@@ -24,9 +24,20 @@ LEASE_S = 60.0
 
 END_STATES: tuple[RunState, ...] = ("finished", "failed", "killed")
 ACTIVE_STATES: tuple[RunState, ...] = tuple(state for state in get_args(RunState) if state not in END_STATES)
-STATES_WITHOUT_END = (*ACTIVE_STATES, "died")
-"""The states in ``run.json`` of a run that has not ended. The run has died if no process drives it."""
+DIED = "died"
+"""The state of a run that has not ended and that no process drives."""
+WHAT_DIED = "its driver has died; the same command with resume=auto continues the run from its newest checkpoint"
+STATES_WITHOUT_END = (*ACTIVE_STATES, DIED)
+"""The states of a run that has not ended."""
 
+_TYPES = {
+    **dict.fromkeys(("name", "uid", "state", "command", "location"), str),
+    **dict.fromkeys(("driver", "plan", "plan.mesh", "params", "tags", "source", "tracking", "sweep", "summary"), dict),
+    **dict.fromkeys(("plan.steps", "plan.global_batch_size", "plan.world_size"), int),
+    **dict.fromkeys(("sweep.id", "tracking.uri"), str),
+    **dict.fromkeys(("started", "ended"), (int, float)),
+}
+"""Of ``run.json``, what others than the driver of the run read."""
 _RESERVE_BYTES = 256 << 10
 _CHECKPOINT = re.compile(r"(.+)/checkpoints/(best|step-\d+)/?")
 
@@ -210,9 +221,9 @@ class RunDir:
             ValueError: the record is damaged.
         """
         record = self.read_record()
-        driver: dict[str, Any] = record.get("driver", {})
         if record.get("state") not in ACTIVE_STATES:
             return None
+        driver: dict[str, Any] = record.get("driver") or {}
         return driver if (is_alive(driver) if is_visible(driver) else self._lease_is_fresh()) else None
 
     def _lease_is_fresh(self) -> bool:
@@ -238,9 +249,14 @@ class RunDir:
         """Return the contents of ``run.json``; empty if it does not exist.
 
         Raises:
-            ValueError: the record is damaged.
+            ValueError: the record is damaged; the message has its path.
+            OSError: it cannot be read.
         """
-        return read_json(self.record_file)
+        return read_json(self.record_file, _TYPES)
+
+    def read_driver(self) -> dict[str, Any]:
+        """Return the process that last drove the run; empty if the record names none. Raises as :meth:`read_record`."""
+        return self.read_record().get("driver") or {}
 
     def update_record(self, **values: Any) -> None:
         """Set keys of ``run.json`` and keep the others. Raises as :meth:`edit_record`."""
@@ -281,7 +297,7 @@ def state_of(run_dir: RunDir) -> str:
         ValueError: the record is damaged.
     """
     state = str(run_dir.read_record().get("state") or "-")
-    return "died" if state in ACTIVE_STATES and run_dir.driver_if_running() is None else state
+    return DIED if state in ACTIVE_STATES and run_dir.driver_if_running() is None else state
 
 
 def create(output_dir: Path, name: str) -> RunDir:
@@ -311,8 +327,9 @@ def all_runs(output_dir: Path) -> Iterator[RunDir]:
     folders = [folder for day in folders_in(output_dir) for folder in folders_in(day)]
     for folder in sorted(folders, key=lambda path: path.parts[-2:], reverse=True):
         run_dir = RunDir(folder.resolve())
-        if run_dir.record_file.is_file():
-            yield run_dir
+        with contextlib.suppress(PermissionError):  # another user's
+            if run_dir.record_file.is_file():
+                yield run_dir
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:

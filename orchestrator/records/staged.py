@@ -29,7 +29,7 @@ def enter(run_dir: RunDir) -> None:
     make_private(above)
     with locked(above / ".lock"):
         try:
-            driver = run_dir.read_record().get("driver", {})
+            driver = run_dir.read_driver()
         except ValueError:
             driver = {}
         if is_visible(driver) and not is_alive(driver):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ VARIABLE = "ORCHESTRATOR_SWEEP"
 """Tells a driver which run of which sweep it executes."""
 REPORT = "report.md"
 _RECORD = "sweep.json"
+_TYPES = {"id": str, "runs": list, "left_out": list, "search": dict, "search.tried": list}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SweepDir:
         Raises:
             ValueError: the record is damaged.
         """
-        return read_json(self.path / _RECORD)
+        return read_json(self.path / _RECORD, _TYPES)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write the record of the sweep.
@@ -110,8 +111,12 @@ def all_sweeps(output: OutputDir) -> Iterator[SweepDir]:
         yield SweepDir.of(output, record.parent.name)
 
 
-def runs_of(output: OutputDir, sweep_id: str) -> dict[int, RunDir]:
+def runs_of(
+    output: OutputDir, sweep_id: str, on_damaged: Callable[[str], None] = lambda text: None
+) -> dict[int, RunDir]:
     """Return the newest run directory of each run of the sweep, by the number of the run.
+
+    Calls ``on_damaged`` for each record in ``output`` that is damaged and may belong to the sweep.
 
     Raises:
         StorageError: the store cannot be used.
@@ -120,7 +125,8 @@ def runs_of(output: OutputDir, sweep_id: str) -> dict[int, RunDir]:
     for run_dir in output.runs():
         try:
             sweep = run_dir.read_record().get("sweep") or {}
-        except ValueError:
+        except (OSError, ValueError) as e:
+            on_damaged(f"run skipped: {e}")
             continue
         if sweep.get("id") == sweep_id and str(sweep.get("run", "")).isdecimal():
             found.setdefault(int(sweep["run"]), run_dir)

@@ -96,8 +96,10 @@ def make_staging(root: Path, step: int) -> Path:
     return directory
 
 
-def remove_staging(directory: Path) -> None:
-    """Remove a directory of :func:`make_staging`, which may have become a checkpoint."""
+def remove_staging(directory: Path | None) -> None:
+    """Remove a directory of :func:`make_staging`, if any, which may have become a checkpoint."""
+    if directory is None:
+        return
     # Another writer may add its next file meanwhile; it cannot once the directory is gone.
     for _ in range(_REMOVALS):
         shutil.rmtree(directory, ignore_errors=True)
@@ -217,19 +219,61 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((p for p in root.iterdir() if STEP.fullmatch(p.name)), key=lambda p: step_of(p.name))
 
 
-def find_newest(root: Path, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
+def find_newest(
+    root: Path, on_damaged: Callable[[CheckpointError], None], *, accept: Callable[[Path], Path] | None = None
+) -> Path | None:
     """Return the newest intact checkpoint in ``root``, or None.
 
-    Calls ``on_damaged`` for each newer checkpoint that is damaged.
+    Calls ``on_damaged`` for each newer checkpoint that is damaged. ``accept`` verifies one and returns what to use, as
+    :func:`hold` does; None for itself.
     """
-    for path in reversed(list_checkpoints(root)):
+    tried: set[Path] = set()
+    # Listed again each time: a run that trains may have replaced the last one meanwhile.
+    while paths := [path for path in list_checkpoints(root) if path not in tried]:
+        tried.add(path := paths[-1])
         try:
+            if accept is not None:
+                return accept(path)
             verify(path)
         except CheckpointError as e:
-            on_damaged(e)
+            if path.exists():
+                on_damaged(e)
         else:
             return path
     return None
+
+
+def hold(path: Path) -> Path:
+    """Verify the checkpoint in directory ``path``, and return one that a run which trains does not remove.
+
+    It has links to the files, until :func:`remove_staging` or the death of this process. Where none can be made, it is
+    ``path``.
+
+    Raises:
+        CheckpointError: the directory is damaged, not a checkpoint, or was removed meanwhile.
+    """
+    held = None
+    try:
+        held = make_staging(path.parent, step_of(path.name))
+        for file in path.iterdir():
+            os.link(file, held / file.name)
+        verify(held)
+    except FileNotFoundError:
+        remove_staging(held)
+        raise CheckpointError(path, "no such directory") from None
+    except CheckpointError as e:
+        remove_staging(held)
+        raise CheckpointError(path, e.reason) from e
+    except OSError:  # of another user, say
+        remove_staging(held)
+        verify(path)
+        return path
+    return held
+
+
+def is_held(path: Path) -> bool:
+    """Return whether ``path`` is a directory that :func:`hold` has made, and not the checkpoint itself."""
+    return STEP.fullmatch(path.name) is None
 
 
 def prune(root: Path, keep: int, *, saved_step: int, best_step: int | None = None) -> None:

@@ -7,17 +7,22 @@ the manifest, which is written last.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from orchestrator.state.checkpoint import STEP, find_newest, list_checkpoints, step_of, verify
+from orchestrator.state.checkpoint import STEP, find_newest, hold, list_checkpoints, step_of, verify
 from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import MANIFEST, CheckpointError, files_of, parse_manifest, read_manifest
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
+
+T = TypeVar("T")
+_REPLACED = 4
+"""How often a checkpoint may be replaced by a newer one while it is read."""
 
 
 def _nothing() -> None:
@@ -46,21 +51,46 @@ class CheckpointStore:
         """Return where the user finds the checkpoint ``name``."""
         return str(self._root / name if self._remote is None else self._remote.child(name))
 
-    def find_newest(self, on_damaged: Callable[[CheckpointError], None]) -> Path | None:
+    def find_newest(self, on_damaged: Callable[[CheckpointError], None], *, held: bool = False) -> Path | None:
         """Return the newest intact checkpoint, which is here then, or None.
 
-        Calls ``on_damaged`` for each newer checkpoint that is damaged.
+        Calls ``on_damaged`` for each newer checkpoint that is damaged. ``held``: see :meth:`hold`.
         """
         if self._remote is None:
-            return find_newest(self._root, on_damaged)
-        for name in reversed(self.list()):
+            return find_newest(self._root, on_damaged, accept=hold if held else None)
+        tried: set[str] = set()
+        while names := [name for name in self.list() if name not in tried]:  # a run that trains may replace them
+            tried.add(name := names[-1])
             try:
-                path = self.fetch(name)
+                return self.fetch(name)
             except CheckpointError as e:
-                on_damaged(e)
-            else:
-                return path
+                if name in self.list():
+                    on_damaged(e)
         return None
+
+    def hold(self, name: str) -> Path:
+        """Return an intact checkpoint that stays while another process trains and prunes; see :func:`checkpoint.hold`.
+
+        On a store, it is a copy here.
+
+        Raises:
+            CheckpointError: it is damaged or missing.
+        """
+        return hold(self._root / name) if self._remote is None else self.fetch(name)
+
+    def choose(self, chosen: Callable[[Sequence[str]], str], use: Callable[[str], T]) -> T:
+        """Return ``use(name)`` for the checkpoint that is ``chosen`` of the present ones.
+
+        Another one is chosen if a run that trains has removed it meanwhile. Raises what the two functions raise.
+        """
+        for _ in range(_REPLACED):
+            name = chosen(self.list())
+            try:
+                return use(name)
+            except (CheckpointError, FileNotFoundError):
+                if name in self.list():
+                    raise
+        return use(chosen(self.list()))
 
     def fetch(self, name: str, *, on_progress: Callable[[], None] = _nothing) -> Path:
         """Return the local directory of the checkpoint ``name``, copied from the store unless it is here already.
@@ -87,6 +117,9 @@ class CheckpointStore:
                 remote.fetch(_stored_name(file, digests), path / file, on_progress=on_progress)
             verify(path)
         except FileNotFoundError as e:
+            with contextlib.suppress(CheckpointError):  # the run has removed it there, since it was copied
+                verify(path)
+                return path
             raise CheckpointError(remote.url, f"missing file: {e}") from e
         except CheckpointError as e:
             raise CheckpointError(remote.url, e.reason) from e

@@ -288,7 +288,7 @@ def _upload_exports(run_dir: RunDir, options: FollowerOptions) -> None:
 def _has_other_driver(run_dir: RunDir, driver: Mapping[str, Any]) -> bool:
     """Whether another process than ``driver`` has taken the run over."""
     try:
-        record = run_dir.read_record().get("driver", {})
+        record = run_dir.read_driver()
     except ValueError:
         return False
     return any(record.get(key) != driver[key] for key in ("pid", "start_ticks"))

@@ -298,11 +298,11 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
         if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():
             run_dir.release_space()
             ending, _ = read_ending(run_dir)
-            if ending is not None and ending.time >= record.get("started", 0.0):
+            if ending is not None and ending.time >= (record.get("started") or 0.0):
                 record["state"] = ending.status.lower()
             else:
                 append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
-                record["state"] = "killed"
+                record.update(state="killed", reason=reason)
 
 
 def final_ending(run_dir: RunDir) -> Ending | None:

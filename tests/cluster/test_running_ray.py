@@ -24,7 +24,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.records.runs import ROOT, events, last_step, wait_for, wait_for_step
+from helpers.records.runs import PYTHONPATH, ROOT, events, last_step, wait_for, wait_for_step
 from helpers.servers.ports import free_port
 
 BIN = Path(sys.executable).parent
@@ -119,6 +119,33 @@ def test_a_token_is_required_by_default(head: Head, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     _, line = done.stderr.strip().splitlines()
     assert line.startswith(f"  - cluster.address={head.gcs}: this Ray requires a token, and yours is missing")
+
+
+SEVERAL_RUNS = """
+import os, sys
+import orchestrator
+from jobs.digits import Digits
+
+common = {"strategy": "single", "tracking": "none", "train": {"steps": 2, "eval_every": 0}}
+before = None
+for cluster in ({"cluster.address": sys.argv[1]}, {"cluster": "local"}, {"cluster": "auto"}):
+    if cluster == {"cluster": "auto"}:
+        os.environ["RAY_ADDRESS"] = sys.argv[1]
+    before = dict(os.environ)
+    print(orchestrator.run(Digits, common, cluster).status)
+    assert dict(os.environ) == before
+"""
+
+
+def test_a_program_that_sets_no_mode_runs_several_times(head: Head, tmp_path: Path) -> None:
+    env = {name: value for name, value in head.env.items() if name != "RAY_AUTH_MODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_RUNS, head.gcs], cwd=tmp_path, env={**env, "PYTHONPATH": PYTHONPATH},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines().count("FINISHED") == 3, done.stdout
+    assert ", as RAY_ADDRESS says" in done.stdout
 
 
 def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 
 from orchestrator.compat.ray.internals import Internal, find_internal, replaced
 from orchestrator.compat.ray.process import ray_logs_errors_only
@@ -64,7 +65,7 @@ def outliving_gcs() -> Iterator[None]:
     """
     before = os.environ.get(RECONNECT_TIMEOUT)
     os.environ[RECONNECT_TIMEOUT] = str(int(reconnect_timeout_s()) + _END_TIMEOUT_S)
-    find_internal(Internal.CONFIG).initialize("")  # reads the environment
+    read_environment()
     try:
         yield
         find_internal(Internal.GCS_ACCESSOR)()
@@ -81,6 +82,15 @@ def loopback_accepted() -> contextlib.AbstractContextManager[None]:
     Otherwise it takes an address to which the hostname resolves, which may not be on this machine.
     """
     return replaced(Internal.RESOLVE_LOCALHOST, lambda host: host)
+
+
+def read_environment() -> None:
+    """Let Ray read its environment variables and the user's token again, which it otherwise does once per process.
+
+    Not to be called while this process is connected to a Ray, whose own settings it would lose.
+    """
+    find_internal(Internal.CONFIG).initialize("")
+    find_internal(Internal.TOKENS).instance().reset_cache()
 
 
 def use_token_of_user() -> None:
@@ -118,6 +128,28 @@ def gcs_of_raylets_here() -> set[str]:
     """Return ``host:port`` of the GCS servers with which the raylets on this machine were started."""
     addresses: set[str] = find_internal(Internal.FIND_IN_RAYLETS)("--gcs-address")
     return addresses
+
+
+def addresses_here(*, leave_out: str) -> list[str]:
+    """Return ``host:port`` of the GCS servers of the raylets on this machine, those of the youngest raylet first.
+
+    ``leave_out``: no raylet with this environment variable counts, and none on loopback whose variables are secret.
+    """
+    flag, found = "--gcs-address=", dict[str, float]()
+    for raylet in psutil.process_iter(["cmdline", "create_time"]):
+        words = raylet.info["cmdline"] or []
+        address = next((word.removeprefix(flag) for word in words if word.startswith(flag)), "")
+        if not address or not find_internal(Internal.IS_RAYLET)(words):
+            continue
+        try:
+            counts = leave_out not in raylet.environ()
+        except psutil.AccessDenied:
+            counts = not address.startswith("127.")
+        except psutil.NoSuchProcess:
+            continue
+        if counts:
+            found[address] = max(found.get(address, 0.0), raylet.info["create_time"])
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def is_node_of(address: str, *, timeout_s: float) -> bool:

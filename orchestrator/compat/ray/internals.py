@@ -38,6 +38,8 @@ class Internal(StrEnum):
     DRAINING_NODES = "ray._private.state.state.get_draining_nodes"
     SESSION_FOLDER = "ray._common.utils.get_default_ray_temp_dir"
     READ_ADDRESS = "ray._private.services.find_bootstrap_address"
+    IS_RAYLET = "ray._private.services._is_raylet_process"
+    TOKENS = "ray._raylet.AuthenticationTokenLoader"
     FIND_IN_RAYLETS = "ray._private.services._find_address_from_flag"
     RESOLVE_LOCALHOST = "ray._private.services.resolve_ip_for_localhost"
     RAY_CLIENT = "ray.util.client.ray"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from orchestrator.compat.ray.packages import packaged_files
 from orchestrator.config.build import ConfigError
@@ -12,6 +13,7 @@ from orchestrator.display.text import count, size
 from orchestrator.worker.process.packages import InstallError, use
 
 _LARGEST_FILES = 5
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def requirements(pip: str | Sequence[str]) -> list[str]:
@@ -72,6 +74,34 @@ def size_errors(source: Path, *, what: str, limit: int) -> list[str]:
     return [
         f"{what}: {size(total)} in {count(len(files), 'file')}, and Ray takes less than {size(limit)}; the largest: "
         f"{largest}. Name what the job does not need in .rayignore"
+    ]
+
+
+def loaded_files(directory: Path, modules: Iterable[ModuleType]) -> list[Path]:
+    """Return the files below ``directory`` that ``modules`` were loaded from, without those of installed packages."""
+    files = {Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str)}
+    return sorted(f for f in files if f.is_relative_to(directory) and not set(_INSTALLED) & set(f.parts))
+
+
+def ignored_errors(directory: Path, needed: Mapping[Path, str], py_modules: Sequence[str] = ()) -> list[str]:
+    """Return which files and directories do not travel, because an ignore file names them or what is in them.
+
+    Args:
+        directory: travels, without what ``.gitignore`` and ``.rayignore`` name.
+        needed: what needs each path.
+        py_modules: ``cluster.py_modules``, which travel too.
+
+    Raises:
+        ConfigError: see :func:`module_paths`.
+    """
+    sources = [directory, *module_paths(py_modules)]
+    travels = {(s if s.is_dir() else s.parent) / path for s in sources for path, _ in packaged_files(s)}
+    travels |= {parent for path in travels for parent in path.parents}
+    return [
+        f"{what}: {path} does not travel to the cluster, because .gitignore, .rayignore or Ray itself leaves it out; "
+        "take it out of these files, or set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 if only .gitignore names it"
+        for path, what in needed.items()
+        if path not in travels
     ]
 
 

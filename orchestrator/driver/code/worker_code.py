@@ -22,12 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_bytes, upload_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.code.packages import module_paths, module_size_errors, requirements, size_errors
+from orchestrator.driver.code.packages import loaded_files, module_paths, module_size_errors, requirements, size_errors
 from orchestrator.driver.process.cluster import allowed_nodes
 from orchestrator.driver.process.node_wait import node_answers
 from orchestrator.planning.plan import Node
-
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class WorkerCode:
@@ -120,9 +118,8 @@ def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]
 
     Installed packages are left out, also the ones of a virtual environment below ``directory``.
     """
-    files = {Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str)}
-    own = [f for f in files if f.is_relative_to(directory) and not set(_INSTALLED) & set(f.parts)]
-    return {str(file): digest for file in sorted(own) if (digest := _digest(file)) is not None}
+    files = loaded_files(directory, modules)
+    return {str(file): digest for file in files if (digest := _digest(file)) is not None}
 
 
 def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], cluster: ClusterConfig) -> list[str]:

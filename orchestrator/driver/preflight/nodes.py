@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 
 import ray
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
+from orchestrator.driver.code.packages import ignored_errors, loaded_files
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.nodes.node_reports import driver_report, node_reports, with_memory_here, with_memory_of
 from orchestrator.driver.process import cluster
@@ -26,11 +28,17 @@ def fit_nodes(
         The nodes with their memory, without those that Ray has found dead meanwhile.
 
     Raises:
-        ConfigError: some nodes cannot, or do not answer within ``cluster.pending_timeout_s``.
+        ConfigError: the code of the jobs does not travel; or some nodes cannot, or do not answer within
+            ``cluster.pending_timeout_s``.
     """
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
         return tuple(with_memory_here(node) if node in asked else node for node in nodes)
+    if code.working_dir is not None:
+        modules = [sys.modules[name] for name in job_modules if name in sys.modules]
+        needed = dict.fromkeys(loaded_files(code.working_dir, modules), "job._target_")
+        if errors := ignored_errors(code.working_dir, needed, config.py_modules):
+            raise ConfigError(errors)
     reports = node_reports(
         asked,
         timeout_s=config.pending_timeout_s,

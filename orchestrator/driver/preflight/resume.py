@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
 from orchestrator.state.best import BEST, BestSoFar, best_step
-from orchestrator.state.checkpoint import load, path_of, verify
+from orchestrator.state.checkpoint import is_held, load, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
 from orchestrator.state.left_out import LEFT_OUT
@@ -92,7 +93,7 @@ def find_resume(
         else:
             run_dir = _named_run(config, config.resume, key="resume")
         _refuse_if_running(config, run_dir)
-        driver = run_dir.read_record().get("driver", {})
+        driver = run_dir.read_driver()
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
         fetch(run_dir)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
@@ -135,6 +136,8 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
         run, of_run = split_checkpoint(text)
         run_dir = _named_run(config, run, key=name)
         checkpoint = _checkpoint_of(run_dir, of_run, damaged)
+        if is_held(checkpoint):
+            weakref.finalize(run_dir, remove_staging, checkpoint)
         fetch(run_dir)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     manifest = read_manifest(checkpoint)
@@ -175,7 +178,7 @@ def _differences(config: Config, job: Job | None, checkpoint: Path, manifest: Ma
 
 
 def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointError]) -> Path:
-    """Return a checkpoint of a run, ``best`` being the one of its best evaluation.
+    """Return a checkpoint of a run, ``best`` being the one of its best evaluation. The run may train on meanwhile.
 
     None for the newest intact one; ``damaged`` receives newer ones.
 
@@ -183,23 +186,27 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
         ValueError: there is none.
     """
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
-    if name in (None, BEST):
-        newest = store.find_newest(damaged.append)
+    if name is None:
+        newest = store.find_newest(damaged.append, held=True)
         if newest is None:
             raise ValueError("; ".join(map(str, damaged)) or why_no_checkpoint(run_dir.config_file))
-        if name is None:
-            return newest
-        step = best_step(read_manifest(newest)["meta"])
+        return newest
+
+    def chosen(names: Sequence[str]) -> str:
+        if name != BEST:
+            return name
+        if not names:
+            raise ValueError(why_no_checkpoint(run_dir.config_file))
+        step = best_step(store.read_manifest(names[-1])["meta"])
         if step is None:
             raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
-        name = path_of(run_dir.checkpoints, step).name
+        return path_of(run_dir.checkpoints, step).name
+
     try:
-        found = store.fetch(name)
-        verify(found)
+        return store.choose(chosen, store.hold)
     except CheckpointError as e:
         kept = ", ".join(store.list()) or "none"
         raise ValueError(f"{e}; the run has the checkpoints {kept}") from e
-    return found
 
 
 def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]) -> None:
@@ -207,7 +214,7 @@ def refuse_if_taken(config: Config, resume: Resume | None, seen: Collection[str]
     if resume is not None:
         present = refresh(resume.run_dir) or resume.run_dir
         _refuse_if_running(config, present)
-        if present.read_record().get("driver", {}) != resume.driver:
+        if present.read_driver() != resume.driver:
             raise ConfigError(
                 [
                     f"resume={config.resume}: another process has continued {resume.run_dir.location}; start the "
@@ -257,7 +264,7 @@ def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Ite
         seen.add(name_of(run_dir))
         try:
             record = run_dir.read_record()
-        except ValueError as e:
+        except (OSError, ValueError) as e:
             warnings.append(f"run skipped: {e}")
             continue
         if record.get("name") == config.run_name and record.get("state") != "finished":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +15,11 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import expand_sweep, values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, JobSpec
 from orchestrator.config.search_space import example, is_search
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.code.packages import module_size_errors, size_errors
+from orchestrator.driver.code.packages import ignored_errors, loaded_files, module_size_errors, size_errors
+from orchestrator.job import Job
 from orchestrator.strategies import registry
 
 
@@ -32,8 +37,11 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
     configs: list[Config] = []
     for run in _runs(words, sweep=sweep):
         config, job = compose(run, errors, registry.config_class)
-        if job is not None and working_dir == Path.cwd():
-            load_job(job, errors, redactor)
+        made = load_job(job, errors, redactor) if job is not None and working_dir == Path.cwd() else None
+        if config is not None and job is not None:
+            with collect_errors(errors):
+                needed = _needed_files(job, made, working_dir)
+                errors += ignored_errors(working_dir, needed, config.cluster.py_modules)
         if config is not None:
             errors += _local_only(config)
             with collect_errors(errors):
@@ -43,6 +51,28 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
     if errors:
         raise ConfigError(list(dict.fromkeys(map(redactor.text, errors))))
     return configs
+
+
+def _needed_files(spec: JobSpec, job: Job | None, working_dir: Path) -> dict[Path, str]:
+    """Return what a job needs of the ``working_dir``, with the key that says so: its code, and files that it names.
+
+    Without the ``job`` itself, this is the file of its class.
+    """
+    target = f"job._target_={spec.target}"
+    if job is None:
+        module = working_dir.joinpath(*spec.target.split(".")[:-1])
+        files = [path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()]
+        return dict.fromkeys(files, target)
+    modules = [module for name, module in sys.modules.items() if name != "__main__"]
+    needed = dict.fromkeys(loaded_files(working_dir, modules), target)
+    for field in dataclasses.fields(job):
+        value = getattr(job, field.name)
+        for text in value if isinstance(value, (list, tuple)) else [value]:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # it is no path
+                path = Path(os.path.normpath(working_dir / text))
+                if path.is_file():
+                    needed[path] = f"job.{field.name}={text}"
+    return {path: what for path, what in needed.items() if path.is_relative_to(working_dir)}
 
 
 def _runs(words: Sequence[str], *, sweep: bool) -> Sequence[Sequence[str]]:

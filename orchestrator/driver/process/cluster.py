@@ -21,12 +21,14 @@ from ray.job_config import JobConfig
 from orchestrator.compat.ray import early_node
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
+    addresses_here,
     gcs_of_raylets_here,
     is_node_of,
     is_ray_client,
     loopback_accepted,
     outliving_gcs,
     probe_gcs,
+    read_environment,
     use_token_of_user,
 )
 from orchestrator.compat.ray.process import (
@@ -42,6 +44,7 @@ from orchestrator.driver.process.head_watch import watched_head
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import without_excluded
 
+AUTO = "auto"
 CONNECT_TIMEOUT_S = 2.0
 BUSY_TIMEOUT_S = 15.0
 """The time for a GCS server to answer that has let :data:`CONNECT_TIMEOUT_S` pass: its machine may be busy."""
@@ -50,7 +53,9 @@ LOOPBACK = "127.0.0.1"
 EARLY_CPUS = 10_000
 """More than any run on one machine asks for."""
 
+_EMBEDDED = "ORCHESTRATOR_EMBEDDED_RAY"
 EMBEDDED_ENVIRONMENT = {
+    _EMBEDDED: "1",
     # An embedded Ray needs no usage reports or metrics, and collecting them takes CPU time from the training.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -74,10 +79,10 @@ def target_address(config: ClusterConfig) -> str | None:
 
     A Ray that this process is already connected to is used, whatever the address says.
     """
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    if address in (None, "", "local"):
-        return "auto" if ray.is_initialized() else None
-    return address
+    address = config.address or _address_of_environment()
+    if address in (None, "local"):
+        return AUTO if ray.is_initialized() else None
+    return _named(address)
 
 
 @contextlib.contextmanager
@@ -161,16 +166,34 @@ def address_error(address: str, *, key: str | None = None) -> str | None:
             "this process uses Ray Client (ray://), which is not supported; call ray.shutdown() first, or run on a "
             "node of the cluster"
         )
-    error = None if ray.is_initialized() else _error(address)
-    return error and f"{_to_cli(address) if key is None else f'{key}={address}'}: {error}"
+    named = _named(address)
+    error = None if ray.is_initialized() else _error(named)
+    return error and f"{_to_cli(named) if key is None or named != address else f'{key}={address}'}: {error}"
 
 
 def gcs_address(address: str) -> str | None:
-    """Return host:port; for ``auto`` the address of the Ray that ``ray start`` started here, None if there is none.
+    """Return host:port. For ``auto``, it is found as by Ray itself; None if there is none.
 
-    Ray's own ``auto`` would also take a Ray that is embedded in another run on this machine.
+    That is ``RAY_ADDRESS``, or the Ray that runs here: of several, the one that ``ray start`` has recorded, or else the
+    youngest. Unlike Ray, this leaves out those that are embedded in runs.
     """
-    return address if address != "auto" else address_of_ray_start()
+    if (named := _named(address)) != AUTO:
+        return named
+    here, recorded = addresses_here(leave_out=_EMBEDDED), address_of_ray_start()
+    return recorded if not here or recorded in here else here[0]
+
+
+def choice_of_address(config: ClusterConfig) -> str | None:
+    """Return which Ray ``cluster=auto`` has taken, where it is connected; None if the user has named it."""
+    if config.address != AUTO:
+        return None
+    taken = ray.get_runtime_context().gcs_address
+    others = [a for a in addresses_here(leave_out=_EMBEDDED) if a != taken]
+    if _named(AUTO) != AUTO:
+        return f"cluster=auto: the Ray at {taken}, as RAY_ADDRESS says"
+    if others:
+        return f"cluster=auto: the Ray at {taken}; cluster.address=host:port takes another: {', '.join(others)}"
+    return f"cluster=auto: the Ray at {taken}"
 
 
 @contextlib.contextmanager
@@ -263,6 +286,16 @@ def _shut_down_afterwards() -> Iterator[None]:
             ray.shutdown()
 
 
+def _named(address: str) -> str:
+    """Return ``address``; for ``auto`` the one in ``RAY_ADDRESS``, if that names a Ray."""
+    of_environment = _address_of_environment()
+    return of_environment if address == AUTO and of_environment not in (None, "local") else address
+
+
+def _address_of_environment() -> str | None:
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def _to_cli(address: str) -> str:
     key = "cluster.address" if os.environ.get("RAY_ADDRESS") != address else "RAY_ADDRESS"
     return f"{key}={address}"
@@ -288,6 +321,7 @@ def _error(address: str) -> str | None:
 
 def _gcs_error(gcs: str) -> str | None:
     """Return why the server at ``gcs`` cannot be used. ``ray.init`` takes 20 s to find out, and logs all the while."""
+    read_environment()
     status = probe_gcs(gcs, timeout_s=CONNECT_TIMEOUT_S)
     if status == "deadline_exceeded":
         status = probe_gcs(gcs, timeout_s=BUSY_TIMEOUT_S)

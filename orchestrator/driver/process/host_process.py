@@ -42,26 +42,33 @@ def only_run() -> Iterator[None]:
 def unchanged() -> Iterator[None]:
     """Restore on exit what a run changes in this process.
 
-    That is: Ray's environment variables, ``sys.excepthook``, the warning filters, the states of the random generators
-    of Python and torch, the working directory in ``sys.path``, and the stand-in for ``torch._dynamo``.
+    That is: Ray's environment variables and what Ray has read from them, ``sys.excepthook``, the warning filters, the
+    states of the random generators of Python and torch, torch's default dtype, the working directory in ``sys.path``,
+    and the stand-in for ``torch._dynamo``.
     """
     variables = _ray_variables(os.environ)
     excepthook, random_state = sys.excepthook, random.getstate()
     torch = sys.modules.get("torch")
-    torch_state = None if torch is None else torch.get_rng_state()
+    torch_state = None if torch is None else (torch.get_rng_state(), torch.get_default_dtype())
     had_working_dir = (working_dir := str(Path.cwd())) in sys.path
     had_dynamo = "torch._dynamo" in sys.modules
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        for name in _ray_variables(os.environ).keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)
+        if (now := _ray_variables(os.environ)) != variables:
+            for name in now.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
+            if (ray := sys.modules.get("ray")) is not None and not ray.is_initialized():
+                from orchestrator.compat.ray.connection import read_environment
+
+                read_environment()
         sys.excepthook = excepthook
         random.setstate(random_state)
         if torch is not None:
-            torch.set_rng_state(torch_state)
+            torch.set_rng_state(torch_state[0])
+            torch.set_default_dtype(torch_state[1])
         if not had_working_dir and working_dir in sys.path:
             sys.path.remove(working_dir)
         if not had_dynamo and "orchestrator.compat.deferred_dynamo" in sys.modules:

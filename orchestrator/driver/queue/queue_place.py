@@ -62,6 +62,7 @@ def queue_entry(
         since=time.time(),
         user_share=config.cluster.user_share,
         sweep=sweep,
+        most_workers=sizes.max_processes,
     )
 
 

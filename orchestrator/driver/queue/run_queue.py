@@ -103,7 +103,8 @@ class RunQueue:
             admitted = entry in waiting and may_reserve(entry, entries, room)
             leaving = victims(entries, room)
         ahead = waiting[: waiting.index(entry)] if entry in waiting else []
-        overtakes = tuple(e.uid for e in ahead) if admitted and entry.state == "waiting" else entry.overtook
+        passed = tuple(e.uid for e in ahead if e.state == "waiting")  # the others reserve too
+        overtakes = passed if admitted and entry.state == "waiting" else entry.overtook
         if admitted:
             run.entry = replace(entry, state="reserving", overtook=overtakes)
         return QueueAnswer(

@@ -6,6 +6,7 @@ also those that have ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -62,7 +63,11 @@ def known_outputs(address: str) -> list[KnownOutput]:
     gcs = cluster.gcs_address(address)
     assert gcs is not None, "otherwise there is an error"
     values = cluster_values(gcs, _NAMESPACE, _PREFIX, timeout_s=_TIMEOUT_S)
-    return [KnownOutput(**json.loads(value)) for value in values]
+    found = []
+    for value in values:
+        with contextlib.suppress(TypeError, ValueError):  # of another version
+            found.append(KnownOutput(**json.loads(value)))
+    return found
 
 
 def readable(known: Iterable[KnownOutput]) -> tuple[list[str], list[str]]:

@@ -110,6 +110,7 @@ class Telemetry:
                     phase=heartbeat.phase,
                     step_ms=heartbeat.busy_ms,
                     node=info.hostname,
+                    evaluated=heartbeat.evaluated,
                 )
             )
         # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.

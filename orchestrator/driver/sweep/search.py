@@ -246,13 +246,14 @@ def _resume(search: Search) -> None:
     for directory in all_sweeps(sweep.output):
         try:
             record = directory.read_record()
-        except ValueError:
+        except (OSError, ValueError) as e:
+            sweep.say(f"sweep skipped: {e}")
             continue
         earlier = record.get("search") or {}
         if earlier.get("identity") != own:
             continue
         sweep.sweep_id, search.tried = record["id"], earlier["tried"]
-        search.started = runs_of(sweep.output, record["id"])
+        search.started = runs_of(sweep.output, record["id"], sweep.say)
         sweep.say(f"sweep {sweep.sweep_id[:8]}: {count(len(search.tried), 'run')} of the search were started before")
         return
     sweep.say("resume=auto: there is no search of these runs; this is a new one")

@@ -275,12 +275,13 @@ def _resumed(sweep: Sweep, runs: Sequence[Sequence[str]]) -> tuple[Sweep, list[l
     for directory in all_sweeps(sweep.output):
         try:
             record = directory.read_record()
-        except ValueError:
+        except (OSError, ValueError) as e:
+            sweep.say(f"sweep skipped: {e}")
             continue
         if sorted(tuple(run) for run in record.get("runs", [])) != sorted(sweep.runs):
             continue
         sweep.runs = [tuple(run) for run in record["runs"]]
-        found = runs_of(sweep.output, record["id"])
+        found = runs_of(sweep.output, record["id"], sweep.say)
         finished = {n: run_dir for n, run_dir in found.items() if run_dir.read_record().get("state") == "finished"}
         if len(finished) + len(record["left_out"]) == len(sweep.runs):
             break

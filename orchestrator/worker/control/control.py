@@ -121,6 +121,7 @@ class Outbox:
         self._step = 0
         self._phase: Phase = "start"
         self._batches_done = 0
+        self._evaluation: tuple[int, int | None] | None = None  # the batches before it, and those that it has
         self._batch_ended_at: float | None = None
         self._mean_batch_s: dict[Phase, float] = {}
         self._loader_is_new = False
@@ -155,6 +156,15 @@ class Outbox:
             yield
         finally:
             self._phase = outer
+
+    @contextlib.contextmanager
+    def evaluating(self, num_batches: int | None) -> Iterator[None]:
+        """Count the batches of an evaluation in the block, of which there are ``num_batches``; None if unknown."""
+        self._evaluation = self._batches_done, num_batches
+        try:
+            yield
+        finally:
+            self._evaluation = None
 
     def begin_loader(self) -> None:
         """Announce that the next batch comes from a new data loader, whose processes may have to start."""
@@ -205,6 +215,7 @@ class Outbox:
             leaving: whether this process has received SIGTERM.
             waiting: whether the training thread waits for other ranks.
         """
+        evaluation = self._evaluation  # the training thread may end it meanwhile
         with self._lock:
             points, self._points = self._points, []
             first, self._first_report = self._first_report, self._num_reports
@@ -215,6 +226,7 @@ class Outbox:
                 step=self._step,
                 phase=self._phase,
                 ticks=self._batches_done,
+                evaluated=None if evaluation is None else (self._batches_done - evaluation[0], evaluation[1]),
                 usual_tick_s=None if self._loader_is_new else self._mean_batch_s.get(self._phase),
                 waiting=waiting,
                 busy_ms=self._busy_ms,

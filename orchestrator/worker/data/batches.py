@@ -301,9 +301,10 @@ class EvalBatches:
         self._read = read
         self._streamed = is_stream(dataset)
         function = Padded(loading.collate or default_collate, batch_size, pad_ragged)
+        self.num_batches: int | None = None
         if not self._streamed:
-            num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
-            loading = replace(loading, num_workers=min(loading.num_workers, num_batches))
+            self.num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
+            loading = replace(loading, num_workers=min(loading.num_workers, self.num_batches))
         self._loader = Loader(
             Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
             loading,

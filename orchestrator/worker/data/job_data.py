@@ -159,7 +159,11 @@ class JobData:
         self._outbox.begin_loader()
         if split not in self._eval_batches:
             self._eval_batches[split] = self._open_eval_batches(split)
-        with contextlib.closing(self._copied_ahead(iter(self._eval_batches[split]))) as batches:
+        opened = self._eval_batches[split]
+        with (
+            self._outbox.evaluating(opened.num_batches),
+            contextlib.closing(self._copied_ahead(iter(opened))) as batches,
+        ):
             for batch in batches:
                 self._gate.check(self._assignment.generation)
                 self._outbox.tick()

@@ -15,6 +15,7 @@ from helpers.records.console_events import (
     FINISHED,
     FORMED,
     SAVED,
+    START,
     STARTED,
     Terminal,
     point,
@@ -27,6 +28,7 @@ from orchestrator.display.text import duration, size, sparkline
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
     CheckpointFailed,
+    RankProgress,
     Recovered,
     SampleSaved,
     StopRequested,
@@ -71,6 +73,16 @@ def test_metrics_at_most_once_a_second_and_first_and_last_always() -> None:
     assert steps[0] == 1
     assert steps[-1] == 500
     assert len(steps) == pytest.approx(51, abs=1)
+
+
+def test_a_long_evaluation_says_how_far_it_is_where_there_is_no_panel() -> None:
+    def evaluated(at_s: float, done: int, total: int | None = 4000) -> RankProgress:
+        return RankProgress(time=START + at_s, rank=0, step=3, phase="eval", evaluated=(done, total))
+
+    silent = RankProgress(time=START + 60, rank=0, step=3, phase="checkpoint")
+    lines = printed(evaluated(1, 10), evaluated(9, 90), evaluated(11, 110), evaluated(15, 150), evaluated(22, 1220),
+                    evaluated(40, 3, None), silent)  # fmt: skip
+    assert lines == ["evaluating: batch 110/4,000", "evaluating: batch 1,220/4,000", "evaluating: batch 3"]
 
 
 def test_validation_is_shown_with_its_own_step_and_not_held_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -52,17 +53,55 @@ def test_the_line_is_in_order_of_priority_and_then_of_submission() -> None:
     assert names(line([replace(r, submitted_at=0) for r in runs[:2]])) == ["early", "late"], "always the same order"
 
 
-def test_one_run_at_a_time_reserves_and_it_is_the_first() -> None:
-    first, second = entry("first", at=1), entry("second", at=2)
-    assert admitted([second, first]) == ["first"]
-    assert admitted([second, replace(first, state="reserving")]) == ["first"]
-    assert admitted([second, replace(first, state="running")]) == ["second"]
+def test_runs_reserve_in_turn_and_beside_each_other_if_all_of_them_fit() -> None:
+    first, second = entry("first", at=1, workers=2), entry("second", at=2, workers=2)
+    assert admitted([second, first]) == ["first"], "the others at their next poll"
+    reserving = replace(first, state="reserving")
+    assert admitted([second, reserving]) == ["first", "second"]
+    assert admitted([replace(second, workers=3), reserving]) == ["first"]
+    assert admitted([second, replace(reserving, most_workers=3)]) == ["first"], "it may take more than it needs"
+    assert admitted([second, replace(reserving, workers_by_node={"a": 2})]) == ["first", "second"]
+    assert admitted([entry("third", at=3), second, replace(reserving, workers=1)]) == ["first", "second"]
+    assert admitted([second, replace(first, state="running", workers_by_node={"a": 2})]) == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("reserving", "waiting", "fits"),
+    [
+        ({"workers": 2}, {"workers": 6}, True),
+        ({"workers": 2}, {"workers": 7}, False),
+        ({"workers": 2}, {"workers": 4, "one_node": True}, False),  # Ray may put one on each node
+        ({"workers": 2, "one_node": True}, {"workers": 4, "one_node": True}, True),
+        ({"workers": 4, "one_node": True}, {"workers": 1}, True),
+        ({"workers": 4, "one_node": True}, {"workers": 2}, False),  # it may break up both nodes
+        ({"workers": 1}, {"workers": 3, "one_node": True}, True),
+        ({"workers": 2, "cpus_per_worker": 2}, {"workers": 4}, False),  # 3 and 1 leave room for one of the first
+        ({"workers": 2, "cpus_per_worker": 0.5}, {"workers": 3, "cpus_per_worker": 2}, False),
+        ({"workers": 8}, {"gpus_per_worker": 1.0, "cpus_per_worker": 0}, True),
+    ],
+)
+def test_runs_reserve_beside_each_other_only_if_they_fit_wherever_ray_places_them(
+    reserving: dict[str, Any], waiting: dict[str, Any], fits: bool
+) -> None:
+    node = NodeResources(cpus=4, gpus=1, free_cpus=4, free_gpus=1)
+    runs = [entry("first", at=1, state="reserving", **reserving), entry("second", at=2, **waiting)]
+    assert admitted(runs, {"a": node, "b": node}) == ["first", *(["second"] if fits else [])]
+
+
+def test_many_short_waits_are_one() -> None:
+    """All runs that fit are admitted by polls in a row, before any of them has its workers."""
+    queue = RunQueue(settle_s=0.0, nodes=lambda: FOUR_CPUS)
+    runs = [entry(f"run {number}", at=number) for number in range(6)]
+    answers = [queue.poll(run) for run in runs]
+    assert [answer.may_reserve for answer in answers] == [True] * 4 + [False] * 2
+    assert [answer.overtakes for answer in answers] == [()] * 6
 
 
 def test_a_run_that_reserves_loses_its_turn_to_a_more_urgent_one_which_waits_for_that() -> None:
-    reserving, urgent = entry("reserving", state="reserving"), entry("urgent", at=2, priority=1)
+    reserving, urgent = entry("reserving", workers=4, state="reserving"), entry("urgent", at=2, priority=1)
     assert admitted([reserving, urgent]) == []
     assert admitted([replace(reserving, state="waiting"), urgent]) == ["urgent"]
+    assert admitted([replace(reserving, workers=3), urgent]) == ["urgent", "reserving"], "there is room for both"
 
 
 def test_a_run_waits_until_its_workers_fit() -> None:

@@ -73,10 +73,30 @@ def test_the_record_is_updated_key_by_key_and_never_half_written(tmp_path: Path)
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "checkpoints", "logs", "run.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a": ', "[]", "\x00\x01"])
-def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
+DAMAGED = [
+    b"",
+    b"{",
+    b'{"a": ',
+    b"[]",
+    b"null",
+    b"\x00\x01",
+    b"\xff{}",
+    b"[" * 200_000,
+    b'{"state": ["running"]}',
+    b'{"state": "running", "driver": 7}',
+    b'{"started": "yesterday"}',
+    b'{"plan": {"mesh": "two"}}',
+    b'{"plan": {"steps": "many"}}',
+    b'{"summary": [1, 2]}',
+    b'{"sweep": "mine"}',
+    b'{"tracking": {"uri": 5}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_record_is_named(content: bytes, tmp_path: Path) -> None:
     run = rundir.create(tmp_path, "x")
-    run.record_file.write_text(text)
+    run.record_file.write_bytes(content)
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         run.read_record()
 

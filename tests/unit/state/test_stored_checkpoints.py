@@ -167,6 +167,26 @@ def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_
     assert there.store.list() == ["step-00000043", "step-00000046"]
 
 
+def test_a_reader_takes_the_newer_one_if_the_run_replaces_a_checkpoint_meanwhile(here: Host, there: Host) -> None:
+    here.save(1)
+    tried: list[str] = []
+
+    def use(name: str) -> Path:
+        tried.append(name)
+        if len(tried) == 1:
+            here.save(2)
+            here.store.prune(1, saved_step=2)
+        return there.store.fetch(name)
+
+    found = there.store.choose(lambda names: names[-1], use)
+    assert [*tried, found.name] == ["step-00000001", "step-00000002", "step-00000002"]
+    here.save(3)
+    here.store.prune(1, saved_step=3)
+    assert there.store.fetch("step-00000002") == found, "a whole copy is used although the store has it no more"
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        there.store.choose(lambda names: "step-00000001", there.store.fetch)
+
+
 def test_a_damaged_copy_is_fetched_again(here: Host, there: Host) -> None:
     here.save(1)
     path = there.store.fetch("step-00000001")

@@ -232,10 +232,12 @@ def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_unreadable_record(content: str, output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = next(rundir.all_runs(output_dir)).record_file
     record.write_bytes(content.encode("latin-1"))
-    assert main(["--output-dir", str(output_dir)]) == 2
+    assert main([str(record.parent), "--output-dir", str(output_dir)]) == 2
     captured = capsys.readouterr()
-    assert f"{record}: not readable" in captured.err
+    assert f"{record} is damaged: " in captured.err
     assert captured.out == ""
+    assert main(["--output-dir", str(output_dir), "--no-picture"]) == 0, "the newest runs without this one"
+    assert f"warning: run left out: {record} is damaged: " in capsys.readouterr().err
 
 
 def test_a_record_with_unexpected_values_is_shown_without_them(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.files.golden import Golden, sections
-from orchestrator import runs, show
+from orchestrator import compare, runs, show
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.driver.process.origin import Origin
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
@@ -74,12 +75,47 @@ def test_runs_are_listed_with_their_state_the_newest_first(
     assert runs.main(["--output-dir", str(output_dir)]) == 0
     printed = capsys.readouterr()
     golden("report/runs", printed.out)
-    assert "12-33-01-x/run.json: not readable" in printed.err
+    assert "12-33-01-x/run.json is damaged: " in printed.err
     monkeypatch.setenv("COLUMNS", "60")
     assert runs.main(["--output-dir", str(output_dir), "--last", "1"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
     assert runs.main(["--output-dir", str(output_dir), "--state", "died", "--json"]) == 0
     assert [run["run"] for run in json.loads(capsys.readouterr().out)] == ["2026-05-01/12-31-01-digits-ddp"]
+
+
+def unreadable(record: Path) -> None:
+    """Let every read of the file fail, for root too."""
+    record.unlink()
+    record.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *[(lambda record, text=text: record.write_text(text)) for text in (
+            "",
+            "[" * 200_000,
+            '{"state": "running", "driver": "me"}',
+            '{"state": "running", "driver": null, "summary": null}',
+            '{"plan": {"mesh": {"data_parallel_size": "two"}}, "params": null, "started": null}',
+            '{"summary": "all well"}',
+        )],
+        unreadable,
+    ],
+)  # fmt: skip
+def test_one_damaged_record_hides_no_other_run(
+    damage: Callable[[Path], None], output_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = make_run(output_dir, "12-40-01-digits-ddp").record_file
+    damage(damaged)
+    for verb in (runs, compare):
+        assert verb.main(["--output-dir", str(output_dir), "--json"]) == 0
+        printed = capsys.readouterr()
+        assert "12-30-01-digits-ddp" in printed.out
+        assert ("12-40-01-digits-ddp" in printed.out) is (str(damaged) not in printed.err)
+        assert printed.err.count("\n") <= 2
+    shown = show.main(["12-40-01-digits-ddp", "--output-dir", str(output_dir)])
+    assert shown == 0 or str(damaged) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recorded", ["waiting", "recovering"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.records.process import this_process
 from orchestrator.state.best import BestSoFar
+from orchestrator.state.checkpoint import load, prune, step_of, verify
+from orchestrator.state.manifest import read_manifest
 
 
 def source(tmp_path: Path, *words: str, warnings: list[str] | None = None) -> Resume | None:
@@ -33,8 +38,42 @@ def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_pat
         assert found is not None
         assert (found.run_dir.path, found.step) == (run.path, step)
         assert found.train.steps == (step if key == "evaluate" else 9)
-        assert found.checkpoint == run.checkpoints / f"step-{step:08d}"
+        assert read_manifest(found.checkpoint)["step"] == step
     assert source(tmp_path) is None
+
+
+@pytest.mark.parametrize("end", ["", "/checkpoints/best"])
+def test_a_run_that_trains_on_takes_away_no_checkpoint_that_another_one_begins_with(tmp_path: Path, end: str) -> None:
+    run = an_earlier_run(tmp_path, steps=(), driver=this_process(), state="running")
+    ended = threading.Event()
+
+    def train() -> None:
+        for step in itertools.count(1):
+            save_steps(run, [step], best=BestSoFar(metric="val/loss", direction="minimize", step=step, value=0.5))
+            begun.set()
+            prune(run.checkpoints, 1, saved_step=step)
+            if ended.is_set():
+                return
+
+    begun, training = threading.Event(), threading.Thread(target=train)
+    training.start()
+    try:
+        assert begun.wait(60)
+        for _ in range(5):
+            warnings: list[str] = []
+            found = source(tmp_path, f"evaluate={run.path}{end}", warnings=warnings)
+            assert found is not None
+            verify(found.checkpoint)
+            assert warnings == []
+    finally:
+        ended.set()
+        training.join(60)
+    last = step_of(found.checkpoint.name.split(".")[1])
+    prune(run.checkpoints, 1, saved_step=last + 1000)
+    assert load(found.checkpoint).meta["step"] == last
+    del found
+    gc.collect()
+    assert len(list(run.checkpoints.iterdir())) == 1, "nothing is left of what the readers held"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from helpers.records.runs import wait_for
-from orchestrator import stop
+from orchestrator import logs, stop
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.stop_requests import StopRequests
 from orchestrator.records.output_dir import OutputDir
@@ -56,6 +60,25 @@ def test_a_signal_before_the_request_remains_the_cause() -> None:
     signals.request(signal.SIGTERM, "the first")
     signals.request(signal.SIGTERM, "the second")
     assert signals.cause == "the first"
+
+
+def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "import json, time; from orchestrator.records.process import this_process; "
+    program += "print(json.dumps(this_process()), flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        run.update_record(state="running", driver=json.loads(driver.stdout.readline()), reason="stopped before")
+        if run.remote is not None:
+            run.remote.write(run.record_file.name, run.record_file.read_bytes())
+        threading.Timer(1.0, driver.kill).start()
+        assert stop.main([run.location, "--wait", "50"]) == 1
+        assert f"{run.location}: its driver has died; " in capsys.readouterr().out
+    assert logs.main([run.location, "--follow"]) == 0
+    assert f"logs: {run.location}: its driver has died; " in capsys.readouterr().err
+    assert stop.main([run.location]) == 2
+    assert "is not running: its state is died" in capsys.readouterr().err
 
 
 def test_what_does_not_run_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

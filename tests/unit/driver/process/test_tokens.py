@@ -15,6 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
+from helpers.records.runs import wait_for
+from orchestrator.compat.ray.connection import addresses_here
+from orchestrator.driver.process.cluster import EMBEDDED_ENVIRONMENT, address_error, gcs_address
+
 pytestmark = pytest.mark.slow  # servers that answer late
 
 TOKEN = "a" * 40
@@ -59,15 +63,79 @@ def gcs(token: str | None, host: str = "127.0.0.1", delays_s: Sequence[float] = 
 
 
 @contextlib.contextmanager
-def raylet(gcs_address: str) -> Iterator[None]:
+def raylet(gcs_address: str, **environment: str) -> Iterator[None]:
     """A process that looks as one of a node which has joined the cluster of this server."""
     words = ["raylet", "-c", "import time; time.sleep(100)", f"--gcs-address={gcs_address}"]
-    process = subprocess.Popen(words, executable=sys.executable)
+    process = subprocess.Popen(words, executable=sys.executable, env={**os.environ, **environment})
     try:
         yield
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_auto_is_what_ray_itself_would_take_unless_it_is_embedded_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    first, second, embedded = (f"127.0.0.1:{port}" for port in (61001, 61002, 61003))
+    with raylet(first), raylet(second), raylet(embedded, **EMBEDDED_ENVIRONMENT):
+        wait_for(lambda: {first, second} <= set(found := addresses()) and embedded not in found)
+        assert [address for address in addresses() if address in (first, second)] == [second, first]
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(first)
+        assert gcs_address("auto") == first
+        monkeypatch.setenv("RAY_ADDRESS", second)
+        assert gcs_address("auto") == second
+        assert gcs_address(first) == first
+        monkeypatch.setenv("RAY_ADDRESS", "local")
+        assert gcs_address("auto") == first
+
+
+def addresses() -> list[str]:
+    return addresses_here(leave_out="ORCHESTRATOR_EMBEDDED_RAY")
+
+
+@pytest.mark.parametrize("key", [None, "--address"])
+def test_an_address_of_the_environment_that_does_not_answer_is_named(
+    key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    error = address_error("auto", key=key)
+    assert error is not None
+    assert error.startswith("RAY_ADDRESS=127.0.0.1:1: no Ray answers there (unavailable)")
+
+
+AGAIN = """
+import os, sys
+from pathlib import Path
+from orchestrator.driver.process.cluster import address_error
+from orchestrator.driver.process.host_process import unchanged
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+before = dict(os.environ)
+for token in ("a" * 40, "b" * 40, "b" * 40):
+    file = Path.home() / ".ray" / "auth_token"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(token)
+    with unchanged():
+        print(address_error(sys.argv[1]))
+    assert (dict(os.environ), is_token_auth_enabled()) == (before, False)
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="a" * 40)
+print(address_error(sys.argv[1]))
+"""
+
+
+def test_each_run_of_a_process_presents_the_token_that_is_there_then(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with gcs("b" * 40) as there:
+        done = subprocess.run(
+            [sys.executable, "-c", AGAIN, there], env={**env, "HOME": str(tmp_path)}, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wanted = ["requires a token", "is no node", "is no node", "requires a token"]
+    assert all(text in line for text, line in zip(wanted, done.stdout.splitlines(), strict=True)), done.stdout
 
 
 def probe(folder: Path, *addresses: str) -> list[str]:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -28,6 +28,60 @@ from orchestrator.records.git import GitFacts, carried, git_facts
 pytestmark = pytest.mark.slow  # processes that follow a job
 
 FACTS = GitFacts(commit="abc", branch="main", dirty=False)
+
+
+PROJECT = {
+    "own_job.py": """
+from dataclasses import dataclass
+from jobs.digits import Digits
+from own_parts.inner import layers
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Digits):
+    texts: str = "data/texts.txt"
+    cache: str = "cache"
+""",
+    "own_parts/__init__.py": "",
+    "own_parts/inner.py": "layers = 2",
+    "data/texts.txt": "a text",
+    "cache/left": "from before",
+}
+
+
+@pytest.mark.parametrize("ignored", ["own_job.py", "own_*/inner.py", "own_parts", "*.txt", ""])
+@pytest.mark.parametrize("ignore_file", [".gitignore", ".rayignore"])
+def test_what_an_ignore_file_keeps_from_travelling_is_refused_if_the_job_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str, ignore_file: str
+) -> None:
+    for name, text in PROJECT.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / ignore_file).write_text(f"cache\n{ignored}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = [name for name in PROJECT if ignored and name != "cache/left" and PurePath(name).match(ignored)]
+    missing += [name for name in PROJECT if ignored == "own_parts" and name.startswith("own_parts/")]
+
+    def errors() -> list[str]:
+        try:
+            checked(["strategy=single", "job._target_=own_job.Own"], tmp_path, Redactor(), sweep=False)
+        except ConfigError as e:
+            return list(e.errors)
+        finally:
+            for name in [name for name in sys.modules if name.startswith("own_")]:
+                del sys.modules[name]
+        return []
+
+    refused = errors()
+    assert [e.split(" does not travel")[0] for e in refused] == [
+        f"{'job.texts=data/texts.txt' if name.endswith('.txt') else 'job._target_=own_job.Own'}: {tmp_path / name}"
+        for name in sorted(missing)
+    ]
+    monkeypatch.setenv("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
+    assert errors() == (refused if ignore_file == ".rayignore" else [])
+    monkeypatch.delenv("RAY_RUNTIME_ENV_IGNORE_GITIGNORE")
+    monkeypatch.chdir(tmp_path.parent)
+    assert [str(tmp_path / "own_job.py") in e for e in errors()] == ([True] if ignored == "own_job.py" else [])
 
 
 def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: Path) -> None:

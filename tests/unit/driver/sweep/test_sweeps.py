@@ -97,6 +97,25 @@ def test_runs_that_were_left_out_do_not_keep_a_sweep_unfinished(tmp_path: Path) 
     assert opened(tmp_path, "resume=auto")[0].sweep_id != first.sweep_id
 
 
+def test_damaged_records_are_named_and_do_not_keep_a_sweep_from_going_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, runs = opened(tmp_path)
+    first.begin(runs)
+    execute(first, 1)
+    execute(first, 2)
+    damaged = [tmp_path / "2026-05-01" / "12-32-01-run" / "run.json", tmp_path / "sweeps" / "other" / "sweep.json"]
+    damaged[1].parent.mkdir()
+    for file, text in zip(damaged, ['{"sweep": []}', '{"runs": 5}'], strict=True):
+        file.write_text(text)
+    second, runs = opened(tmp_path, "resume=auto")
+    assert second.sweep_id == first.sweep_id
+    assert runs == [[f"strategy={name}", f"output_dir={tmp_path}"] for name in STRATEGIES[1:]]
+    output = capsys.readouterr().out
+    assert f"run skipped: {damaged[0]} is damaged: sweep is []" in output
+    assert f"sweep skipped: {damaged[1]} is damaged: runs is 5" in output
+
+
 def test_an_error_ends_only_its_own_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*, sweep: Mapping[str, str] | None) -> RunResult:
         raise ConfigError(["output_dir: cannot be written"])
