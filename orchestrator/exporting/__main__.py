@@ -89,7 +89,7 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
         if "model" in exports:
             facts = replace(facts, problem=facts.problem or problem)
         if tensors is not None:
-            (folder / "README.md").write_text(_readme(spec, problem=problem))
+            (folder / "README.md").write_text(_readme(spec, problem=problem), errors="replace")
     return facts
 
 

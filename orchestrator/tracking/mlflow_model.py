@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.records.names import storable
+from orchestrator.tracking.tags import MAX_LENGTH
+
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.models import ModelSignature
@@ -20,14 +23,14 @@ _REQUIREMENTS = ("mlflow", "torch", "safetensors", "numpy")
 
 def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
     """Store what ``orchestrator.exporting`` has written into ``folder``: a model, or weights and a README."""
-    facts = json.loads((folder / "facts.json").read_text())
+    facts = storable(json.loads((folder / "facts.json").read_text()))
     run = client.get_run(run_id)
     if facts["dataset"] is not None:
         _log_dataset(client, run, facts["dataset"])
     if facts["problem"] is None and facts["step"] is not None:
         _log_program(client, run, folder, step=facts["step"])
     elif facts["problem"] is not None:
-        client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}")
+        client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}"[:MAX_LENGTH])
         for name in ("model.safetensors", "README.md"):
             if (folder / name).is_file():
                 client.log_artifact(run_id, str(folder / name), artifact_path=_NAME)

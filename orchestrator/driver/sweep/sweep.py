@@ -201,7 +201,7 @@ class Sweep:
         title = f"Sweep {self.name}"
         self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
         left_out = "".join(f"- {plain(self.redactor.text(line))}\n" for line in self._left_out)
-        directory.report.write_text(markdown(comparison.grouped, title=title) + left_out)
+        directory.report.write_text(markdown(comparison.grouped, title=title) + left_out, errors="replace")
         draw(comparison, directory.picture)
         directory.upload(directory.report, directory.picture)
         self.say(f"report: {directory.location_of(directory.report)}")
