@@ -28,7 +28,8 @@ def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
     if facts["dataset"] is not None:
         _log_dataset(client, run, facts["dataset"])
     if facts["problem"] is None and facts["step"] is not None:
-        _log_program(client, run, folder, step=facts["step"])
+        kind = {"weights": "moving averages"} if facts["averaged"] else {}
+        _log_program(client, run, folder, step=facts["step"], tags=kind)
     elif facts["problem"] is not None:
         client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}"[:MAX_LENGTH])
         for name in ("model.safetensors", "README.md"):
@@ -49,8 +50,8 @@ def _log_dataset(client: MlflowClient, run: Run, facts: Mapping[str, Any]) -> No
     client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
-def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int) -> None:
-    """Create a model of MLflow, unless one of this step exists."""
+def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int, tags: Mapping[str, str]) -> None:
+    """Create a model of MLflow with ``tags``, unless one of this step exists."""
     import mlflow
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
@@ -60,7 +61,8 @@ def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int) -> 
     if any(model.tags.get("step") == str(step) and model.status == "READY" for model in found):
         return
     inputs = _example(folder)
-    logged = client.create_logged_model(experiment_id, name=_NAME, source_run_id=run_id, tags={"step": str(step)})
+    tags = {**tags, "step": str(step)}
+    logged = client.create_logged_model(experiment_id, name=_NAME, source_run_id=run_id, tags=tags)
     with tempfile.TemporaryDirectory(prefix="model-") as parent:
         path = Path(parent) / _NAME
         mlflow.pyfunc.save_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 from pathlib import Path
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -117,6 +118,14 @@ def uri_for_mlflow(uri: str) -> str:
 def _descriptor_of(folder: Path) -> int:
     """Open a folder for the life of the process, in which MLflow keeps a connection by address."""
     return os.open(folder, os.O_PATH | os.O_DIRECTORY)
+
+
+def page_command(uri: str) -> str:
+    """Return the command line that serves MLflow's page from the SQLite database at ``uri``."""
+    path, folder = sqlite_path(uri), ""
+    if path is not None and _NOT_IN_PATHS.search(str(path.parent)):
+        folder, uri = f"cd {shlex.quote(str(path.parent))} && ", f"{_SQLITE}{path.name}"
+    return folder + shlex.join(["mlflow", "ui", "--backend-store-uri", uri])
 
 
 def web_page(uri: str) -> str | None:

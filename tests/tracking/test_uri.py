@@ -1,4 +1,5 @@
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from orchestrator.config.redact import url_secrets
 from orchestrator.tracking.uri import (
     absolute_uri,
     is_redacted,
+    page_command,
     redact_uri,
     sqlite_path,
     sqlite_uri,
@@ -100,6 +102,16 @@ def test_a_database_may_be_in_a_folder_of_any_name(folder, tmp_path):
     assert scheme == "sqlite"
     assert opened.endswith("/mlflow.db?timeout=5")
     assert Path(opened).parent.samefile(path)
+
+
+@pytest.mark.parametrize("folder", ["plain", "it's (a) $HOME", "a%20b?"])
+def test_the_command_that_serves_the_page_is_for_a_shell(folder, tmp_path):
+    path = tmp_path / folder
+    path.mkdir()
+    command = page_command(absolute_uri("sqlite:///mlflow.db", path))
+    shown = subprocess.check_output(["sh", "-c", f'mlflow() {{ cd "$PWD"; pwd; echo "$3"; }}; {command}'], text=True)
+    where, uri = shown.splitlines()
+    assert sqlite_path(absolute_uri(uri, Path(where))) == path / "mlflow.db"
 
 
 def test_passwords_are_masked_and_known():

@@ -52,6 +52,7 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
         **carried(FACTS),
     }
     assert job.metadata["strategy"] == "ddp"
+    assert job.metadata["job_name"] == job.metadata["run"]
     assert job.metadata["git_commit"] == "abc"
 
 
