@@ -222,7 +222,7 @@ def _artifacts(uri: str, experiment: str) -> str | None:
     if database is None:
         return None
     folder = re.sub(r"^\.+$|[^\w.-]", "_", experiment)[:_MAX_FOLDER_LENGTH]
-    return (database.parent / "mlartifacts" / folder).as_uri()
+    return (database.absolute().parent / "mlartifacts" / folder).as_uri()
 
 
 def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:
