@@ -92,8 +92,8 @@ class Journal:
             else:
                 if isinstance(event, RunEnded):
                     self._metrics.flush()  # what is uploaded at the end must be there before the end
-                elif (step := _continued_from(event)) is not None:
-                    self._discard_after(step, event.time)
+                elif (continued := _continued_from(event)) is not None:
+                    self._discard_after(continued, event.time)
                 error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
                     self._last_sample[event.name] = event.step
@@ -259,8 +259,8 @@ def _continuations(source: Path | bytes, offset: int) -> Iterator[tuple[int, int
 
 def discards_before(path: Path, offset: int) -> bool:
     """Return whether lines of a ``metrics.jsonl`` from byte ``offset`` discard values before it."""
-    stays = min((step for _, step in _continuations(path, offset)), default=None)
-    before = () if stays is None else read_points(path, end=offset)
+    stays = min((step for _, step in _continuations(path, offset)), default=math.inf)
+    before = () if stays == math.inf else read_points(path, end=offset)
     return any(line.step > stays and not n.startswith(OF_NO_ATTEMPT) for line in before for n in line.metrics)
 
 
