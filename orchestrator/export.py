@@ -51,8 +51,11 @@ def _export(options: argparse.Namespace) -> int:
     from orchestrator.exporting.formats import export_run
 
     with still_working(lambda: f"export: the model of {run_dir.location} is being written"):
-        step = export_run(run_dir, directory.expanduser().absolute(), format=options.format, best=options.best)
-    print(writable(f"the model after step {step:,} is in {directory}", sys.stdout))
+        step, averaged = export_run(
+            run_dir, directory.expanduser().absolute(), format=options.format, best=options.best
+        )
+    weights = ", with averaged weights," if averaged else ""
+    print(writable(f"the model after step {step:,}{weights} is in {directory}", sys.stdout))
     return 0
 
 

@@ -73,10 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
+    from orchestrator.driver.preflight.paths import URI_VARIABLE, tracking_variables
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
     from orchestrator.driver.process.origin import origin_of_submission
     from orchestrator.driver.submit.job_submission import JobServer, make_submission
     from orchestrator.records.git import git_facts
+    from orchestrator.tracking.uri import is_redacted
 
     if options.multirun and options.restarts is not None:
         raise ConfigError([f"{RESTARTS_OPTION}={options.restarts}: only for a single run, without -m"])
@@ -86,6 +88,14 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
         print(
             f"warning: Ray's dashboard shows the command of a job, with {', '.join(secrets)}; set an environment "
             "variable on the cluster instead, and pass '<key>=${oc.env:NAME}'",
+            file=sys.stderr,
+        )
+    variables = tracking_variables(configs[0])
+    if is_redacted(variables.get(URI_VARIABLE, "")):
+        del variables[URI_VARIABLE]
+        print(
+            f"warning: {URI_VARIABLE} does not travel, because Ray's dashboard would show its password; set it on the "
+            "cluster, or the login in ~/.mlflow/credentials there",
             file=sys.stderr,
         )
     server = JobServer(options.address)
@@ -105,6 +115,7 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
         suffix=f"{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
         origin=origin,
         redactor=redactor,
+        variables=variables,
     )
     try:
         server.submit(submission)

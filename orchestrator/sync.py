@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,9 +107,8 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
             transfer.push(None if driver_alive else final_ending(run_dir))
     except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
         missing = count_points(run_dir, offset=transfer.cursor.offset)
-        again = f"python -m orchestrator.sync {run_dir.location}"
-        if given_uri:
-            again += f" --uri {redact_uri(given_uri)}"
+        uri = ["--uri", redact_uri(given_uri)] if given_uri else []
+        again = shlex.join(["python", "-m", "orchestrator.sync", run_dir.location, *uri])
         print(f"{server}: {transfer.cursor.error}", file=sys.stderr)
         print(f"{missing} points are not uploaded, and none is lost; try again with: {again}", file=sys.stderr)
         return 1

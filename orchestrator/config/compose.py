@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from orchestrator.config.build import build
 from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 from orchestrator.config.text import format_override
+
+OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
 
 StrategyConfigs = Callable[[str], type[StrategyConfig]]
 """Maps the name of a strategy to its configuration class."""

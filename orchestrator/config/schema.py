@@ -190,6 +190,12 @@ class TrackingConfig:
     log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
 
+    def __post_init__(self) -> None:
+        if not (0 < len(self.experiment) <= 250 and self.experiment.isprintable()):
+            raise ValueError(
+                f"tracking.experiment={self.experiment[:50]}: expected 1 to 250 characters without control characters"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:

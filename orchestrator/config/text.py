@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,15 @@ def to_cli(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(to_cli, value)) + "]"
     return str(value)
+
+
+def path_override(key: str, path: str) -> str:
+    """Return the override that sets ``key`` to a path or a URL of any characters."""
+    if "/" in path and re.fullmatch(r"[\w./:@%+-]+", path):
+        return f"{key}={path}"
+    from orchestrator.config.overrides import quote_text  # imports Hydra, which takes a second
+
+    return f"{key}={quote_text(path)}"
 
 
 def first_few(items: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:

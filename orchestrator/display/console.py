@@ -57,8 +57,7 @@ def make_console(
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
     view = RunView(steps=steps, world_size=world_size)
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
-    if out.isatty() and not plain:
+    if out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):  # Rich itself obeys NO_COLOR
         terminal = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
         return LiveConsole(view, terminal, clock)
     # In a notebook, Rich would display each line as HTML of its own.

@@ -8,6 +8,7 @@ from orchestrator.protocol.events import (
     BestFound,
     CheckpointFailed,
     CheckpointSaved,
+    Continued,
     Event,
     FirstStepDone,
     GenerationStarted,
@@ -74,7 +75,7 @@ def describe_event(event: Event) -> list[Line]:
             return [(f"warning: {event.message}", "yellow")]
         case BestFound() | StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
             return []
-        case SampleSaved() | TextSampled() | RunEnded():
+        case SampleSaved() | TextSampled() | Continued() | RunEnded():
             return []
         case _:
             return [(event.kind.replace("_", " "), "")]

@@ -25,6 +25,7 @@ from orchestrator.display.text import (
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.events import (
     CheckpointSaved,
+    Continued,
     Event,
     GenerationStarted,
     MetricsLogged,
@@ -63,7 +64,7 @@ class RunView:
         self.metrics = MetricRegistry(CORE_METRICS)
         self.latest: dict[str, float] = {}
         self.val_step = 0
-        self.losses: deque[float] = deque(maxlen=_POINTS)
+        self.losses: deque[tuple[int, float]] = deque(maxlen=_POINTS)
         self.rates: deque[float] = deque(maxlen=_POINTS)
         self.ranks: dict[int, RankProgress] = {}
         self._reached_at: deque[tuple[float, int]] = deque(maxlen=_SPEED_POINTS)
@@ -90,6 +91,9 @@ class RunView:
                     self._reached(least, now)
             case CheckpointSaved():
                 self.checkpoint = event
+            case Continued():
+                while self.losses and self.losses[-1][0] > event.step:
+                    self.losses.pop()
             case StopRequested():
                 self.stop = event
             case WorkerFailed() if self.failure is None:
@@ -101,7 +105,7 @@ class RunView:
             self.metrics.add(spec)
         self.latest.update(event.metrics)
         if LOSS.name in event.metrics:
-            self.losses.append(event.metrics[LOSS.name])
+            self.losses.append((event.step, event.metrics[LOSS.name]))
         if SAMPLES_PER_S.name in event.metrics:
             self.rates.append(event.metrics[SAMPLES_PER_S.name])
         if any(name.startswith("val/") for name in event.metrics):
@@ -215,7 +219,7 @@ def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
 def _curves(view: RunView, *, width: int, unicode: bool) -> list[Text]:
     rows: list[Text] = []
     for label, values, text, style in (
-        ("loss", view.losses, number, "cyan"),
+        ("loss", [loss for _, loss in view.losses], number, "cyan"),
         ("samples/s", view.rates, rate, "green"),
     ):
         if values:

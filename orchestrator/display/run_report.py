@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.evaluated import VAL, metric_prefix
+from orchestrator.config.text import path_override
 from orchestrator.display.report import shared_machine
 from orchestrator.display.text import count, duration, first_line, number, rate, size
 from orchestrator.protocol.machine_use import describe_sharing
@@ -177,7 +178,7 @@ def _next_commands(
     command = str(record.get("command", ""))
     if resumable and command and not command.startswith(_PYTHON_CALL):
         words = [word for word in shlex.split(command) if not word.startswith("resume=")]
-        yield shlex.join([*words, f"resume={run_dir.location}"])
+        yield shlex.join([*words, path_override("resume", run_dir.location)])
     sweep = record.get("sweep") or {}
     chosen = ("--sweep", sweep["id"][:8]) if sweep else ("--last", "5")
     yield verb("compare", *chosen, *search_options(OutputDir.containing(run_dir)))

@@ -17,7 +17,7 @@ from orchestrator.driver.candidates import this_machine
 from orchestrator.driver.code.worker_code import code_for_workers
 from orchestrator.driver.nodes.network import clock_offset, measure_all_reduce
 from orchestrator.driver.nodes.node_reports import driver_report, node_reports
-from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
+from orchestrator.driver.preflight.paths import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
 from orchestrator.driver.process.ray_traces import ray_traces
@@ -66,7 +66,7 @@ def examine(config: Config) -> Iterator[Finding]:
 
 def _cluster(config: Config, address: str) -> Iterator[Finding]:
     try:
-        with cluster.connected(address):
+        with cluster.connected(address, metadata={"job_name": "orchestrator doctor"}):
             yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
             yield check_token(required=cluster.asks_for_token(), file=_token_file())
             yield from _nodes(config)
@@ -75,9 +75,8 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
 
 
 def _directories(config: Config) -> Iterator[Finding]:
-    for error in environment_errors(config):
-        if not error.startswith("tracking.uri="):
-            yield Finding(check="output_dir", level="fault", text=error)
+    for error in output_errors(config):
+        yield Finding(check="output_dir", level="fault", text=error)
 
 
 def check_job(config: Config) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline.draw import draw, trace
 from orchestrator.timeline.traces import step_parts
 from orchestrator.tracking.uploader import Upload, Uploader
+from orchestrator.tracking.uri import page_command
 
 PROMPT_WAIT_S = 0.5
 """Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""
@@ -234,7 +235,7 @@ def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
     if tracking.uri is None or not tracking.uri.startswith("sqlite"):
         return []
     where = f"on {socket.gethostname()}: " if origin.remote else ""
-    return [f"{where}mlflow ui --backend-store-uri {tracking.uri}"]
+    return [f"{where}{page_command(tracking.uri)}"]
 
 
 def report_profile(run_dir: RunDir) -> Mapping[str, str]:

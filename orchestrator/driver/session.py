@@ -18,6 +18,7 @@ from orchestrator.compat.ray.key_values import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
+from orchestrator.config.text import path_override
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
@@ -26,10 +27,9 @@ from orchestrator.driver.candidates import Candidate, planned_on, this_machine, 
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.nodes.node_reports import with_memory
 from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
-from orchestrator.driver.preflight.nodes import fit_nodes
-from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.driver.preflight.nodes import fit_nodes, nodes_to_plan_on
+from orchestrator.driver.preflight.paths import output_dir, tracking_note
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.event_stream import EventStream, FailureSink
@@ -54,7 +54,7 @@ from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.patience import with_patience
 from orchestrator.policy.token_check import exposure_warning
-from orchestrator.protocol.events import Sink, Warned
+from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import end_with_parent
@@ -148,6 +148,8 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sw
             print(decision.text)
             sizes = decision.sizes
         print(plan_table(sizes.initial, launch.nodes))
+        for note in tracking_note(candidate.config):
+            print(f"  note: {note}")
         for warning in candidate.warnings:
             print(f"  warning: {warning}")
     return []
@@ -193,28 +195,30 @@ def _ray(
 ) -> Iterator[tuple[tuple[Node, ...], list[tuple[Candidate, Sizes]]]]:
     """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
-    Without a cluster, a Ray is embedded; not for ``plan=true``, which needs none.
+    Without a cluster, a Ray is embedded. ``plan=true`` joins none, unless ``strategy=auto`` measures the job.
     """
     config = candidates[0].config
     address = cluster.target_address(config.cluster)
     metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
+    only_plans = config.plan and not any(c.is_auto for c in candidates)
+    if address is not None and only_plans:
+        nodes = nodes_to_plan_on(config.cluster, address)
+        yield nodes, planned_on(nodes, candidates, sweep)
+        return
     if address is not None:
         with cluster.connected(address, metadata=metadata):
-            if membership() is None and (choice := cluster.choice_of_address(config.cluster)) is not None:
-                print(choice, flush=True)
-            if not config.plan and membership() is None:
+            if membership() is None:
+                if (choice := cluster.choice_of_address(config.cluster)) is not None:
+                    print(choice, flush=True)
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
-            if not config.plan:
-                modules = {c.config.job_module for c in candidates if c.given is None}
-                nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
-            else:
-                nodes = with_memory(nodes, timeout_s=config.cluster.pending_timeout_s)
+            modules = {c.config.job_module for c in candidates if c.given is None}
+            nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()
     planned = [(c, c.sizes) for c in candidates if c.sizes is not None]
-    if config.plan and not any(c.is_auto for c in candidates):
+    if only_plans:
         yield (machine,), planned
         return
     with cluster.embedded(
@@ -353,7 +357,7 @@ def _opened(
     )
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
     resume_command = command_line(
-        (*candidate.overrides, f"resume={run_dir.location}"), redactor, job=as_job, origin=origin
+        (*candidate.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
     )
     ending = RunEnding(
         plan=plan,
@@ -379,5 +383,7 @@ def _opened(
         short = None if submission_id() is None else stop_wait_warning(config.cluster.stop_grace_s, os.environ)
         for warning in (*candidate.warnings, *others, *filter(None, [short])):
             events.show(Warned(message=warning))
+        for note in tracking_note(config):
+            events.show(Noted(message=note))
         context = RunContext(spec=spec, events=events, stop=launch.stop, lease=lease)
         yield _Opened(context=context, code=code, uploader=uploader, records=records, ending=ending)

@@ -38,6 +38,7 @@ from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import tensor_file
+from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -60,11 +61,13 @@ class Facts:
     Attributes:
         dataset: the result of :func:`~orchestrator.exporting.dataset.dataset_facts`; None if the job cannot be built.
         step: when the weights were saved; None if there are none.
+        averaged: whether they are moving averages.
         problem: why there is no graph or there are no weights; None if there are both.
     """
 
     dataset: Mapping[str, Any] | None = None
     step: int | None = None
+    averaged: bool = False
     problem: str | None = None
 
 
@@ -91,7 +94,7 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
         if "model" in exports:
             facts = replace(facts, problem=facts.problem or problem)
         if tensors is not None:
-            (folder / "README.md").write_text(_readme(spec, problem=problem))
+            (folder / "README.md").write_text(_readme(spec, problem=problem), errors="replace")
     return facts
 
 
@@ -116,8 +119,9 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
         return Facts(problem=f"the weights in {chosen} have {size / 1e9:.1f} GB, {limit}"), None
     with tempfile.TemporaryDirectory(dir=folder) as parts:
-        digests = tensor_file.write(folder / _WEIGHTS, store.model(chosen, Path(parts)))
-    return Facts(step=step), StoredTensors(folder, {_WEIGHTS: digests})
+        digests = tensor_file.write(folder / _WEIGHTS, exported_weights(store, chosen, Path(parts)))
+    facts = Facts(step=step, averaged=exports_average(store, chosen))
+    return facts, StoredTensors(folder, {_WEIGHTS: digests})
 
 
 def _job(spec: JobSpec) -> Job:

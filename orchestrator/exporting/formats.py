@@ -16,6 +16,7 @@ from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.best import best_step
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import path_of, step_of
@@ -25,13 +26,13 @@ from orchestrator.state.manifest import CheckpointError
 from orchestrator.user_code.exits import error_text
 
 
-def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> int:
+def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> tuple[int, bool]:
     """Write the weights of the newest checkpoint of a run, or of the ``best``, into a new directory.
 
     The directory is there if and only if everything is in it.
 
     Returns:
-        The step of the weights.
+        The step of the weights, and whether they are moving averages.
 
     Raises:
         ValueError: the directory exists, there is no such checkpoint or it is damaged, or the job cannot write it.
@@ -61,7 +62,7 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         for file in made.rglob("*"):  # safetensors makes files that nobody else may read
             file.chmod(file.stat().st_mode | made.stat().st_mode & 0o666)
         made.rename(directory)
-    return step_of(checkpoint)
+    return step_of(checkpoint), exports_average(store, checkpoint)
 
 
 def _whole_model(
@@ -72,12 +73,12 @@ def _whole_model(
     Raises:
         FrozenError: the job builds other frozen parameters than the checkpoint was trained with.
     """
-    stored = store.model(checkpoint, folder)
+    stored = exported_weights(store, checkpoint, folder)
     left_out: Mapping[str, int] = store.read_manifest(checkpoint)["meta"].get(LEFT_OUT, {})
     if not left_out:
         return stored
     seed_generators(recorded_data(run_dir.config_file).get("seed", 0))  # frozen parameters may be random
-    dtype = next(t.dtype for t in stored.outline().values() if t.is_floating_point())  # of train.precision
+    dtype = next(t.dtype for t in stored.values() if t.is_floating_point())  # of train.precision
     own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in job.model().state_dict().items()}
     check_built(left_out, {n: checksum(own[n], Box.whole(own[n].shape)) for n in left_out if n in own})
     return {name: own[name] if name in left_out else stored[name] for name in own}

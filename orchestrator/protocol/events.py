@@ -290,6 +290,13 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Continued(Event):
+    """The run is about to go on from the state after ``step``; what it has reported of later steps counts no more."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """A signal asks the run to stop after a checkpoint."""
 

@@ -3,6 +3,10 @@
 Each line is one JSON object. NaN and infinities are strings, because strict JSON has no such numbers:
     {"step": 10, "time": 1700000000.0, "train/loss": 2.3, "train/grad_norm": "NaN"}
     {"event": "run_ended", "time": 1700000000.0, "status": "FINISHED", ...}
+
+A run that continues from an earlier step than it had reached repeats the steps after it. A line of ``metrics.jsonl``
+says so, and discards what the lines before it have of later steps:
+    {"step": 5, "time": 1700000000.0, "continues": true}
 """
 
 from __future__ import annotations
@@ -10,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
+import io
 import json
 import math
 import os
-import posixpath
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,27 +25,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.protocol.events import (
+    Continued,
     Event,
     MetricsLogged,
     RankProgress,
     RunEnded,
+    RunStarted,
     SampleSaved,
     SystemMetricsLogged,
 )
+from orchestrator.records.names import metric_name
 from orchestrator.records.run_dir import RunDir
 
 MAX_LINES_WAITING = 10_000
 """Lines kept in memory while the disk is full; beyond that, the oldest are lost."""
 
-_MAX_NAME_LENGTH = 250
 _SYSTEM = "system/"
+OF_NO_ATTEMPT = (_SYSTEM, "recovery/")
+"""Metrics of the machines and of the run itself, which stay when steps are repeated."""
+_CONTINUES = "continues"
+_KEYS = ("step", "time", _CONTINUES)
+"""The keys of a line that are no metrics."""
 
 
 class Journal:
     """An event sink that writes every event except :class:`RankProgress` to the run directory.
 
     In a directory that already has a journal, it continues that journal: it cuts off an incomplete last line, writes
-    no metric and no sample again at or below its last step, and continues the numbering of ``system/`` readings.
+    no metric and no sample again at or below its last step, and continues the numbering of ``system/`` readings. If the
+    run continues from an earlier step, what was logged of later ones is discarded and written anew.
 
     A line that cannot be written is retried with the next one, after a warning.
 
@@ -82,6 +92,8 @@ class Journal:
             else:
                 if isinstance(event, RunEnded):
                     self._metrics.flush()  # what is uploaded at the end must be there before the end
+                elif (continued := _continued_from(event)) is not None:
+                    self._discard_after(continued, event.time)
                 error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
                     self._last_sample[event.name] = event.step
@@ -114,6 +126,14 @@ class Journal:
                 self._last_step[name] = step
                 line[name] = _plain(float(value))
         return self._metrics.write(_line(line)) if len(line) > 2 else None
+
+    def _discard_after(self, step: int, time: float) -> None:
+        """Let the points and samples of later steps count no more."""
+        later = [n for n, last in self._last_step.items() if last > step and not n.startswith(OF_NO_ATTEMPT)]
+        if later:
+            self._last_step |= dict.fromkeys(later, step)
+            self._metrics.write(_line({"step": step, "time": time, _CONTINUES: True}))
+        self._last_sample = {name: min(last, step) for name, last in self._last_sample.items()}
 
 
 class _Appender:
@@ -168,13 +188,21 @@ def append_event(run_dir: RunDir, event: Event) -> None:
         events.close()
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield every whole line of ``path`` from byte ``offset``, as an object, and the offset after it.
+def read_lines(source: Path | bytes, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield every whole line of a file, or of its contents, from byte ``offset`` as an object, and the offset after it.
 
     A missing file has no lines. A last line without a newline is not yielded yet; damaged lines are skipped.
     """
+    for line, line_end in _whole_lines(source, offset):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record, line_end
+
+
+def _whole_lines(source: Path | bytes, offset: int) -> Iterator[tuple[bytes, int]]:
     try:
-        file = path.open("rb")
+        file = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
     except FileNotFoundError:
         return
     with file:
@@ -183,24 +211,64 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record, offset
+            yield line, offset
 
 
-def metrics_of(record: Mapping[str, Any]) -> tuple[int, float, dict[str, float]]:
-    """Return ``(step, time, {name: value})`` of one line of ``metrics.jsonl``."""
-    metrics = {k: float(v) for k, v in record.items() if k not in ("step", "time")}
-    return int(record["step"]), float(record["time"]), metrics
+class Points(NamedTuple):
+    """The values of one line of ``metrics.jsonl``; ``end`` is the offset after the line."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+    end: int
+
+
+def read_points(source: Path | bytes, offset: int = 0, *, end: float = math.inf) -> Iterator[Points]:
+    """Yield the lines of a ``metrics.jsonl``, without the values that later lines discard; damaged lines are skipped.
+
+    Args:
+        source: the file, or its contents.
+        offset: the byte to start from.
+        end: read as if the file had no more bytes.
+    """
+    continued = [(line_end, step) for line_end, step in _continuations(source, offset) if line_end <= end]
+    for record, line_end in read_lines(source, offset):
+        if line_end > end:
+            return
+        while continued and continued[0][0] <= line_end:
+            del continued[0]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            step, time = int(record["step"]), float(record["time"])
+            discarded = step > min((from_step for _, from_step in continued), default=step)
+            metrics = {
+                name: float(value)
+                for name, value in record.items()
+                if name not in _KEYS and not (discarded and not name.startswith(OF_NO_ATTEMPT))
+            }
+            yield Points(step, time, metrics, line_end)
+
+
+def _continuations(source: Path | bytes, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield each line from ``offset`` that discards values: the offset after it, and the last step that stays."""
+    mark = f'"{_CONTINUES}"'.encode()
+    for line, line_end in _whole_lines(source, offset):
+        if mark in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                yield line_end, int(json.loads(line)["step"])
+
+
+def discards_before(path: Path, offset: int) -> bool:
+    """Return whether lines of a ``metrics.jsonl`` from byte ``offset`` discard values before it."""
+    stays = min((step for _, step in _continuations(path, offset)), default=math.inf)
+    before = () if stays == math.inf else read_points(path, end=offset)
+    return any(line.step > stays and not n.startswith(OF_NO_ATTEMPT) for line in before for n in line.metrics)
 
 
 def read_metrics(run_dir: RunDir) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Yield ``(step, time, {name: value})`` of every point, in the order of logging."""
-    for record, _ in read_lines(run_dir.metrics_file):
-        yield metrics_of(record)
+    """Yield ``(step, time, {name: value})`` of every point that counts, in the order of logging."""
+    for line in read_points(run_dir.metrics_file):
+        if line.metrics:
+            yield line.step, line.time, line.metrics
 
 
 class Sample(NamedTuple):
@@ -213,12 +281,39 @@ class Sample(NamedTuple):
 
 
 def read_samples(run_dir: RunDir, offset: int = 0) -> Iterator[tuple[Sample, int]]:
-    """Yield each sample in a run directory from byte ``offset`` of ``events.jsonl``, and the offset after its event."""
+    """Yield each sample in a run directory from byte ``offset`` of ``events.jsonl``, and the offset after its event.
+
+    Samples of a step that the run has repeated since are left out.
+    """
+    found: list[tuple[Sample, int]] = []
     for record, line_end in read_lines(run_dir.events_file, offset):
         if record.get("event") == "sample_saved":
             path = run_dir.path / record["path"]
             if run_dir.holds(path):
-                yield Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end
+                found.append((Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end))
+        elif (step := _recorded_continuation(record)) is not None:
+            found = [(sample, end) for sample, end in found if sample.step <= step]
+    yield from found
+
+
+def _continued_from(event: Event) -> int | None:
+    """Return the step that the run goes on from with an event, None if it does not say so."""
+    match event:
+        case Continued(step=step):
+            return step
+        case RunStarted(resumed_from_step=int(step), source=None):
+            return step
+    return None
+
+
+def _recorded_continuation(record: Mapping[str, Any]) -> int | None:
+    """Return what :func:`_continued_from` returned for a line of ``events.jsonl``."""
+    match record:
+        case {"event": "continued", "step": int(step)}:
+            return step
+        case {"event": "run_started", "resumed_from_step": int(step), "source": None}:
+            return step
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,19 +345,6 @@ def read_ending(run_dir: RunDir, *, offset: int = 0, before: Ending | None = Non
         elif record.get("event") == "run_ended":
             ending = Ending(status=record["status"], time=record["time"], summary=record.get("summary") or {})
     return ending, offset
-
-
-@functools.cache
-def clean_name(name: str) -> str:
-    """Return ``name`` with ``_`` for characters that MLflow refuses in names of metrics, parameters and tags."""
-    name = posixpath.normpath(re.sub(r"[^a-zA-Z0-9_\-./: ]", "_", name))
-    return name.lstrip("/.")[:_MAX_NAME_LENGTH]
-
-
-def metric_name(name: str) -> str:
-    """Return ``name`` as the journal and MLflow have it; ``_step`` for ``step``, which is another key of a line."""
-    name = clean_name(name)
-    return f"_{name}" if name in ("", "step", "time") else name
 
 
 def _event_line(event: Event) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from orchestrator.protocol.core_metrics import CORE_METRICS, SAMPLES_PER_S
-from orchestrator.records.journal import metrics_of
+from orchestrator.records.journal import OF_NO_ATTEMPT, read_points
 from orchestrator.records.run_dir import RunDir
 
 _TAIL_BYTES = 2**18
@@ -19,12 +18,8 @@ def progress_of(run_dir: RunDir) -> dict[str, float]:
     It is empty if the run has logged nothing, or if its journal cannot be read. Only the end of the journal is read.
     """
     step, latest = 0, dict[str, float]()
-    for line in _tail(run_dir).split(b"\n")[:-1]:
-        try:
-            at, _, metrics = metrics_of(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):  # the first line may be incomplete
-            continue
-        if any(not name.startswith("system/") for name in metrics):  # readings have numbers of their own
+    for at, _, metrics, _ in read_points(_tail(run_dir)):  # the first line may be incomplete
+        if any(not name.startswith(OF_NO_ATTEMPT) for name in metrics):
             step = max(step, at)
             latest |= metrics
     found: dict[str, Any] = {"steps": step} if step else {}

@@ -33,6 +33,11 @@ class BestSoFar:
     evaluations_since: int = 0
     last_step: int = 0
 
+    @property
+    def of_average(self) -> bool:
+        """Whether ``metric`` is one of the moving average of the weights, of ``train.ema_decay``."""
+        return self.metric.partition("/")[2].startswith("ema_")
+
     def after(self, step: int, value: float, *, min_delta: float) -> BestSoFar:
         """Return the best evaluation after the one of ``step``, which has this ``value``. NaN is never better.
 

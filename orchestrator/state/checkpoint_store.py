@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from orchestrator.state.checkpoint import STEP, find_newest, hold, list_checkpoints, step_of, verify
 from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence, FencedError
-from orchestrator.state.manifest import MANIFEST, CheckpointError, files_of, parse_manifest, read_manifest
+from orchestrator.state.manifest import MANIFEST, CheckpointError, Kind, files_of, parse_manifest, read_manifest
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
 
@@ -147,18 +147,19 @@ class CheckpointStore:
         """
         return sum(digests.size for digests in files_of(self.read_manifest(name), "model").values())
 
-    def model(self, name: str, folder: Path) -> StoredTensors:
+    def model(self, name: str, folder: Path, *more: Kind) -> StoredTensors:
         """Return the parameters and buffers in the checkpoint ``name``.
 
         Args:
             name: of the checkpoint.
-            folder: an existing directory, to which its files of the model are copied if they are on a store.
+            folder: an existing directory, to which the files are copied if they are on a store.
+            more: what else is wanted beside the model.
 
         Raises:
             CheckpointError: the checkpoint is damaged or missing.
             OSError: a file cannot be copied.
         """
-        files = files_of(self.read_manifest(name), "model")
+        files = files_of(self.read_manifest(name), "model", *more)
         if self._remote is None:
             return StoredTensors(self._root / name, files)
         remote = self._remote.child(name)

@@ -49,6 +49,9 @@ class TrackingBackend(Protocol):
             running: whether the run has not ended. A run that has ended on the server then becomes running again.
         """
 
+    def discard_run(self, run_id: str) -> None:
+        """Let a run be found no more: a server cannot delete single values, and some of its values were discarded."""
+
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         """Store the values of metrics."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -14,13 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records.journal import Ending, Sample, clean_name
+from orchestrator.records.journal import Ending, Sample
+from orchestrator.records.names import storable_name
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
-from orchestrator.tracking.tags import DESCRIPTION, UID_TAG, run_tags
-from orchestrator.tracking.uri import sqlite_path, web_page
+from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_tags
+from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -30,9 +32,12 @@ MAX_PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 500
 SMALL_IMAGE_PIXELS = 256
 
+_MAX_FOLDER_LENGTH = 60  # of up to 255 bytes
+
 _SAMPLES = "samples"
 _IMAGES_TAG = "mlflow.loggedImages"
 """Tells MLflow's page to show image charts."""
+_DISCARDED = " (discarded: the run has repeated steps)"
 _REFUSALS = {
     401: "it refuses the login; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
     403: "your user may not write there; an administrator of the server can grant EDIT on the experiment",
@@ -51,6 +56,7 @@ def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    uri = uri_for_mlflow(uri)
     return MlflowClient(uri, registry_uri=uri)
 
 
@@ -94,6 +100,18 @@ class MlflowBackend:
         server = web_page(self._uri)
         return OpenedRun(run_id, None if server is None else views.page(server, experiment_id, view))
 
+    def discard_run(self, run_id: str) -> None:
+        """The run goes to MLflow's trash; where the user may not delete it, it stays in the list under another name."""
+        client = self._connected()
+        from mlflow.exceptions import MlflowException
+
+        run = client.get_run(run_id)
+        client.update_run(run_id, status="KILLED", name=f"{run.info.run_name}{_DISCARDED}"[:MAX_NAME_LENGTH])
+        if UID_TAG in run.data.tags:
+            client.delete_tag(run_id, UID_TAG)
+        with contextlib.suppress(MlflowException):
+            client.delete_run(run_id)
+
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         client = self._connected()
         from mlflow.entities import Metric
@@ -114,7 +132,7 @@ class MlflowBackend:
         """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
         client = self._connected()
         bars = [
-            Point(clean_name(f"summary/{key}"), _rounded(float(value)), ending.time, 0)
+            Point(storable_name(f"summary/{key}"), _rounded(float(value)), ending.time, 0)
             for key, value in ending.summary.items()
             if _is_number(value)
         ]
@@ -133,7 +151,7 @@ class MlflowBackend:
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
         client = self._connected()
-        report = next((file.read_text() for file in files if file.name == REPORT), "")
+        report = next((file.read_text(errors="replace") for file in files if file.name == REPORT), "")
         experiment_id = client.get_run(run_id).info.experiment_id
         mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 
@@ -151,7 +169,7 @@ class MlflowBackend:
         return self._client
 
     def _create_tables(self, database: Path) -> None:
-        client = connect(f"sqlite:///{database}", request_timeout_s=self._request_timeout_s)
+        client = connect(sqlite_uri(database), request_timeout_s=self._request_timeout_s)
         client.search_experiments(max_results=1)  # the first call creates them
 
 
@@ -203,7 +221,8 @@ def _artifacts(uri: str, experiment: str) -> str | None:
     database = sqlite_path(uri)
     if database is None:
         return None
-    return str(database.parent / "mlartifacts" / re.sub(r"^\.+$|[^\w.-]", "_", experiment))
+    folder = re.sub(r"^\.+$|[^\w.-]", "_", experiment)[:_MAX_FOLDER_LENGTH]
+    return (database.absolute().parent / "mlartifacts" / folder).as_uri()
 
 
 def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:
@@ -215,7 +234,7 @@ def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str,
     """Set new and changed tags, and the parameters that the server lacks: MLflow refuses to change a parameter."""
     from mlflow.entities import Param, RunTag
 
-    cleaned = {clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in params.items()}
+    cleaned = {storable_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in params.items()}
     new = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
     changed = [RunTag(k, v) for k, v in tags.items() if run.data.tags.get(k) != v]
     for param_batch in _batches(new, MAX_PARAMS_PER_BATCH):

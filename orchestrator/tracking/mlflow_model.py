@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.records.names import storable
+from orchestrator.tracking.tags import MAX_LENGTH
+
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.models import ModelSignature
@@ -20,14 +23,15 @@ _REQUIREMENTS = ("mlflow", "torch", "safetensors", "numpy")
 
 def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
     """Store what ``orchestrator.exporting`` has written into ``folder``: a model, or weights and a README."""
-    facts = json.loads((folder / "facts.json").read_text())
+    facts = storable(json.loads((folder / "facts.json").read_text()))
     run = client.get_run(run_id)
     if facts["dataset"] is not None:
         _log_dataset(client, run, facts["dataset"])
     if facts["problem"] is None and facts["step"] is not None:
-        _log_program(client, run, folder, step=facts["step"])
+        kind = {"weights": "moving averages"} if facts["averaged"] else {}
+        _log_program(client, run, folder, step=facts["step"], tags=kind)
     elif facts["problem"] is not None:
-        client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}")
+        client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}"[:MAX_LENGTH])
         for name in ("model.safetensors", "README.md"):
             if (folder / name).is_file():
                 client.log_artifact(run_id, str(folder / name), artifact_path=_NAME)
@@ -46,8 +50,8 @@ def _log_dataset(client: MlflowClient, run: Run, facts: Mapping[str, Any]) -> No
     client.log_inputs(run.info.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
-def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int) -> None:
-    """Create a model of MLflow, unless one of this step exists."""
+def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int, tags: Mapping[str, str]) -> None:
+    """Create a model of MLflow with ``tags``, unless one of this step exists."""
     import mlflow
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
@@ -57,7 +61,8 @@ def _log_program(client: MlflowClient, run: Run, folder: Path, *, step: int) -> 
     if any(model.tags.get("step") == str(step) and model.status == "READY" for model in found):
         return
     inputs = _example(folder)
-    logged = client.create_logged_model(experiment_id, name=_NAME, source_run_id=run_id, tags={"step": str(step)})
+    tags = {**tags, "step": str(step)}
+    logged = client.create_logged_model(experiment_id, name=_NAME, source_run_id=run_id, tags=tags)
     with tempfile.TemporaryDirectory(prefix="model-") as parent:
         path = Path(parent) / _NAME
         mlflow.pyfunc.save_model(

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from orchestrator.config.markdown import code
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.records.journal import clean_name
+from orchestrator.records.names import storable_name
 
 SWEEP_ID = "sweep_id"
 """The tag of all runs of a sweep, and of the sweep's own run."""
@@ -44,7 +44,7 @@ _COLORS = {
 
 def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags of a run; ``record`` has the contents of ``run.json``."""
-    tags = {clean_name(key): str(value) for key, value in record.get("tags", {}).items()}
+    tags = {storable_name(key): str(value) for key, value in record.get("tags", {}).items()}
     if mesh := (record.get("plan") or {}).get("mesh"):
         tags["workers"] = str(recorded_mesh(mesh).num_workers)
     if precision := record.get("precision"):

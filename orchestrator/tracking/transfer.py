@@ -15,10 +15,19 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
-from orchestrator.records.journal import Ending, append_event, metrics_of, read_ending, read_lines, read_samples
+from orchestrator.records.journal import (
+    Ending,
+    append_event,
+    discards_before,
+    read_ending,
+    read_lines,
+    read_points,
+    read_samples,
+)
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.listing import files_below
 from orchestrator.records.lock import locked_if_free
+from orchestrator.records.names import storable
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.records.sweep_dir import SweepDir
@@ -71,7 +80,7 @@ def read_cursor(run_dir: RunDir) -> Cursor:
 
 def count_points(run_dir: RunDir, *, offset: int = 0) -> int:
     """Return the number of values in ``metrics.jsonl`` from byte ``offset``."""
-    return sum(len(record) - 2 for record, _ in read_lines(run_dir.metrics_file, offset))
+    return sum(len(points.metrics) for points in read_points(run_dir.metrics_file, offset))
 
 
 class Transfer:
@@ -102,8 +111,11 @@ class Transfer:
         """
         try:
             run_id = self._open(running=ending is None)
+            if discards_before(self._run_dir.metrics_file, self.cursor.offset):
+                run_id = self._open_another(running=ending is None)
             for points, offset in self._batches():
-                self._backend.log_points(run_id, points)
+                if points:
+                    self._backend.log_points(run_id, points)
                 count = self.cursor.points + len(points)
                 self._advance(offset=offset, points=count, closed_at=None, error=None)
             closing = ending is not None and self.cursor.closed_at != ending.time
@@ -185,7 +197,7 @@ class Transfer:
         if changed is None or changed == self.cursor.sweep_at:
             return
         with self._masked(*files) as masked:
-            self._backend.log_sweep(run_id, self._redactor.data(sweep), masked)
+            self._backend.log_sweep(run_id, storable(self._redactor.data(sweep)), masked)
         self._advance(sweep_at=changed)
 
     def _open(self, *, running: bool) -> str:
@@ -205,8 +217,16 @@ class Transfer:
         assert self.cursor.run_id is not None
         return self.cursor.run_id
 
+    def _open_another(self, *, running: bool) -> str:
+        """Begin again with another run on the server, where the present one has values that the journal discards."""
+        assert self.cursor.run_id is not None
+        self._backend.discard_run(self.cursor.run_id)
+        self.cursor = Cursor(uri=self.cursor.uri)
+        self._opened = False
+        return self._open(running=running)
+
     def _record(self) -> Mapping[str, Any]:
-        record: Mapping[str, Any] = self._redactor.data(self._run_dir.read_record())
+        record: Mapping[str, Any] = storable(self._redactor.data(self._run_dir.read_record()))
         return record
 
     @contextlib.contextmanager
@@ -250,14 +270,13 @@ class Transfer:
             self.cursor = replace(self.cursor, offset=0, points=0)
         offset = self.cursor.offset
         points: list[Point] = []
-        for record, line_end in read_lines(path, offset):
-            step, at, metrics = metrics_of(record)
+        for step, at, metrics, line_end in read_points(path, offset):
             if points and len(points) + len(metrics) > self._backend.max_points_per_request:
                 yield points, offset
                 points = []
             points += [Point(name, value, at, step) for name, value in metrics.items()]
             offset = line_end
-        if points:
+        if offset > self.cursor.offset:
             yield points, offset
 
     def _advance(self, **changes: Any) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import subprocess
 import sys
 import threading
@@ -132,7 +133,7 @@ class Uploader:
         """Start another follower for the one that has died, and return what happened."""
         assert self._options is not None
         if self._is_given_up():
-            remedy = f"upload with `orchestrator sync {self._run_dir.path}`"
+            remedy = f"upload with `{shlex.join(['orchestrator', 'sync', str(self._run_dir.path)])}`"
             return f"the upload process died {_MAX_RESTARTS + 1} times; {remedy}"
         self._restarted_at.append(time.monotonic())
         self._close_stdin()

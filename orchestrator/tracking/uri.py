@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shlex
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from orchestrator.config.redact import MASK, redact_text
 from orchestrator.config.secret_names import is_secret
@@ -17,6 +19,8 @@ _SQLITE = "sqlite:///"
 _EXAMPLE = "sqlite:///mlflow.db"
 _LOCAL_PAGE = "http://127.0.0.1:5000"
 """Where ``mlflow ui`` listens."""
+_NOT_IN_PATHS = re.compile("[%?\udc80-\udcff]")
+"""The characters of a path that an address has as ``%3F`` and the like: its syntax, and bytes that are not UTF-8."""
 _QUERY_VALUE = re.compile(r"([?&])([^=&]+)=([^&]*)")
 
 
@@ -60,7 +64,9 @@ def _sqlite_error(uri: str, rest: str, base: Path) -> str | None:
     if path is None or ":memory:" in rest:
         return f"a database in memory ends with its process; use {_EXAMPLE}"
     if path.is_dir():
-        return f"{path} is a directory; use {_SQLITE}{path / 'mlflow.db'}"
+        return f"{path} is a directory; use {sqlite_uri(path / 'mlflow.db')}"
+    if _NOT_IN_PATHS.search(path.name):
+        return f"MLflow cannot open a file with this name; use {_EXAMPLE}"
     existing = next(p for p in (path, *path.parents) if p.exists())
     if existing != path and not existing.is_dir():
         return f"{existing} is not a directory; choose another path"
@@ -75,14 +81,51 @@ def absolute_uri(uri: str, base: Path) -> str:
     path, question_mark, query = rest.partition("?")
     if scheme.split("+")[0] != "sqlite" or not separator or not path or ":memory:" in path:
         return uri
-    return f"{scheme}:///{base.absolute() / path}{question_mark}{query}"
+    return f"{scheme}:///{Path(_in_address(base.absolute())) / path}{question_mark}{query}"
+
+
+def sqlite_uri(path: Path) -> str:
+    """Return the address of the SQLite database in the file ``path``."""
+    return f"{_SQLITE}{_in_address(path)}"
+
+
+def _in_address(path: Path) -> str:
+    return _NOT_IN_PATHS.sub(lambda match: f"%{os.fsencode(match[0])[0]:02X}", str(path))
 
 
 def sqlite_path(uri: str) -> Path | None:
     """Return the database file of a SQLite address; None for other addresses and databases in memory."""
     scheme, separator, rest = uri.partition(":///")
-    path = rest.partition("?")[0]
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(rest.partition("?")[0])))
     return Path(path) if scheme.split("+")[0] == "sqlite" and separator and path else None
+
+
+def uri_for_mlflow(uri: str) -> str:
+    """Return ``uri`` with the path of a SQLite database as MLflow can open it, whose folder must exist.
+
+    MLflow takes the path as it stands for the folder, and versions of SQLAlchemy differ in how they decode it.
+    """
+    if (path := sqlite_path(uri)) is None:
+        return uri
+    scheme, _, rest = uri.partition(":///")
+    _, question_mark, query = rest.partition("?")
+    if _NOT_IN_PATHS.search(str(path.parent)):
+        path = Path(f"/proc/self/fd/{_descriptor_of(path.parent)}", path.name)
+    return f"{scheme}:///{path}{question_mark}{query}"
+
+
+@functools.cache
+def _descriptor_of(folder: Path) -> int:
+    """Open a folder for the life of the process, in which MLflow keeps a connection by address."""
+    return os.open(folder, os.O_PATH | os.O_DIRECTORY)
+
+
+def page_command(uri: str) -> str:
+    """Return the command line that serves MLflow's page from the SQLite database at ``uri``."""
+    path, folder = sqlite_path(uri), ""
+    if path is not None and _NOT_IN_PATHS.search(str(path.parent)):
+        folder, uri = f"cd {shlex.quote(str(path.parent))} && ", f"{_SQLITE}{path.name}"
+    return folder + shlex.join(["mlflow", "ui", "--backend-store-uri", uri])
 
 
 def web_page(uri: str) -> str | None:

@@ -148,6 +148,15 @@ def test_a_program_that_sets_no_mode_runs_several_times(head: Head, tmp_path: Pa
     assert ", as RAY_ADDRESS says" in done.stdout
 
 
+def test_a_plan_leaves_no_job_on_the_cluster(head: Head, tmp_path: Path) -> None:
+    before = dashboard(head, "/api/jobs/")
+    words = ("python", "-m", "orchestrator.launch", f"cluster.address={head.gcs}", "plan=true", "strategy=single")
+    done = command(head, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"cluster +1 node: \S+ \(2 CPUs\)", done.stdout)
+    assert dashboard(head, "/api/jobs/") == before
+
+
 def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> None:
     done = command(head, str(START), head.gcs, cwd=tmp_path, HOME=str(tmp_path))
     assert done.returncode == 1
@@ -185,7 +194,7 @@ def check_what_ray_shows(head: Head, submission_id: str, run_dir: Path) -> None:
     wait_for(lambda: "mlflow" in dashboard(head, f"/api/jobs/{submission_id}")["metadata"])
     metadata = dashboard(head, f"/api/jobs/{submission_id}")["metadata"]
     assert metadata["mlflow"].startswith("http://127.0.0.1:5000/#/experiments/")
-    expected = {"run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}
+    expected = {"job_name": "stopped", "run": "stopped", "strategy": "ddp", "run_dir": str(run_dir), "state": "running"}
     assert metadata.items() >= expected.items()
     before = pids_by_title("stopped")
     assert before.keys() == {"ray::rank-0 stopped", "ray::rank-1 stopped"}

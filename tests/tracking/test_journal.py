@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import json
 import math
 import resource
@@ -12,6 +13,7 @@ from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.protocol.events import (
+    Continued,
     MetricsLogged,
     RankProgress,
     RunEnded,
@@ -20,7 +22,9 @@ from orchestrator.protocol.events import (
     SystemMetricsLogged,
     Warned,
 )
-from orchestrator.records.journal import Journal, metric_name, read_ending, read_metrics, read_samples
+from orchestrator.records.journal import Journal, read_ending, read_metrics, read_samples
+from orchestrator.records.names import metric_name
+from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir
 
 
@@ -33,8 +37,8 @@ def point(step, **metrics):
     return MetricsLogged(step=step, metrics={k.replace("__", "/"): v for k, v in metrics.items()})
 
 
-def started():
-    return RunStarted(name="n", run_dir="d", strategy="ddp", job="digits", world_size=2, steps=5)
+def started(**fields):
+    return RunStarted(name="n", run_dir="d", strategy="ddp", job="digits", world_size=2, steps=5, **fields)
 
 
 def ended(status, **summary):
@@ -224,7 +228,7 @@ def test_secrets_are_masked_on_the_way_to_the_journal(run_dir):
     warned, run_ended = (json.loads(line) for line in run_dir.events_file.read_text().splitlines())
     assert warned["message"] == "login with *** at https://***@host"
     assert run_ended["summary"] == {"val_token": 0.5, "steps": 5}, "metrics are never secrets"
-    assert next(read_metrics(run_dir))[2] == {"val/token": 0.5, "val/___": 1.0}
+    assert next(read_metrics(run_dir))[2] == {"val/token": 0.5, "val/_x2a__x2a__x2a_": 1.0}
 
 
 def test_secrets_are_masked_once_for_all_sinks():
@@ -240,14 +244,67 @@ def test_secrets_are_masked_once_for_all_sinks():
     [
         ("train/loss", "train/loss"),
         ("val/top-1 acc.", "val/top-1 acc."),
-        ("loss(é)%", "loss____"),
-        ("/a//b/../c", "a/c"),
-        ("x" * 300, "x" * 250),
-        ("train/../step", "_step"),
+        ("hit@1", "hit_x40_1"),
+        ("acc/猫", "acc/_x732b_"),
+        ("loss_x40_", "loss_x5f_x40_"),
+        ("/a//b/../c", "_x2f_a_x2f_/b/_x2e_./c"),
+        ("train/step", "train/step"),
+        ("step", "_step"),
     ],
 )
 def test_metric_names_are_what_mlflow_accepts(given, expected):
     assert metric_name(given) == expected
+
+
+def test_no_two_names_become_one_and_mlflow_takes_each():
+    from mlflow.utils.validation import _validate_metric_name
+
+    names = ["".join(letters) for length in range(1, 6) for letters in itertools.product("_x4@猫/.", repeat=length)]
+    names += ["step", "_step", "__step", "time", "_time", "continues", *(f"{'x' * 300}{end}" for end in "ab"), "\udcff"]
+    stored = {metric_name(name): name for name in names}
+    assert len(stored) == len(names)
+    for name in stored:
+        _validate_metric_name(name)
+
+
+def test_a_run_that_continues_from_an_earlier_step_has_one_curve(run_dir):
+    journal = Journal(run_dir)
+    journal.emit(started())
+    for step in range(1, 8):
+        journal.emit(point(step, train__loss=1.0, **({"val__loss": 1.0} if step % 2 == 0 else {})))
+    journal.emit(point(7, recovery__seconds=3.0))
+    journal.emit(SampleSaved(step=4, name="a", path="samples/4.png"))
+    journal.emit(SampleSaved(step=7, name="a", path="samples/7.png"))
+    journal.emit(SystemMetricsLogged(step=9, metrics={"system/node_0/cpu": 1.0}))
+    journal.emit(Continued(step=4))
+    assert progress_of(run_dir) == {"steps": 4, "final_loss": 1.0, "val_loss": 1.0}
+    journal.emit(point(4, train__loss=2.0))
+    journal.emit(point(5, train__loss=2.0))
+    journal.close()
+    journal = Journal(run_dir)  # another driver, with other steps to log
+    journal.emit(started(resumed_from_step=4))
+    for step in (4, 6, 8):
+        journal.emit(point(step, train__loss=3.0))
+    journal.emit(SampleSaved(step=6, name="a", path="samples/6.png"))
+    journal.emit(started(resumed_from_step=2, source="another run"))
+    journal.close()
+    losses = [(step, metrics["train/loss"]) for step, _, metrics in read_metrics(run_dir) if "train/loss" in metrics]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (6, 3.0), (8, 3.0)]
+    assert steps(run_dir, "val/loss") == [2, 4]
+    assert steps(run_dir, "recovery/seconds") == [7]
+    assert steps(run_dir, "system/node_0/cpu") == [9]
+    assert [sample.step for sample, _ in read_samples(run_dir)] == [4, 6]
+    assert progress_of(run_dir) == {"steps": 8, "final_loss": 3.0, "val_loss": 1.0}
+
+
+def test_a_run_that_repeats_nothing_discards_nothing(run_dir):
+    journal = Journal(run_dir)
+    journal.emit(point(5, train__loss=1.0))
+    journal.emit(Continued(step=5))
+    journal.close()
+    assert lines(run_dir.metrics_file) == [
+        {"step": 5, "time": lines(run_dir.metrics_file)[0]["time"], "train/loss": 1.0}
+    ]
 
 
 def test_the_ending_is_that_of_the_last_start(run_dir):

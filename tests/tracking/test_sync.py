@@ -1,5 +1,6 @@
 """`orchestrator sync`: runs of any state, other servers, and what it refuses."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def test_sync_of_a_run_whose_record_cannot_be_written(tmp_path, uri, capsys):
     run_dir.lock_file.mkdir()
     assert sync.main([str(run_dir.path)]) == 0
     assert "all 20 are on" in capsys.readouterr().out
+
+
+def test_the_command_to_try_again_is_for_a_shell(tmp_path, capsys):
+    run_dir = ended_run(tmp_path / "it's (a) $HOME", None)
+    assert sync.main([str(run_dir.path), "--uri", "http://127.0.0.1:1"]) == 1
+    _, _, again = capsys.readouterr().err.splitlines()[-1].partition("try again with: ")
+    assert shlex.split(again)[3:] == [str(run_dir.path), "--uri", "http://127.0.0.1:1"]
 
 
 def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):

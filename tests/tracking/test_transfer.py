@@ -1,18 +1,31 @@
 """The upload of a journal: requests, failures, and masked secrets."""
 
 import os
+import shutil
+import sqlite3
 import tempfile
 import time
 
 import pytest
 
 from helpers.machines.disks import mounted
-from helpers.records.tracked_runs import artifacts, ended_run, expected, history, log, new_run, run_of, save_samples
-from orchestrator.protocol.events import MetricsLogged, SampleSaved
+from helpers.records.tracked_runs import (
+    artifacts,
+    client_of,
+    ended_run,
+    expected,
+    history,
+    log,
+    new_run,
+    run_of,
+    save_samples,
+)
+from orchestrator.protocol.events import Continued, MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
 from orchestrator.tracking.backend import OpenedRun
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
+from orchestrator.tracking.uri import absolute_uri, validate_uri
 
 
 class MemoryBackend:
@@ -33,6 +46,9 @@ class MemoryBackend:
     def open_run(self, record, *, run_id, start_time, running):
         self._call("open", running)
         return OpenedRun(record["uid"], None)
+
+    def discard_run(self, run_id):
+        self._call("discard", run_id)
 
     def log_points(self, run_id, points):
         self._call("log", [(p.name, p.step) for p in points])
@@ -162,6 +178,86 @@ def test_more_than_one_request_of_points(tmp_path, uri):
     assert transfer.cursor.points == 3500
     assert history(uri, transfer.cursor.run_id) == expected(run_dir)
     assert len(run_of(uri, run_dir).data.metrics) == 1502
+
+
+def test_mlflow_shows_the_curve_of_the_last_attempt_alone(tmp_path, uri):
+    run_dir = new_run(tmp_path, uri)
+    journal = Journal(run_dir)
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5))
+    log(journal, range(1, 8))
+    save_samples(journal, run_dir, 3, 6)
+    transfer.push(None)
+    discarded = transfer.cursor.run_id
+    for attempt in (1.5, 2.5):
+        journal.emit(Continued(step=4))
+        for step in (6, 8):  # logs other steps than before
+            journal.emit(MetricsLogged(step=step, metrics={"train/loss": attempt}))
+        transfer.push(None)
+        transfer.push(None)
+    journal.emit(Continued(step=8))  # repeats nothing
+    journal.close()
+    kept = transfer.cursor.run_id
+    transfer.push(Ending(status="FINISHED", time=time.time(), summary={}))
+    assert transfer.cursor.run_id == kept
+    steps_and_losses = [*((step, 1 / step) for step in range(1, 5)), (6, 2.5), (8, 2.5)]
+    assert history(uri, kept) == expected(run_dir) == steps_and_losses
+    assert run_of(uri, run_dir).info.run_id == kept
+    assert artifacts(uri, kept, "samples") == ["samples/step-000003-says.txt"]
+    old = client_of(uri).get_run(discarded)
+    assert (old.info.lifecycle_stage, old.info.run_name) == (
+        "deleted",
+        "digits-ddp (discarded: the run has repeated steps)",
+    )
+
+
+def test_texts_that_a_store_cannot_take_hold_up_no_run(tmp_path, uri):
+    bad = "/data/b\udcffse\0.bin"
+    run_dir = ended_run(
+        tmp_path,
+        uri,
+        "FAILED",
+        description=f"No such file: {bad}",
+        command=f"launch job.path={bad}",
+        params={
+            "job.path": bad,
+            "job.class_weight.猫": 1.0,
+            "job.class_weight.狗": 2.0,
+            f"job.{'x' * 300}": bad * 2000,
+        },
+        tags={"strategy": "ddp", "job": bad * 2000},
+        source={"source.name": bad},
+        sweep={"id": "abc", "name": f"job.path={bad}"},
+    )
+    run_dir.log_file(0).write_bytes(os.fsencode(bad[:13]))
+    transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5))
+    transfer.push(final_ending(run_dir))
+    run = run_of(uri, run_dir)
+    assert run.info.status == "FAILED"
+    assert "No such file: /data/b�se�.bin" in run.data.tags["mlflow.note.content"]
+    assert run.data.params["job.path"] == "/data/b�se�.bin"
+    weights = {name: value for name, value in run.data.params.items() if "class_weight" in name}
+    assert weights == {"job.class_weight._x732b_": "1.0", "job.class_weight._x72d7_": "2.0"}
+    assert artifacts(uri, run.info.run_id, "logs") == ["logs/rank-0.log"]
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a?b=c", "a#b", "größe 猫", 'it\'s "q"'])
+def test_mlflow_gets_a_run_in_a_directory_of_any_name(tmp_path, empty_database, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(empty_database, folder / "mlflow.db")
+    uri = absolute_uri("sqlite:///mlflow.db", folder)
+    assert validate_uri(uri) is None
+    run_dir = ended_run(folder, uri)
+    run_dir.log_file(0).write_text("hello")
+    Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5)).push(final_ending(run_dir))
+    run = run_of(uri, run_dir)
+    assert history(uri, run.info.run_id) == expected(run_dir)
+    assert artifacts(uri, run.info.run_id, "logs") == ["logs/rank-0.log"]
+    (stored,) = folder.glob("mlartifacts/**/rank-0.log")
+    assert stored.read_text() == "hello"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        assert database.execute("select count(*) from runs").fetchone() == (1,)
 
 
 def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):

@@ -1,10 +1,20 @@
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config.redact import url_secrets
-from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, sqlite_path, validate_uri
+from orchestrator.tracking.uri import (
+    absolute_uri,
+    is_redacted,
+    page_command,
+    redact_uri,
+    sqlite_path,
+    sqlite_uri,
+    uri_for_mlflow,
+    validate_uri,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,7 @@ def test_valid(uri, tmp_path):
         ("sqlite:///", "in memory"),
         ("sqlite:///folder", "folder/mlflow.db"),
         ("sqlite:///file/mlflow.db", "is not a directory"),
+        ("sqlite:///a%3Fb", "MLflow cannot open a file with this name"),
         ("localhost:5000", "did you mean http://localhost:5000?"),
         ("http://", "http://host:port"),
         ("http:///mlflow", "http://host:port"),
@@ -78,6 +89,29 @@ def test_a_database_where_nothing_can_be_written(tmp_path):
 )
 def test_relative_sqlite_paths_become_absolute(uri, absolute):
     assert absolute_uri(uri, Path("/base")) == absolute
+
+
+@pytest.mark.parametrize("folder", ["a%20b", "a?b#c", "größe 猫", b"b\xffse"])
+def test_a_database_may_be_in_a_folder_of_any_name(folder, tmp_path):
+    path = tmp_path / os.fsdecode(folder)
+    path.mkdir()
+    uri = absolute_uri("sqlite:///mlflow.db?timeout=5", path)
+    assert uri.isprintable()
+    assert sqlite_path(uri) == sqlite_path(sqlite_uri(path / "mlflow.db")) == path / "mlflow.db"
+    scheme, _, opened = uri_for_mlflow(uri).partition(":///")
+    assert scheme == "sqlite"
+    assert opened.endswith("/mlflow.db?timeout=5")
+    assert Path(opened).parent.samefile(path)
+
+
+@pytest.mark.parametrize("folder", ["plain", "it's (a) $HOME", "a%20b?"])
+def test_the_command_that_serves_the_page_is_for_a_shell(folder, tmp_path):
+    path = tmp_path / folder
+    path.mkdir()
+    command = page_command(absolute_uri("sqlite:///mlflow.db", path))
+    shown = subprocess.check_output(["sh", "-c", f'mlflow() {{ cd "$PWD"; pwd; echo "$3"; }}; {command}'], text=True)
+    where, uri = shown.splitlines()
+    assert sqlite_path(absolute_uri(uri, Path(where))) == path / "mlflow.db"
 
 
 def test_passwords_are_masked_and_known():

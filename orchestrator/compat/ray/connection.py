@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -157,10 +158,27 @@ def is_node_of(address: str, *, timeout_s: float) -> bool:
 
     ``ray.init`` waits a minute for one. True if the server does not answer.
     """
-    here = find_internal(Internal.FIND_IN_RAYLETS)("--node_id")
+    try:
+        return not raylets_here().isdisjoint(node.node_id.hex() for node in known_nodes(address, timeout_s=timeout_s))
+    except ConnectionError:
+        return True
+
+
+def raylets_here() -> set[str]:
+    """Return the ids of the nodes whose raylets run on this machine."""
+    ids: set[str] = find_internal(Internal.FIND_IN_RAYLETS)("--node_id")
+    return ids
+
+
+def known_nodes(address: str, *, timeout_s: float) -> list[Any]:
+    """Return what a GCS server knows of the nodes of its cluster, dead ones too, without joining that.
+
+    Raises:
+        ConnectionError: the server does not answer.
+    """
     stub = find_internal(Internal.GCS_STUB)(find_internal(Internal.OPEN_CHANNEL)(address))
     try:
-        nodes = stub.GetAllNodeInfo(find_internal(Internal.GCS_NODES_REQUEST)(), timeout=timeout_s).node_info_list
-    except grpc.RpcError:
-        return True
-    return any(node.node_id.hex() in here for node in nodes)
+        answer = stub.GetAllNodeInfo(find_internal(Internal.GCS_NODES_REQUEST)(), timeout=timeout_s)
+    except grpc.RpcError as e:
+        raise ConnectionError(f"the GCS server at {address} does not answer ({e.code().name.lower()})") from e
+    return list(answer.node_info_list)

@@ -103,13 +103,6 @@ def with_memory_of(node: Node, report: NodeReport | NoReport) -> Node:
     return replace(node, memory_bytes=report.memory_bytes, gpu_memory_bytes=report.gpu_memory_bytes)
 
 
-def with_memory(nodes: Sequence[Node], *, timeout_s: float) -> tuple[Node, ...]:
-    """Return the nodes with their memory, for which each of them is asked; it is unknown if a node does not answer."""
-    pending = on_nodes(node_facts.memory, {node: {} for node in nodes})
-    answers = node_answers(pending, timeout_s, wanted="the memory", errors={})
-    return tuple(replace(node, **answers.get(node, {})) for node in nodes)
-
-
 def on_nodes(
     function: Callable[..., Any],
     arguments: Mapping[Node, Mapping[str, Any]],

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import ray
 
+from orchestrator.compat.ray.connection import raylets_here
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code.packages import ignored_errors, loaded_files
@@ -15,6 +16,17 @@ from orchestrator.driver.nodes.node_reports import driver_report, node_reports, 
 from orchestrator.driver.process import cluster
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import node_errors
+
+
+def nodes_to_plan_on(config: ClusterConfig, address: str) -> tuple[Node, ...]:
+    """Return the nodes of a cluster that is not joined; of those on this machine with their memory.
+
+    Raises:
+        ConfigError: the cluster does not answer any more.
+    """
+    here = raylets_here()
+    nodes = cluster.nodes_without_joining(config, address)
+    return tuple(with_memory_here(node) if node.node_id in here else node for node in nodes)
 
 
 def fit_nodes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from orchestrator.config.schema import Config
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
-from orchestrator.tracking.uri import absolute_uri, validate_uri
+from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+_EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 PATH_KEYS = ("output_dir", "tracking.uri", "resume", "evaluate")
 
 
@@ -46,9 +49,34 @@ def output_dir(config: Config) -> OutputDir:
 
 def environment_errors(config: Config) -> list[str]:
     """Return what is wrong with the tracking URI and the output directory."""
+    uri, errors = config.tracking.uri, output_errors(config)
+    if uri is None or (error := validate_uri(uri)) is None:
+        return errors
+    if URI_VARIABLE in tracking_variables(config):
+        error = f"{error.replace('tracking.uri', URI_VARIABLE, 1)}, or set tracking.uri"
+    return [error, *errors]
+
+
+def tracking_variables(config: Config) -> dict[str, str]:
+    """Return the environment variables of MLflow whose values ``config`` has, with absolute paths; masked."""
+    tracking, found = config.tracking, {}
+    given = {name: value for name in (URI_VARIABLE, _EXPERIMENT_VARIABLE) if (value := os.environ.get(name))}
+    if tracking.uri is not None and absolute_uri(given.get(URI_VARIABLE, ""), base_dir()) == tracking.uri:
+        found[URI_VARIABLE] = redact_uri(tracking.uri)
+    if tracking.uri is not None and given.get(_EXPERIMENT_VARIABLE) == tracking.experiment:
+        found[_EXPERIMENT_VARIABLE] = tracking.experiment
+    return found
+
+
+def tracking_note(config: Config) -> list[str]:
+    """Return a remark on what the environment decides about the tracking; none if it decides nothing."""
+    found = tracking_variables(config)
+    return [f"MLflow: {', '.join(f'{name}={value}' for name, value in found.items())}"] if found else []
+
+
+def output_errors(config: Config) -> list[str]:
+    """Return what is wrong with the output directory."""
     errors = []
-    if config.tracking.uri is not None and (error := validate_uri(config.tracking.uri)):
-        errors.append(error)
     output = output_dir(config)
     try:
         if output.remote is not None:

@@ -150,7 +150,9 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     if errors:
         raise ConfigError(errors)
     if config.evaluate is None and job is not None:
-        warnings.extend(_changes(_settings(run_dir), params_of(recorded_config(config, job, redactor))))
+        # A precision that is left to the run again has not been changed.
+        before = run_dir.read_record().get("params", {}) if train.precision == "auto" else _settings(run_dir)
+        warnings.extend(_changes(before, params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
 
 

@@ -25,6 +25,7 @@ from orchestrator.compat.ray.connection import (
     gcs_of_raylets_here,
     is_node_of,
     is_ray_client,
+    known_nodes,
     loopback_accepted,
     outliving_gcs,
     probe_gcs,
@@ -253,6 +254,34 @@ def nodes() -> tuple[Node, ...]:
         for n in ray.nodes()
         if n["Alive"]
     )
+
+
+def nodes_without_joining(config: ClusterConfig, address: str) -> tuple[Node, ...]:
+    """Return the nodes that :func:`allowed_nodes` would return in the cluster at ``address``, which it does not join.
+
+    :func:`address_error` has returned None for the address.
+
+    Raises:
+        ConfigError: the cluster does not answer any more.
+    """
+    if ray.is_initialized():
+        return allowed_nodes(config)
+    try:
+        found = known_nodes(str(gcs_address(address)), timeout_s=BUSY_TIMEOUT_S)
+    except ConnectionError as e:
+        raise ConfigError([f"{_to_cli(address)}: {e}"]) from e
+    present = tuple(
+        Node(
+            node_id=n.node_id.hex(),
+            name=n.node_manager_hostname,
+            cpus=n.resources_total.get("CPU", 0.0),
+            gpus=int(n.resources_total.get("GPU", 0)),
+            address=n.node_manager_address,
+        )
+        for n in found
+        if n.state == n.ALIVE
+    )
+    return without_excluded(present, config.exclude_nodes)
 
 
 def allowed_nodes(config: ClusterConfig) -> tuple[Node, ...]:

@@ -38,7 +38,7 @@ class QueueControl:
     def __enter__(self) -> QueueControl:
         if (error := cluster.address_error(self._address, key="--address")) is not None:
             raise QueueError(error)
-        self._connected.enter_context(cluster.connected(self._address))
+        self._connected.enter_context(cluster.connected(self._address, metadata={"job_name": "orchestrator queue"}))
         return self
 
     def __exit__(self, *_: object) -> None:

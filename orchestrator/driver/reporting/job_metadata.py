@@ -28,6 +28,7 @@ def launch_name(configs: Sequence[Config]) -> str:
 def job_metadata(configs: Sequence[Config], redactor: Redactor) -> dict[str, str]:
     """Return what is known before the runs of a launch begin, with secrets masked."""
     metadata = {
+        "job_name": launch_name(configs),  # the column "Name" of the dashboard
         "run": launch_name(configs),
         "strategy": ",".join(dict.fromkeys(c.strategy.name for c in configs)),
         "job": ",".join(dict.fromkeys(c.job_name for c in configs)),

@@ -201,7 +201,9 @@ def write_stacks(run_dir: RunDir, generation: int, plan: Plan, stacks: Mapping[i
     """
     path = run_dir.stacks_file(generation)
     try:
-        path.write_text("\n".join(_text(rank, plan, stacks.get(rank)) for rank in range(plan.world_size)))
+        path.write_text(
+            "\n".join(_text(rank, plan, stacks.get(rank)) for rank in range(plan.world_size)), errors="replace"
+        )
         for rank, stack in stacks.items():
             if stack.flight is not None:
                 run_dir.flight_file(generation, rank).write_bytes(zlib.decompress(stack.flight.dump))

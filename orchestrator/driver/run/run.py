@@ -28,7 +28,7 @@ from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd, what_follows
 from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
-from orchestrator.protocol.events import TextSampled, Yielded
+from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.tracking.uploader import Uploader
 
@@ -213,6 +213,7 @@ class Run:
         if plan.sources is None:
             self._checkpoints.find_newest()
         step = self._checkpoints.step if plan.sources is None else plan.step
+        self._events.emit(Continued(step=step))
         self._course.continue_with(plan, step=step)
         self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, step)
 

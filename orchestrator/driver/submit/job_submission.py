@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from ray.job_submission import JobStatus, JobSubmissionClient
@@ -72,6 +73,7 @@ def make_submission(
     suffix: str,
     origin: Origin,
     redactor: Redactor,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Submission:
     """Return the job that launches ``words``.
 
@@ -83,6 +85,7 @@ def make_submission(
         suffix: what makes the id unique, such as the time.
         origin: how commands begin where the user is, for those that the run suggests.
         redactor: masks secrets in the metadata.
+        variables: environment variables that the job needs as well.
     """
     modules = module_paths(configs[0].cluster.py_modules)
     if modules:  # they are in the job's environment, which workers inherit
@@ -98,6 +101,7 @@ def make_submission(
             "PYTHONUNBUFFERED": "1",
             **{name: redactor.text(value) for name, value in origin.variables().items()},
             **carried(source),
+            **variables,
         },
         metadata={
             **job_metadata(configs, redactor),

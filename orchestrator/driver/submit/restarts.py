@@ -18,6 +18,7 @@ from types import FrameType
 
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.redact import Redactor
+from orchestrator.config.text import path_override
 from orchestrator.driver.process.reports import ReportedRun, read_reports, variables
 from orchestrator.driver.process.signals import stop_signals
 
@@ -107,8 +108,9 @@ def _verdict(run: ReportedRun, how: str, words: Sequence[str], redactor: Redacto
     yield f"died: {how}" if state is None else f"{state}: afterwards {how}"
     yield f"run directory: {run.location}"
     if state is None and run.may_have_checkpoint:
+        resume = path_override("resume", run.location)
         kept = [masked(word, redactor) for word in words if not word.startswith("resume=")]
-        yield f"next: {shlex.join(this_origin().relaunch([*kept, f'resume={run.location}']))}"
+        yield f"next: {shlex.join(this_origin().relaunch([*kept, resume]))}"
 
 
 class Child:

@@ -47,6 +47,7 @@ def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
         entrypoint=shlex.join(["python", "-m", "orchestrator.verb_in_job", verb, *words]),
         py_modules=[] if verb in INSTALLED_THERE else [_PACKAGE],
         env={**origin.variables(), **_terminal()},
+        metadata={"job_name": f"orchestrator {verb}"},
     )
     log = MarkedLog()
     try:

@@ -19,6 +19,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.markdown import plain
 from orchestrator.config.overrides import masked, values
 from orchestrator.config.redact import Redactor
+from orchestrator.config.text import path_override
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
@@ -203,7 +204,7 @@ class Sweep:
         title = f"Sweep {self.name}"
         self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
         left_out = "".join(f"- {plain(self.redactor.text(line))}\n" for line in self._left_out)
-        directory.report.write_text(markdown(comparison.grouped, title=title) + left_out)
+        directory.report.write_text(markdown(comparison.grouped, title=title) + left_out, errors="replace")
         draw(comparison, directory.picture)
         directory.upload(directory.report, directory.picture)
         self.say(f"report: {directory.location_of(directory.report)}")
@@ -296,7 +297,7 @@ def resume_override(run_dir: RunDir | None) -> list[str]:
     """Return the override that continues a run; none if it has no checkpoint, and starts again."""
     if run_dir is None or not CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
         return []
-    return [f"resume='{run_dir.location}'"]
+    return [path_override("resume", run_dir.location)]
 
 
 def _identity(overrides: Sequence[str], redactor: Redactor) -> tuple[str, ...]:

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from orchestrator.state.averages import KEY
 from orchestrator.state.train_state import TrainState
-
-KEY = "param_ema"
-"""The key of the average in the optimizer state of a parameter."""
 
 
 class HasState(Protocol):

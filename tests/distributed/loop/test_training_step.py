@@ -34,9 +34,9 @@ from helpers.ranks.loops import losses_by_step, run_loop
 from orchestrator import gather_batch
 from orchestrator.job import Job
 from orchestrator.protocol.messages import ANY_RANK, TrainPoint
+from orchestrator.state.averages import KEY
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.replicated.job_step import JobStep
-from orchestrator.strategies.update.weight_average import KEY
 
 TRAIN = having(steps=8, global_batch_size=24)
 UNEVEN = having(TRAIN, global_batch_size=25)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from helpers.conformance.cases import Case
 from helpers.conformance.training import Steps, batches_in, make, snapshot, steps, watched
 from orchestrator.model.batch import num_rows
+from orchestrator.state.averages import KEY
 from orchestrator.strategies.update.job_optimizer import scheduler_of
-from orchestrator.strategies.update.weight_average import KEY
 from orchestrator.worker.data.batches import Share
 
 

@@ -22,6 +22,7 @@ from orchestrator.config.schema import (
     TrackingConfig,
     TrainConfig,
 )
+from orchestrator.config.text import path_override
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
@@ -213,6 +214,33 @@ def test_keys_below_an_unknown_word_are_not_judged() -> None:
 def test_text_stays_as_it_was_typed(text: str) -> None:
     config = composed(f"name={text}", f"tracking.experiment={text}")
     assert (config.name, config.tracking.experiment) == (text, text)
+
+
+def test_the_variables_of_mlflow_count_where_nothing_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tracking(*words: str) -> tuple[str | None, str]:
+        config = composed(*words).tracking
+        return config.uri, config.experiment
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:p%40w@host:5000/a?b=c")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "2024, größe")
+    assert tracking() == ("https://me:p%40w@host:5000/a?b=c", "2024, größe")
+    assert tracking("tracking=none") == (None, "2024, größe")
+    assert tracking("tracking.uri=http://other", "tracking.experiment=mine") == ("http://other", "mine")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "")
+    assert tracking() == ("sqlite:///mlflow.db", "orchestrator")
+
+
+@pytest.mark.parametrize("experiment", ["''", "x" * 251, "'a\0b'", "'a\udcffb'"])
+def test_an_experiment_has_a_name_that_mlflow_can_store(experiment: str) -> None:
+    assert "expected 1 to 250 characters" in only_error(f"tracking.experiment={experiment}")
+
+
+@pytest.mark.parametrize(
+    "path", ["/a/b-1", "s3://bucket/runs/1", "/it's (a) $HOME, ${b}/x=1", "/a b/[c]{d:e}/", "~/1_0", "/größe/猫\\"]
+)
+def test_a_path_of_any_characters_can_be_typed(path: str) -> None:
+    assert composed(path_override("resume", path)).resume == path
 
 
 def test_null_is_no_text() -> None:

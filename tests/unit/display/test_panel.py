@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from helpers.records.console_events import (
 )
 from orchestrator.display.panel import RunView, draw
 from orchestrator.protocol.events import (
+    Continued,
     Event,
     Warned,
 )
@@ -122,20 +124,26 @@ def test_eta_is_right_when_points_come_in_batches() -> None:
 
 
 def test_a_recovery_may_go_back() -> None:
-    view = view_of(point(300, 30, train__loss=1.0))
+    view = view_of(point(200, 20, train__loss=2.0), point(300, 30, train__loss=1.0))
+    view.update(Continued(step=280), START + 5)
+    assert [loss for _, loss in view.losses] == [2.0]
     view.update(replace(FORMED, generation=2), START + 5)
     for rank in range(2):
         view.update(progress(rank, 280), START + 5)
     assert view.step == 280
 
 
-def test_on_a_terminal_the_panel_goes_and_the_verdict_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("no_color", [False, True])
+def test_on_a_terminal_the_panel_goes_and_the_verdict_stays(no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
     printed(STARTED, FORMED, point(1, 2, train__loss=2.0), Warned(message="slow"), FINISHED, stream=stream)
     text = stream.getvalue()
+    assert bool(re.search(r"\x1b\[([0-9]+;)*3[0-9]", text)) != no_color
     assert "1/500" in text  # in the panel
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is back
     shown = [line.split(":")[0] for line in stream.screen() if line]

@@ -13,9 +13,11 @@ from orchestrator.protocol.messages import TrainPoint
 from orchestrator.strategies.measure.job_metrics import checked_metrics
 
 
-@pytest.mark.parametrize("name", ["accuracy", "top 5", "per_class/3.recall", "a:b-c"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "top 5", "per_class/3.recall", "a:b-c", "acc/猫", "hit@1", "a/../b", "x" * 300]
+)
 @pytest.mark.parametrize("value", [torch.tensor(3), torch.tensor([2.5]), True, 4, 0.5])
-def test_a_scalar_may_have_any_name_that_mlflow_accepts(name: str, value: Any) -> None:
+def test_a_scalar_may_have_any_name(name: str, value: Any) -> None:
     (scalar,) = checked_metrics({name: value}, "train_metrics").values()
     assert scalar.shape == ()
     assert float(scalar) == float(value)
@@ -31,10 +33,9 @@ def test_a_scalar_may_have_any_name_that_mlflow_accepts(name: str, value: Any) -
         ("train_metrics", {"grad_norm": 1.0}, "the run itself logs a metric named 'grad_norm'"),
         ("train_metrics", {"samples_seen": 1.0}, "the run itself logs a metric named 'samples_seen'"),
         ("metrics", {"loss": 1.0}, "the run itself logs a metric named 'loss'"),
-        ("metrics", {"über": 1.0}, "'über' cannot be the name of a metric in MLflow"),
-        ("metrics", {"a//b": 1.0}, "'a//b' cannot be the name of a metric in MLflow"),
-        ("metrics", {"a/../b": 1.0}, "'a/../b' cannot be the name of a metric in MLflow"),
-        ("metrics", {"": 1.0}, "'' cannot be the name of a metric in MLflow"),
+        ("metrics", {"": 1.0}, "'' cannot be the name of a metric"),
+        ("metrics", {"a\nb": 1.0}, r"'a\nb' cannot be the name of a metric; give it one without control characters"),
+        ("metrics", {"a\udcff": 1.0}, r"'a\udcff' cannot be the name of a metric"),
         ("metrics", {3: 1.0}, "the name 3 is a int"),
         ("metrics", {"a": torch.ones(2)}, "'a' is a tensor of shape (2,); return a scalar tensor, a sum"),
         ("metrics", {"a": torch.ones((), dtype=torch.complex64)}, "'a' is a complex number"),

@@ -30,13 +30,16 @@ def test_the_command_without_a_verb_is_launch(capsys: pytest.CaptureFixture[str]
     assert "job.size=tiny" in capsys.readouterr().out
 
 
-def test_a_plan_shows_the_warnings_of_the_run(
+def test_a_plan_shows_the_warnings_of_the_run_and_what_the_environment_decides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    words = [f"output_dir={tmp_path}", "name=mine", "strategy=single", "tracking=none", "resume=auto", "plan=true"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    words = [f"output_dir={tmp_path}", "name=mine", "strategy=single", "resume=auto", "plan=true"]
     assert cli.main(words) == 0
-    assert "  warning: resume=auto: no unfinished run is named mine" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  warning: resume=auto: no unfinished run is named mine" in shown
+    assert "  note: MLflow: MLFLOW_TRACKING_URI=http://127.0.0.1:1\n" in shown
 
 
 def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,16 @@ from jobs.gpt import GPT
 from orchestrator import export
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.compose import to_yaml
+from orchestrator.exporting.__main__ import _weights
 from orchestrator.job import Job
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import save
 from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import capture
+from orchestrator.strategies.update.weight_average import keep_average
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 97, "path": "gone.npy"}
 VARIANTS = {
@@ -128,6 +131,39 @@ def test_what_a_checkpoint_leaves_out_is_built_again(tmp_path: Path, capsys: pyt
     torch.testing.assert_close(theirs["transformer.wte.weight"], model.get_parameter("embed.token.weight"))
     assert bool((theirs["lm_head.weight"] == 1).all())
     assert "other frozen parameters than the checkpoint was trained with: embed.token.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("metric", ["val/ema_loss", "val/loss"])
+def test_the_weights_that_the_best_evaluation_has_judged_are_exported(
+    tmp_path: Path, metric: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields: dict[str, Any] = {**TINY, "variant": "llama", "tied": True}
+    job = GPT(**fields)
+    run, _ = run_of(tmp_path, job, **fields)
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    keep_average(optimizer, 0.75)
+    for value in (0.0, 1.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            torch.nn.init.constant_(parameter, value + 0.5)  # and 0.5 less after the update
+        optimizer.step()
+    best = BestSoFar(metric=metric, direction="minimize", step=1300, value=0.5)
+    saved = capture(model, optimizer, None, step=1300, samples_consumed=30, best=best.to_json())
+    save(run.checkpoints, saved, run_uid="first")
+    assert export.main([str(run.path), "--best", "--to", str(tmp_path / "new")]) == 0
+    averaged = metric == "val/ema_loss"
+    said = (
+        "the model after step 1,300, with averaged weights, is in" if averaged else "the model after step 1,300 is in"
+    )
+    assert said in capsys.readouterr().out
+    for_mlflow, weights = _weights(run, tmp_path)
+    assert weights is not None
+    assert for_mlflow.averaged == averaged
+    exported = load_file(tmp_path / "new" / "model.safetensors")
+    for tensors in (exported, weights):
+        assert {float(tensor.min()) for tensor in tensors.values()} == {0.25 if averaged else 1.0}
+        assert {float(tensor.max()) for tensor in tensors.values()} == {0.25 if averaged else 1.0}
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.preflight.paths import environment_errors
+from orchestrator.driver.preflight.paths import environment_errors, tracking_note
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.records.process import is_alive
 from orchestrator.state.best import BestSoFar
@@ -75,6 +75,19 @@ def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     errors = environment_errors(config)
     assert [f.partition("=")[0] for f in errors] == ["tracking.uri", "output_dir"]
     assert "hunter2" not in "".join(errors)
+
+
+def test_what_the_environment_decides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@host:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    assert tracking_note(config_of(tmp_path)) == [
+        "MLflow: MLFLOW_TRACKING_URI=http://***@host:5000, MLFLOW_EXPERIMENT_NAME=mine"
+    ]
+    assert tracking_note(config_of(tmp_path, "tracking=none")) == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///runs")
+    (error,) = environment_errors(config_of(tmp_path))
+    assert error.startswith("MLFLOW_TRACKING_URI=file:///runs: MLflow stores runs in a database")
+    assert error.endswith("or set tracking.uri")
 
 
 # Records ------------------------------------------------------------------------------------------

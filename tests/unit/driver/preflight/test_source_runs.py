@@ -124,6 +124,11 @@ def test_a_run_that_continues_from_another_one_is_told_what_differs_and_what_to_
         f"job.lr was 0.5 before; it is {JOB.lr} from now on",
         "the optimizer keeps its settings from the checkpoint, including the learning rate",
     ]
+    run.update_record(params={"train.precision": "auto"}, precision="fp32")
+    for precision, said in (("auto", []), ("bf16", ["train.precision was fp32 before; it is bf16 from now on"])):
+        warnings = []
+        source(tmp_path, f"start_from={run.path}", "train.steps=6", f"train.precision={precision}", warnings=warnings)
+        assert warnings == said
     with pytest.raises(ConfigError, match=r"train\.steps=5: start_from=.* already has 5 steps; raise it"):
         source(tmp_path, f"start_from={run.path}", "train.steps=5")
     named = f"{run.path}/checkpoints/step-00000005"

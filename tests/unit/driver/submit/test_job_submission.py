@@ -96,6 +96,7 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
         suffix="1",
         origin=HERE,
         redactor=redactor,
+        variables={"MLFLOW_TRACKING_URI": "http://host:5000"},
     )
     assert job.id == "first-try-1"
     assert shlex.split(job.entrypoint) == ["python", "-m", "orchestrator.launch", *words]
@@ -104,8 +105,10 @@ def test_the_job_is_the_launch_with_a_readable_id_and_the_stop_grace(tmp_path: P
         "PYTHONUNBUFFERED": "1",
         **HERE.variables(),
         **carried(FACTS),
+        "MLFLOW_TRACKING_URI": "http://host:5000",
     }
     assert job.metadata["strategy"] == "ddp"
+    assert job.metadata["job_name"] == job.metadata["run"]
     assert job.metadata["git_commit"] == "abc"
 
 

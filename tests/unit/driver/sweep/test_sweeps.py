@@ -64,7 +64,7 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
     assert second.sweep_id == first.sweep_id
     stopped = tmp_path / "2026-05-01" / "12-32-01-run"
     assert runs == [
-        ["strategy=ddp", f"output_dir={tmp_path}", f"resume='{stopped}'"],
+        ["strategy=ddp", f"output_dir={tmp_path}", f"resume={stopped}"],
         ["strategy=hogwild", f"output_dir={tmp_path}"],
     ]
     second.begin(runs)
