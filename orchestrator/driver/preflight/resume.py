@@ -22,7 +22,7 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.state.best import BEST, BestSoFar, best_step
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import load, path_of, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
@@ -189,10 +189,10 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
             raise ValueError("; ".join(map(str, damaged)) or why_no_checkpoint(run_dir.config_file))
         if name is None:
             return newest
-        step = best_step(read_manifest(newest)["meta"])
-        if step is None:
+        best = store.best()
+        if best is None:
             raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
-        name = path_of(run_dir.checkpoints, step).name
+        name = path_of(run_dir.checkpoints, best.step).name
     try:
         found = store.fetch(name)
         verify(found)
