@@ -31,6 +31,8 @@ from campaigns.trial import (
 from helpers.machines.disks import freezable_disk, mounted
 from helpers.records.runs import events, wait_for
 from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
+from orchestrator.state.checkpoint import path_of
+from orchestrator.state.checkpoint_store import CheckpointStore
 
 FAULTY = ("recovery.hang_min_s=2", "recovery.hang_max_s=20")
 FAULTS = ("raise", "exit", "kill", "segv", "stop", "sleep")
@@ -46,6 +48,7 @@ STALLS = {
 CLOCK_STEPS_S = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
 FENCES = {"removed": None, "of another generation": '{"generation": "another"}', "damaged": "{"}
 """What happens to the fence file, and its text then; None if it is gone."""
+KEEPS_BEST = ("checkpoint.best=val/loss", "checkpoint.keep=1")
 SKIPPED = re.compile(r"the checkpoint of step (\d+) is skipped")
 FULL_DISK, SMALL_DISK = "size=4m", "size=2m"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -163,6 +166,42 @@ def full_disk(setting: Setting, drawn: list[str]) -> Ended:
     return replace(run, problems=(f"exit {run.exit_code}, but the last checkpoint is there",) * contradiction)
 
 
+def full_for_one_write(setting: Setting, drawn: list[str]) -> Ended:
+    """The file system of the run directory is full for a moment, in which a better checkpoint may be due."""
+    step, pause_s = setting.rng.randrange(CHECKPOINT_EVERY - 1, STEPS - 2), setting.rng.uniform(0.3, 1.5)
+    drawn += [f"full after step {step} for {pause_s:.1f} s"]
+    setting.output_dir.mkdir()
+
+    def fill(over: threading.Event) -> None:
+        wait_for(lambda: over.is_set() or last_step(setting) >= step, f"step {step}")
+        filler = setting.output_dir / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while not over.is_set():
+                file.write(bytes(4096))
+        over.wait(pause_s)
+        filler.unlink()
+
+    with mounted(setting.output_dir, "-t", "tmpfs", "-o", FULL_DISK, "tmpfs"), beside(fill):
+        return with_best(setting, train(setting, *HEALTHY, *KEEPS_BEST, "job.loss_s=0.05"))
+
+
+def death_in_save_of_best(setting: Setting, drawn: list[str]) -> Ended:
+    """A worker dies when a better checkpoint is saved, or in the next step, while it may still be written."""
+    step, rank = setting.rng.choice(range(CHECKPOINT_EVERY, STEPS, CHECKPOINT_EVERY)), setting.layout.ranks
+    rank = setting.rng.choice((0, setting.rng.randrange(rank)))
+    drawn += [setting.rng.choice((f"kill@{step}:{rank}:checkpoint", f"kill@{step + 1}:{rank}"))]
+    return with_best(setting, train(setting, *FAULTY, *KEEPS_BEST, f"recovery.chaos=[{','.join(drawn)}]"))
+
+
+def with_best(setting: Setting, run: Ended) -> Ended:
+    """Return how a run of one directory ended, with a problem if it has lost the checkpoint of its best evaluation."""
+    directory, best = run_dir(setting), run.record.get("best")
+    found = CheckpointStore(directory.checkpoints, None).best()
+    is_there = best is not None and found is not None and found.step == best["step"]
+    is_there = is_there and path_of(directory.checkpoints, best["step"]).is_dir()
+    return replace(run, problems=(f"best: {best} by run.json, {found} by the checkpoints",) * (not is_there))
+
+
 def busy_machine(setting: Setting, drawn: list[str]) -> Ended:
     """Other processes use all cores from before the run until its upload has ended."""
     with other_processes(drawn), launched(setting, *HEALTHY, address="local") as process:
@@ -209,6 +248,8 @@ KINDS = {
     "clock step": Kind(disturb=clock_step),
     "lost fence": Kind(disturb=lost_fence),
     "full disk": Kind(disturb=full_disk, exit_codes=(0, 3), tracked=True),
+    "full for one write": Kind(disturb=full_for_one_write, exit_codes=(0, 3)),
+    "death in a save of the best": Kind(disturb=death_in_save_of_best, loses_workers=True),
     "second driver": Kind(disturb=second_driver, tracked=True),
     "two resume at once": Kind(disturb=two_resume, tracked=True),
     "reader on a node": Kind(disturb=reader_on_node),

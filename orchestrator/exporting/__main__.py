@@ -39,7 +39,6 @@ from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import tensor_file
 from orchestrator.state.averages import exported_weights, exports_average
-from orchestrator.state.best import best_step
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT
@@ -108,9 +107,8 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
     names = store.list()
     if not names:
         return Facts(problem="there is no checkpoint"), None
-    name_of_step = {step_of(name): name for name in names}
-    best = best_step(store.read_manifest(names[-1])["meta"])
-    chosen = name_of_step.get(best or 0, names[-1])
+    best = store.best()
+    chosen = {step_of(name): name for name in names}.get(0 if best is None else best.step, names[-1])
     manifest = store.read_manifest(chosen)
     step, size = int(manifest["step"]), store.model_size(chosen)
     if LEFT_OUT in manifest["meta"]:

@@ -17,7 +17,6 @@ from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.averages import exported_weights, exports_average
-from orchestrator.state.best import best_step
 from orchestrator.state.boxes import Box
 from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -102,7 +101,7 @@ def _checkpoint(store: CheckpointStore, names: Sequence[str], run_dir: RunDir, *
         raise ValueError(f"{run_dir.location}: {why_no_checkpoint(run_dir.config_file)}")
     if not best:
         return names[-1]
-    step = best_step(store.read_manifest(names[-1])["meta"])
-    if step is None:
+    evaluation = store.best()
+    if evaluation is None:
         raise ValueError("--best: the run was trained without checkpoint.best; leave it out for the newest checkpoint")
-    return path_of(run_dir.checkpoints, step).name
+    return path_of(run_dir.checkpoints, evaluation.step).name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps
 GENERATIONS_WITHOUT_PROGRESS = 3
 """Give up after this many failures in a row without a completed step in between."""
 MAX_BACKOFF_S = 60.0
+_OF_THE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|\bpid\W*\d+")
+"""What differs in the text of an error when another process raises it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,8 @@ def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int, of_
 
 
 def _is_repeated(one: FailureRecord, other: FailureRecord) -> bool:
-    return one.raised and other.raised and (one.step, one.message) == (other.step, other.message)
+    first, second = (_OF_THE_PROCESS.sub("", failure.message) for failure in (one, other))
+    return one.raised and other.raised and (one.step, first) == (other.step, second)
 
 
 def _failures_without_progress(failures: Sequence[FailureRecord]) -> int:

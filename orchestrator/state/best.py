@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ class BestSoFar:
         bar: the value that the last improvement by more than ``train.stop_min_delta`` has reached.
         evaluations_since: evaluations since that improvement.
         last_step: the step of the last evaluation.
+        last_value: its value; None if it is not finite.
     """
 
     metric: str
@@ -32,6 +33,7 @@ class BestSoFar:
     bar: float | None = None
     evaluations_since: int = 0
     last_step: int = 0
+    last_value: float | None = None
 
     @property
     def of_average(self) -> bool:
@@ -46,7 +48,7 @@ class BestSoFar:
         if step <= self.last_step:
             return self
         since = self.evaluations_since + 1
-        found = replace(self, last_step=step)
+        found = replace(self, last_step=step, last_value=value if math.isfinite(value) else None)
         if not math.isfinite(value):
             return replace(found, evaluations_since=since)
         if self.value is None or self._gain(self.value, value) > 0:
@@ -59,9 +61,26 @@ class BestSoFar:
         """Return why the run ends early; None if it goes on. ``stop_after``: the value of ``train.stop_after``."""
         if stop_after is None or self.evaluations_since < stop_after:
             return None
-        found = "none was finite" if self.value is None else f"its best is {self.value:.4g} at step {self.step}"
+        if self.value is None:
+            found = "none was finite" if self.bar is None else "the checkpoint of its best could not be saved"
+        else:
+            found = f"its best is {self.value:.4g} at step {self.step}"
         times = "evaluation" if stop_after == 1 else f"{stop_after} evaluations"
         return f"train.stop_after={stop_after}: {self.metric} has not improved in the last {times}; {found}"
+
+    def among(self, steps: Collection[int], at: Callable[[int], BestSoFar | None]) -> BestSoFar:
+        """Return this with the best evaluation of those after ``steps``; with none if none of them is known.
+
+        Args:
+            steps: those of which there is a checkpoint.
+            at: returns what the checkpoint of a step has of this kind; called only if that of ``step`` is not there.
+        """
+        if self.step in steps or self.value is None:
+            return self
+        found = [(value, step) for step in steps if (value := self._value_at(step, at(step))) is not None]
+        sign = 1 if self.direction == "minimize" else -1
+        value, step = min(found, key=lambda one: (sign * one[0], one[1]), default=(None, 0))
+        return replace(self, step=step, value=value)
 
     def to_json(self) -> dict[str, Any]:
         """Return this as values for the metadata of a checkpoint."""
@@ -75,11 +94,13 @@ class BestSoFar:
         except (KeyError, TypeError):
             return None
 
+    def _value_at(self, step: int, seen: BestSoFar | None) -> float | None:
+        """Return the value of the evaluation after ``step``, at which this was ``seen``; None if it is not known."""
+        if seen is None or (seen.metric, seen.direction) != (self.metric, self.direction):
+            return None
+        if seen.step == step:
+            return seen.value
+        return seen.last_value if seen.last_step == step else None
+
     def _gain(self, before: float, value: float) -> float:
         return before - value if self.direction == "minimize" else value - before
-
-
-def best_step(meta: Mapping[str, Any]) -> int | None:
-    """Return the step of the best evaluation by the metadata of a checkpoint, None if there is none."""
-    best = BestSoFar.from_meta(meta)
-    return None if best is None or best.value is None else best.step

@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from typing import Any
 import psutil
 
 from orchestrator.state import tensor_file
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.digests import CHUNK_BYTES, Digests
-from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.fence import Fence, check_fence
 from orchestrator.state.manifest import (
     KINDS,
     MANIFEST,
@@ -167,16 +168,22 @@ def commit(
         FencedError: this process may no longer save.
     """
     final = path_of(directory.parent, int(meta["step"]))
-    with (directory / MANIFEST).open("w") as f:
-        f.write(manifest_text(meta, run_uid=run_uid, files=files, parts=parts))
-        f.flush()
-        os.fsync(f.fileno())
-    _sync_directory(directory)
-    if fence is not None and not fence.may_save():
-        raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
+    write_manifest(directory, manifest_text(meta, run_uid=run_uid, files=files, parts=parts))
+    check_fence(fence)
     _rename_into_place(directory, final)
     _sync_directory(directory.parent)
     return final
+
+
+def write_manifest(directory: Path, text: str) -> None:
+    """Write the manifest of a checkpoint through to the disk; readers of an earlier one see either of them."""
+    temporary = directory / f".{MANIFEST}"
+    with temporary.open("w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.rename(directory / MANIFEST)
+    _sync_directory(directory)
 
 
 def load(path: Path) -> TrainState:
@@ -276,23 +283,53 @@ def is_held(path: Path) -> bool:
     return STEP.fullmatch(path.name) is None
 
 
-def prune(root: Path, keep: int, *, saved_step: int, best_step: int | None = None) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and the temporary directories of dead writers.
+def complete_manifests(root: Path) -> dict[int, dict[str, Any]]:
+    """Return the manifests of the checkpoints in ``root`` whose files have their sizes, by step. None is read."""
+    found = {}
+    for path in list_checkpoints(root):
+        with contextlib.suppress(CheckpointError, OSError):
+            manifest = read_manifest(path)
+            if all((path / name).stat().st_size == digests.size for name, digests in files_of(manifest).items()):
+                found[step_of(path.name)] = manifest
+    return found
 
-    The checkpoint of ``best_step`` is kept besides.
 
-    Checkpoints of steps after ``saved_step``, which was saved just now, are removed too: the run has gone back to an
-    older one, because they are damaged, and repeats these steps.
+def superfluous(
+    found: Collection[int], complete: Collection[int], keep: int, *, saved_step: int, best_step: int | None
+) -> set[int]:
+    """Return the steps of the checkpoints to remove: all but the newest ``keep`` complete ones, and incomplete ones.
+
+    That of ``best_step`` is kept besides. Those of steps after ``saved_step``, which was saved just now, are removed
+    too: the run has gone back to an older one, because they are damaged, and repeats these steps.
+
+    Args:
+        found: the steps of all checkpoints.
+        complete: the steps of those that can be loaded.
+        keep: at least 1.
+        saved_step: the step that was saved just now.
+        best_step: of the best evaluation of which there is a complete checkpoint; None if there is none.
     """
     assert keep >= 1
-    found = list_checkpoints(root)
-    kept = [path for path in found if step_of(path.name) <= saved_step][-keep:]
-    kept += [path for path in found if step_of(path.name) == best_step]
-    for path in set(found) - set(kept):
+    newest = sorted(step for step in complete if step <= saved_step)[-keep:]
+    oldest = newest[0] if len(newest) == keep else 0
+    return {step for step in found if not oldest <= step <= saved_step and step != best_step}
+
+
+def prune(root: Path, keep: int, *, saved_step: int, best: BestSoFar | None = None) -> None:
+    """Remove the :func:`superfluous` checkpoints, and the temporary directories of dead writers.
+
+    ``best``: the best evaluation so far. If there is no checkpoint of it, the best one that there is takes its place.
+    """
+    paths, manifests = {step_of(path.name): path for path in list_checkpoints(root)}, complete_manifests(root)
+    if best is not None:
+        earlier = [step for step in manifests if step <= saved_step]
+        best = best.among(earlier, lambda step: BestSoFar.from_meta(manifests[step]["meta"]))
+    best_step = None if best is None else best.step
+    for step in superfluous(paths, manifests, keep, saved_step=saved_step, best_step=best_step):
         # Hide the directory first, so that no reader finds half of it.
-        hidden = root / f".{path.name}.{socket.gethostname()}.{os.getpid()}"
+        hidden = root / f".{paths[step].name}.{socket.gethostname()}.{os.getpid()}"
         with contextlib.suppress(OSError):
-            path.rename(hidden)
+            paths[step].rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
     remove_stale(root)
 

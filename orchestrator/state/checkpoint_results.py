@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.part_writers import StagedPart
 
 
@@ -15,7 +16,7 @@ class Written:
     Attributes:
         seconds: the duration of the write, with its upload.
         stall_ms: how long training stood still for the snapshot.
-        best_step: the step whose checkpoint is kept beside the newest ones; None if there is none.
+        best: the best evaluation so far, whose checkpoint is kept beside the newest ones; None if none is followed.
         part: what this rank has staged of a checkpoint for a store that several ranks write; None of a whole one.
     """
 
@@ -24,7 +25,7 @@ class Written:
     seconds: float
     stall_ms: float
     size_bytes: int
-    best_step: int | None = None
+    best: BestSoFar | None = None
     part: StagedPart | None = None
 
 

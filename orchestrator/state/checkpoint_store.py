@@ -13,10 +13,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.state.checkpoint import STEP, find_newest, hold, list_checkpoints, step_of, verify
+from orchestrator.state.best import BestSoFar
+from orchestrator.state.checkpoint import (
+    STEP,
+    complete_manifests,
+    find_newest,
+    hold,
+    list_checkpoints,
+    path_of,
+    prune,
+    step_of,
+    superfluous,
+    verify,
+    write_manifest,
+)
 from orchestrator.state.digests import Digests
-from orchestrator.state.fence import Fence, FencedError
-from orchestrator.state.manifest import MANIFEST, CheckpointError, Kind, files_of, parse_manifest, read_manifest
+from orchestrator.state.fence import Fence, check_fence
+from orchestrator.state.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Kind,
+    amended,
+    files_of,
+    parse_manifest,
+    read_manifest,
+)
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.storage.remote import Remote
 
@@ -199,21 +220,62 @@ class CheckpointStore:
             OSError: the store cannot be used.
         """
         assert self._remote is not None
-        if fence is not None and not fence.may_save():
-            raise FencedError("a later generation of the run has replaced this worker and saves instead of it")
+        check_fence(fence)
         self._remote.child(name).write(MANIFEST, manifest.encode())
 
-    def prune(self, keep: int, *, saved_step: int, best_step: int | None = None) -> None:
-        """Remove from the store what :func:`orchestrator.state.checkpoint.prune` removes, and older incomplete ones."""
-        assert self._remote is not None
-        found = [entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)]
-        earlier = sorted((name for name in found if step_of(name) <= saved_step), key=step_of)
-        complete = [name for name in earlier if self._is_complete(self._remote, name)]
-        kept = earlier[earlier.index(complete[-keep]) :] if len(complete) >= keep else earlier
-        kept += [name for name in found if step_of(name) == best_step]
-        for name in set(found) - set(kept):
-            self._remote.delete(f"{name}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
-            self._remote.delete_directory(name)
+    def amend(self, name: str, meta: Mapping[str, Any], *, fence: Fence | None) -> None:
+        """Replace entries of the metadata of the checkpoint ``name``.
+
+        Raises:
+            FencedError: this process may no longer save.
+            CheckpointError: the checkpoint is damaged or missing.
+            OSError: it cannot be written, or the store cannot be used.
+        """
+        text, path = amended(self.read_manifest(name), meta), self._root / name
+        if self._remote is not None:
+            self.commit(name, text, fence=fence)
+        else:
+            check_fence(fence)
+        if (path / MANIFEST).exists():
+            write_manifest(path, text)
+
+    def prune(self, keep: int, *, saved_step: int, best: BestSoFar | None = None) -> None:
+        """Remove what :func:`orchestrator.state.checkpoint.prune` removes."""
+        if self._remote is None:
+            prune(self._root, keep, saved_step=saved_step, best=best)
+            return
+        names = {step_of(entry.name): entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)}
+        complete = [step for step, name in names.items() if self._is_complete(self._remote, name)]
+        if best is not None:
+            best = best.among([step for step in complete if step <= saved_step], self._best_at)
+        best_step = None if best is None else best.step
+        for step in superfluous(names, complete, keep, saved_step=saved_step, best_step=best_step):
+            self._remote.delete(f"{names[step]}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
+            self._remote.delete_directory(names[step])
+
+    def best(self) -> BestSoFar | None:
+        """Return the best evaluation of which there is a checkpoint, or the one whose checkpoint is missing.
+
+        None if no checkpoint says which is the best.
+        """
+        best = next(filter(None, map(self._best_at, sorted(self._complete(), reverse=True))), None)
+        found = None if best is None else self.best_saved(best)
+        return best if found is None or found.value is None else found
+
+    def best_saved(self, best: BestSoFar) -> BestSoFar:
+        """Return ``best``, the best evaluation so far, or the best of which there is a checkpoint; step 0 if none."""
+        return best.among(self._complete(), self._best_at)
+
+    def _complete(self) -> Sequence[int]:
+        """Return the steps of the complete checkpoints."""
+        return list(complete_manifests(self._root)) if self._remote is None else list(map(step_of, self.list()))
+
+    def _best_at(self, step: int) -> BestSoFar | None:
+        """Return what the checkpoint of a step says of the best evaluation; None if it says nothing or is damaged."""
+        try:
+            return BestSoFar.from_meta(self.read_manifest(path_of(self._root, step).name)["meta"])
+        except CheckpointError:
+            return None
 
     @staticmethod
     def _is_complete(remote: Remote, name: str) -> bool:

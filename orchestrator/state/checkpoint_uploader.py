@@ -54,6 +54,7 @@ class CheckpointUploader:
         self._changed = threading.Condition()
         self._waiting: list[Written] = []  # the newest is the last; one of the best evaluation may stand before it
         self._uploading: Written | None = None
+        self._stored: set[int] = set()  # the steps of those that this process has uploaded
         self._progress = 0
         self._problem: str | None = None
         self._closing = False
@@ -63,7 +64,8 @@ class CheckpointUploader:
     def submit(self, written: Written) -> None:
         """Queue a checkpoint for its upload. It replaces those that wait, except the best."""
         with self._changed:
-            replaced = [older for older in self._waiting if older.step != written.best_step]
+            best_step = self._best_here(written)
+            replaced = [older for older in self._waiting if older.step != best_step]
             self._waiting = [older for older in self._waiting if older not in replaced] + [written]
             self._changed.notify_all()
         for older in replaced:
@@ -91,7 +93,7 @@ class CheckpointUploader:
             result = self._upload(written)
             with contextlib.suppress(OSError):  # the next checkpoint tries again
                 if isinstance(result, Written) and _reports(written):
-                    self._store.prune(self._keep, saved_step=written.step, best_step=written.best_step)
+                    self._store.prune(self._keep, saved_step=written.step, best=written.best)
             self._remove_older_here(written.step)
             self._end(written, result)
             with self._changed:
@@ -117,6 +119,7 @@ class CheckpointUploader:
                 return WriteFailed(step=written.step, reason=f"{type(e).__name__}: {e}")
             else:
                 self._problem = None
+                self._stored.add(written.step)
                 seconds = written.seconds + time.perf_counter() - began
                 return replace(written, seconds=seconds, size_bytes=size_bytes)
             with self._changed:
@@ -143,7 +146,14 @@ class CheckpointUploader:
             self._on_result(result)
 
     def _is_replaced(self, written: Written) -> bool:
-        return bool(self._waiting) and self._waiting[-1].best_step != written.step
+        return bool(self._waiting) and self._best_here(self._waiting[-1]) != written.step
+
+    def _best_here(self, newest: Written) -> int | None:
+        """Return the step of the best checkpoint that still has to be uploaded; None if the best is on the store."""
+        if newest.best is None or newest.best.step in self._stored:
+            return None
+        here = {one.step: one.best for one in (self._uploading, *self._waiting, newest) if one is not None}
+        return newest.best.among(here, here.__getitem__).step
 
     def _count_progress(self) -> None:
         self._progress += 1

@@ -8,11 +8,12 @@ import functools
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from orchestrator.state.best import best_step
-from orchestrator.state.checkpoint import path_of, prune, save
+from orchestrator.state.best import BestSoFar
+from orchestrator.state.checkpoint import path_of, save
 from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_uploader import CheckpointUploader
@@ -28,7 +29,7 @@ _PROGRESS_POLL_S = 0.5
 class CheckpointWriter:
     """Writes snapshots below ``root`` on one thread and keeps the newest ``keep`` checkpoints.
 
-    The one of the best evaluation, by the metadata of the last snapshot, is kept besides.
+    The one of the best evaluation of which there is one, by the metadata of the last snapshot, is kept besides.
 
     At most two snapshots are in memory, one being written and one being filled, if each :meth:`submit` follows a
     ``capture(..., into=writer.buffers())``. All methods must be called from the same thread.
@@ -46,12 +47,11 @@ class CheckpointWriter:
             remote: where the checkpoints go from ``root``; None if that is their place.
         """
         self._root = root
+        self._store = CheckpointStore(root, remote)
         self._uploader = (
             None
             if remote is None
-            else CheckpointUploader(
-                root, CheckpointStore(root, remote), keep=keep, fence=fence, on_result=self._add_result
-            )
+            else CheckpointUploader(root, self._store, keep=keep, fence=fence, on_result=self._add_result)
         )
         self._fence = fence
         self._keep = keep
@@ -145,6 +145,18 @@ class CheckpointWriter:
             last = current
         return None
 
+    def amend(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Replace entries of the metadata of the newest checkpoint, that of ``step``, when nothing is being written.
+
+        Raises:
+            FencedError: this process may no longer save.
+            CheckpointError: the checkpoint is damaged or missing.
+            OSError, ValueError: the checkpoint cannot be written.
+        """
+        self._store.amend(path_of(self._root, step).name, meta, fence=self._fence)
+        with contextlib.suppress(OSError):
+            self._store.prune(self._keep, saved_step=step, best=BestSoFar.from_meta(meta))
+
     def close(self, timeout_s: float) -> Pending | None:
         """End the threads after the pending write and upload. Return what takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
@@ -215,17 +227,17 @@ class CheckpointWriter:
             return WriteFailed(step=state.step, reason=self._explain(e, state))
         except Exception as e:  # a bug must not end the thread, because training would wait for it
             return WriteFailed(step=state.step, reason=f"{type(e).__name__}: {e}")
-        seconds = time.perf_counter() - start
+        seconds, best = time.perf_counter() - start, BestSoFar.from_meta(state.meta)
         if self._uploader is None:
             with contextlib.suppress(OSError):  # the next checkpoint tries again
-                prune(self._root, self._keep, saved_step=state.step, best_step=best_step(state.meta))
+                self._store.prune(self._keep, saved_step=state.step, best=best)
         return Written(
             step=state.step,
             path=path,
             seconds=seconds,
             stall_ms=self._stall_ms,
             size_bytes=size_bytes,
-            best_step=best_step(state.meta),
+            best=best,
             part=part,
         )
 

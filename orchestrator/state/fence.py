@@ -75,3 +75,14 @@ class Fence:
         if not isinstance(current, dict) or "generation" not in current:
             raise ValueError(f"{self._path} is damaged: expected an object with the key generation")
         return bool(current["generation"] == self.token)
+
+
+def check_fence(fence: Fence | None) -> None:
+    """Return if ``fence`` lets this process save, or if there is none.
+
+    Raises:
+        FencedError: this process may no longer save.
+        OSError, ValueError: see :meth:`Fence.may_save`.
+    """
+    if fence is not None and not fence.may_save():
+        raise FencedError("a later generation of the run has replaced this worker and saves instead of it")

@@ -68,6 +68,13 @@ def manifest_text(meta: Mapping[str, Any], *, run_uid: str, files: Mapping[str, 
     return json.dumps({**manifest, HASH: _digest(manifest)}, indent=1)
 
 
+def amended(manifest: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+    """Return the text of a manifest like this one, with other values of these entries of the metadata."""
+    position = {key: manifest[key] for key in ("step", "samples_consumed")}
+    own = {**manifest["meta"], **meta, **position}
+    return manifest_text(own, run_uid=manifest["run_uid"], files=files_of(manifest), parts=_num_parts(manifest))
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read and verify the manifest of the checkpoint in directory ``path``.
 

@@ -1,9 +1,10 @@
 """Safetensors files of boxes, which are hashed while they are written or read.
 
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
-library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The key
-``boxes`` of the header's ``__metadata__`` says which tensors are parts of larger ones, as JSON: the shape of the whole
-tensor and the offset of the part, by name.
+library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The header's
+``__metadata__`` has JSON by name: ``boxes`` says which tensors are parts of larger ones, as the shape of the whole
+tensor and the offset of the part, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
+U8 with one more dimension.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from orchestrator.state.boxes import Box, box_problem
 from orchestrator.state.digests import CHUNK_BYTES, ChunkHasher, Digests, VerifiedFile
 
 _BOXES = "boxes"
+_OTHER_DTYPES = "dtypes"
 _SYNC_BYTES = 64 << 20
 """Wait for the disk after this many bytes: a single wait at the end would hide whether a slow disk still writes."""
 _DTYPES = {
@@ -33,6 +35,8 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -69,22 +73,10 @@ def write(
 
     Raises:
         OSError: the file cannot be written; the disk may be full.
+        ValueError: see :func:`header_text`.
     """
-    # Wide types first, so that each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    parts = {name: [box.full, box.offset] for name, box in (boxes or {}).items() if not box.is_whole}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **({_BOXES: json.dumps(parts)} if parts else {})}}
-    position = 0
-    for name, tensor in ordered:
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
-        }
-        position += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head, data = [len(text).to_bytes(8, "little"), text], [t for _, t in ordered]
+    text = header_text(tensors, boxes)
+    head, data = [len(text).to_bytes(8, "little"), text], [t for _, t in _ordered(tensors)]
     size = 0
     with path.open("wb", buffering=1 << 20) as f, ThreadPoolExecutor(1, "hashing") as beside:
         digests = beside.submit(_hash, _chunks(head, data), chunk_bytes)  # both loops release the GIL
@@ -99,6 +91,37 @@ def write(
         os.fsync(f.fileno())
     on_progress()
     return digests.result()
+
+
+def header_text(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None = None) -> bytes:
+    """Return the header of a file of ``tensors``, in any memory; see :func:`write`.
+
+    Raises:
+        ValueError: a tensor cannot be written; the text names it.
+    """
+    parts = {name: [box.full, box.offset] for name, box in (boxes or {}).items() if not box.is_whole}
+    others = {name: _name(t.dtype) for name, t in tensors.items() if t.dtype not in _DTYPE_NAMES}
+    notes = {key: json.dumps(value) for key, value in ((_BOXES, parts), (_OTHER_DTYPES, others)) if value}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
+    position = 0
+    for name, tensor in _ordered(tensors):
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"{name} is a tensor of the kind {kind}, which cannot be saved; keep a plain tensor")
+        other = [tensor.dtype.itemsize] if name in others else []
+        header[name] = {
+            "dtype": "U8" if other else _DTYPE_NAMES[tensor.dtype],
+            "shape": [*tensor.shape, *other],
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the tensors in their order in a file: wide types first, so that each tensor is aligned."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 @dataclass(frozen=True)
@@ -140,9 +163,10 @@ class TensorFile:
         self._file.readinto(memoryview(text), 8)
         try:
             header = json.loads(text)
-            parts = json.loads(header.pop("__metadata__", {}).get(_BOXES, "{}"))
+            notes = header.pop("__metadata__", {})
+            parts, others = (json.loads(notes.get(key, "{}")) for key in (_BOXES, _OTHER_DTYPES))
             for name, entry in header.items():
-                self.stored[name] = _stored(name, entry, parts.get(name), data_start, size)
+                self.stored[name] = _stored(name, entry, parts.get(name), others.get(name), data_start, size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"is not a safetensors file: {e}") from e
         for name, found in self.stored.items():
@@ -170,13 +194,17 @@ class TensorFile:
         self._file.verify()
 
 
-def _stored(name: str, entry: Mapping[str, Any], part: Any, data_start: int, size: int) -> Stored:
+def _stored(name: str, entry: Mapping[str, Any], part: Any, other: Any, data_start: int, size: int) -> Stored:
     """Return where the tensor ``name`` is in a file of ``size`` bytes.
 
     Raises:
         ValueError, KeyError, TypeError: it cannot be there.
     """
     shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], _DTYPES[entry["dtype"]]
+    if other is not None:
+        shape, dtype = shape[:-1], getattr(torch, other)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} has the dtype {other!r}")
     full, offset = (shape, (0,) * len(shape)) if part is None else map(tuple, part)
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop, *full)):
         raise ValueError(f"{name} has shape {shape} and offsets {start} and {stop}")
@@ -187,6 +215,10 @@ def _stored(name: str, entry: Mapping[str, Any], part: Any, data_start: int, siz
     if data_start + stop > size:
         raise ValueError(f"{name} ends after the file")
     return Stored(Box(full=full, offset=offset, shape=shape), dtype, data_start + start)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _hash(chunks: Iterable[memoryview], chunk_bytes: int) -> Digests:

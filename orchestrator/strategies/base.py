@@ -345,6 +345,17 @@ class Strategy(LayoutRules, abc.ABC):
             The state of the whole model on the rank that saves; None on the others.
         """
 
+    def state_to_save(self) -> TrainState | None:
+        """Return what this rank adds to a checkpoint, as tensors that the next update changes; None if nothing.
+
+        It needs no other rank, and shows whether :meth:`capture` can succeed.
+        """
+        return None
+
+    def kept_buffers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context at whose end the buffers of the model are what they were before."""
+        return contextlib.nullcontext()
+
     @property
     def writers(self) -> Sequence[int]:
         """The global ranks that have a part of the state to be saved; the first one has all the rest."""

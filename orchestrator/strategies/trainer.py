@@ -13,7 +13,7 @@ Here the state is equal on all ranks after a step: rank 0 saves it, and every ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -162,6 +162,19 @@ class Trainer(Strategy):
         if self.context.global_rank != 0:
             return None
         return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+
+    def state_to_save(self) -> TrainState | None:
+        if self.context.global_rank not in self.writers:
+            return None
+        return self.trained.snapshot(step=0, samples_consumed=0, live=True, left_out=self.left_out)
+
+    @contextlib.contextmanager
+    def kept_buffers(self) -> Iterator[None]:
+        self.trained.keep_buffers()
+        try:
+            yield
+        finally:
+            self.trained.undo_step()
 
     def is_first_with(self, name: str) -> bool:
         """Return whether this is the first rank that has the parameter, or this part of it."""

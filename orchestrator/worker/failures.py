@@ -50,7 +50,8 @@ def describe_failure(
         time=time.time(),
         collateral=collateral,
         log_tail=log_tail(log),
-        final=not collateral and isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError)),
+        final=not collateral
+        and (_is_tried(loop) or isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError))),
     )
 
 
@@ -76,7 +77,13 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
             has_training_step=loop is not None and has_training_step(loop.job),
         )
-    return str(error) if isinstance(error, EXPLAINED) else error_text(error)
+    text = str(error) if isinstance(error, EXPLAINED) else error_text(error)
+    return f"{text} (in a trial of the {loop.trial}, which would fail later)" if loop and loop.trial else text
+
+
+def _is_tried(loop: Loop | None) -> bool:
+    """Return whether the error was raised in a trial of what follows, where it would be raised again."""
+    return loop is not None and loop.trial is not None
 
 
 def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.config.evaluated import VAL
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
@@ -90,6 +91,7 @@ class Loop:
         self.gate = gate
         self.outbox = outbox
         self.position = Position()
+        self.trial: str | None = None  # what is being tried out, in words
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
@@ -98,7 +100,7 @@ class Loop:
         self._has_state = False
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
         self._histograms = Histograms(self._run_dir, outbox=outbox, warner=self._warner, device=device)
-        self._improvement = Improvement(self.config, device=device, outbox=outbox)
+        self._improvement = Improvement(self.config, device=device, outbox=outbox, saved=self._checkpoints.saved)
         self._reports = JobReports(
             job,
             assignment,
@@ -153,6 +155,7 @@ class Loop:
             AbandonedError, PeersMissingError: see :meth:`StepGate.begin`.
             Exception: whatever the job raises, or a broken connection to another rank.
         """
+        self.trial = None
         try:
             data = self._build(startup, wait_for_others, store)
             with self._nonfinite_advice(), self._compile_meter.watching():
@@ -160,13 +163,17 @@ class Loop:
                     self._run_due_tasks()  # because the failure may have interrupted them
                 stopped = not self._only_evaluates and self._run_steps(data, startup)
                 ended_early = None if stopped or self._has_all_steps else self._improvement.why_stop
+                recoverable = stopped and not self.gate.saves and self.recoverable_steps()
+                saves = self.position.step > 0 and not recoverable and not self._only_evaluates
+                if saves:
+                    self._checkpoint(last=True)  # before the evaluation, which may fail
                 if not stopped and ended_early is None:
                     self._evaluate()
-                recoverable = stopped and not self.gate.saves and self.recoverable_steps()
-                if self.position.step > 0 and not recoverable and not self._only_evaluates:
-                    self._checkpoint(last=True)
             self._enter("end")
             self._checkpoints.drain()
+            self._improvement.confine(rank=self.rank)
+            if saves and not stopped and (metadata := self._improvement.metadata()):
+                self._checkpoints.amend(self.position.step, metadata)
             self.strategy.confirm()
             return Outcome(
                 status="stopped" if stopped else "done",
@@ -257,6 +264,9 @@ class Loop:
                     world_size = self.assignment.plan.world_size
                     self._histograms.save(step=step, rank=self.rank, world_size=world_size)
                     window.timer.restart()
+                if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:
+                    self._try_out(data)
+                    window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
                     window.check_finite()
                     self._run_due_tasks()
@@ -288,6 +298,24 @@ class Loop:
         self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
         self._reports.step_ended(result, step=step, samples_consumed=self.position.samples_consumed)
         return result
+
+    def _try_out(self, data: JobData) -> None:
+        """Try out a checkpoint and an evaluation, so that what fails in all of them fails before the training.
+
+        Neither losses, nor random numbers, nor buffers depend on it. An error ends the run: it would come again.
+        """
+        self.trial = "checkpoint"
+        self._checkpoints.try_out(self._metadata())
+        if data.datasets.evaluated and not self._evaluation_due():
+            self.trial = "evaluation"
+            self.outbox.enter(self.position.step, "eval")
+            with self.strategy.quiesced(), self.strategy.kept_buffers(), kept_generators(self.device):
+                point = self._evaluated_splits(data.trial_batches)
+                self._improvement.check(
+                    point, world_size=self.assignment.plan.world_size, confirm=self.strategy.confirm
+                )
+            self.outbox.enter(self.position.step, "train")
+        self.trial = None
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
@@ -420,17 +448,12 @@ class Loop:
         """Evaluate the model if there is data for it, and draw samples from it if the job has any."""
         assert self._data is not None
         data = self._data
-        splits = tuple(data.datasets.evaluated)
-        if not splits and not self.job.draws_samples:
+        if not data.datasets.evaluated and not self.job.draws_samples:
             return
         self._enter("eval")
         with self.strategy.quiesced():
-            if splits:
-                points = [self._evaluated(data, split) for split in splits]
-                if self.config.train.ema_decay is not None:
-                    with self.strategy.averaged_weights():
-                        points = [replace(point, ema=self._evaluated(data, point.split)) for point in points]
-                point = replace(points[0], others=tuple(points[1:]))
+            if data.datasets.evaluated:
+                point = self._evaluated_splits(data.eval_batches)
                 self.outbox.put_point(point)
                 world_size = self.assignment.plan.world_size
                 self._improvement.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
@@ -438,8 +461,16 @@ class Loop:
                 self._reports.sample(step=self.position.step)
         self._enter("train")
 
-    def _evaluated(self, data: JobData, split: str) -> EvalPoint:
-        batches = data.eval_batches(split)
+    def _evaluated_splits(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
+        """Return this rank's part of an evaluation; ``batches_of``: returns what to read of a split."""
+        assert self._data is not None
+        points = [self._evaluated(split, batches_of(split)) for split in self._data.datasets.evaluated]
+        if self.config.train.ema_decay is not None:
+            with self.strategy.averaged_weights():
+                points = [replace(p, ema=self._evaluated(p.split, batches_of(p.split))) for p in points]
+        return replace(points[0], others=tuple(points[1:]))
+
+    def _evaluated(self, split: str, batches: Iterator[tuple[Any, int]]) -> EvalPoint:
         point = evaluate(
             self.strategy,
             batches,
@@ -454,11 +485,14 @@ class Loop:
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""
         self._enter("checkpoint")
-        assert self._data is not None
         step, samples_consumed = self.position.step, self.position.samples_consumed
-        metadata = {**self._data.metadata(samples_consumed), **self._improvement.metadata()}
-        self._checkpoints.save(step=step, samples_consumed=samples_consumed, last=last, metadata=metadata)
+        self._checkpoints.save(step=step, samples_consumed=samples_consumed, last=last, metadata=self._metadata())
         self._enter("train")
+
+    def _metadata(self) -> dict[str, Any]:
+        """Return what a checkpoint of this position says beside the state of the model."""
+        assert self._data is not None
+        return {**self._data.metadata(self.position.samples_consumed), **self._improvement.metadata()}
 
     @contextlib.contextmanager
     def _nonfinite_advice(self) -> Iterator[None]:

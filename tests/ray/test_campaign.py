@@ -19,6 +19,8 @@ from helpers.records.runs import ROOT
         "clock step",
         "lost fence",
         "full disk",
+        "full for one write",
+        "death in a save of the best",
         "second driver",
         "two resume at once",
         "reader on a node",

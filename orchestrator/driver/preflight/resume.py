@@ -23,7 +23,7 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
 from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.state.best import BEST, BestSoFar, best_step
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, load, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.joint import label_of
@@ -199,10 +199,10 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
             return name
         if not names:
             raise ValueError(why_no_checkpoint(run_dir.config_file))
-        step = best_step(store.read_manifest(names[-1])["meta"])
-        if step is None:
+        best = store.best()
+        if best is None:
             raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
-        return path_of(run_dir.checkpoints, step).name
+        return path_of(run_dir.checkpoints, best.step).name
 
     try:
         return store.choose(chosen, store.hold)

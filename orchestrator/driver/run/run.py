@@ -246,6 +246,9 @@ class Run:
         failed = worker_failed(end, rank, name, self.spec.run_dir, last_step=last_step)
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
+        steps = self._workers.plan.steps
+        if end.last_step == steps and self.spec.config.evaluate is None and not self._checkpoints.why_missing(steps):
+            what += f"; the checkpoint of step {steps}, the last one, is saved"
         return verdict.failed(what + (f" ({why})" if why else ""))
 
     def _complete(self, end: GenerationEnd) -> Verdict:

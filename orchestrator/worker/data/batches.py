@@ -312,8 +312,18 @@ class EvalBatches:
         )
 
     def __iter__(self) -> Generator[tuple[Any, int], None, None]:
+        return self._read_batches(only_ends=False)
+
+    def ends(self) -> Generator[tuple[Any, int], None, None]:
+        """Yield the first batch and the last one, which has the fewest valid rows; of a stream, only the first."""
+        return self._read_batches(only_ends=True)
+
+    def _read_batches(self, *, only_ends: bool) -> Generator[tuple[Any, int], None, None]:
         counts: deque[int] = deque()
-        elements = self._slices(counts) if self._streamed else self._indices(counts)
+        if self._streamed:
+            elements: Iterator[Any] = itertools.islice(self._slices(counts), 1 if only_ends else None)
+        else:
+            elements = self._indices(counts, only_ends=only_ends)
         batches: Generator[Any, None, None] = self._loader.read(elements) if self._read else (None for _ in elements)
         with contextlib.closing(batches):
             for batch in batches:
@@ -323,13 +333,14 @@ class EvalBatches:
         """End the loader processes. A later pass starts new ones."""
         self._loader.close()
 
-    def _indices(self, counts: deque[int]) -> Iterator[list[int]]:
+    def _indices(self, counts: deque[int], *, only_ends: bool) -> Iterator[list[int]]:
         """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
         n = len(self._dataset)
         shares = even_shares(n, self._data_parallel_size)
         first = sum(shares[: self._dp_rank])
         end = first + shares[self._dp_rank]
-        for start in range(first, first + shares[0], self._batch_size):
+        starts = range(first, first + shares[0], self._batch_size)
+        for start in sorted({starts[0], starts[-1]}) if only_ends else starts:
             counts.append(max(0, min(end - start, self._batch_size)))
             yield list(range(start, start + counts[-1])) or [n - 1]
 

@@ -142,7 +142,7 @@ class JobData:
                 dp_rank=mesh.dp_rank(self._assignment.global_rank),
                 grad_accumulation=config.train.grad_accumulation,
             ),
-            self._loading(),
+            self._loading(self._assignment.plan.loader_processes),
             samples_consumed=samples_consumed,
             steps=steps,
             read=self._strategy.reads_data,
@@ -156,15 +156,30 @@ class JobData:
         Raises:
             AbandonedError: the generation has ended.
         """
-        self._outbox.begin_loader()
         if split not in self._eval_batches:
-            self._eval_batches[split] = self._open_eval_batches(split)
+            loading = self._loading(self._assignment.plan.loader_processes)
+            self._eval_batches[split] = self._open_eval_batches(split, self.datasets.evaluated[split], loading)
         opened = self._eval_batches[split]
-        with (
-            self._outbox.evaluating(opened.num_batches),
-            contextlib.closing(self._copied_ahead(iter(opened))) as batches,
-        ):
-            for batch in batches:
+        with self._outbox.evaluating(opened.num_batches):
+            yield from self._checked(iter(opened))
+
+    def trial_batches(self, split: str) -> Iterator[tuple[Any, int]]:
+        """Yield the first batch of a ``split`` and the last one, as :meth:`eval_batches` does.
+
+        Another iterator of a stream, and another loader process, so that later evaluations read what they would.
+        """
+        dataset = self.datasets.evaluated[split]
+        if is_stream(dataset):
+            dataset = self._job.dataset(split)
+        loading = self._loading(min(1, self._assignment.plan.loader_processes))
+        with contextlib.closing(self._open_eval_batches(split, dataset, loading)) as batches:
+            yield from self._checked(batches.ends())
+
+    def _checked(self, batches: Generator[Any, None, None]) -> Iterator[tuple[Any, int]]:
+        """Yield ``batches``, on the GPU if there is one, as long as the generation goes on."""
+        self._outbox.begin_loader()
+        with contextlib.closing(self._copied_ahead(batches)) as copied:
+            for batch in copied:
                 self._gate.check(self._assignment.generation)
                 self._outbox.tick()
                 yield batch
@@ -216,11 +231,11 @@ class JobData:
             return batches
         return prefetched(batches, SideStream(self._device))
 
-    def _open_eval_batches(self, split: str) -> EvalBatches:
+    def _open_eval_batches(self, split: str, dataset: Any, loading: Loading) -> EvalBatches:
         mesh = self._assignment.plan.mesh
         return EvalBatches(
-            self.datasets.evaluated[split],
-            self._loading(),
+            dataset,
+            loading,
             split=split,
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
@@ -229,10 +244,10 @@ class JobData:
             pad_ragged=self._strategy.cuts_batches,
         )
 
-    def _loading(self) -> Loading:
+    def _loading(self, num_workers: int) -> Loading:
         return Loading(
             collate=self._job.collate,
-            num_workers=self._assignment.plan.loader_processes,
+            num_workers=num_workers,
             pin_memory=self._device.type == "cuda",
             timeout_s=self._assignment.config.recovery.loader_timeout_s,
         )

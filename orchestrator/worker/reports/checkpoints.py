@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
 import time
@@ -14,12 +16,15 @@ from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
 from orchestrator.records.lease import restored_within_s
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.best import best_step
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_results import WriteFailed
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
-from orchestrator.state.fence import Fence
+from orchestrator.state.fence import Fence, FencedError
+from orchestrator.state.manifest import KINDS, CheckpointError
 from orchestrator.state.part_writers import JointSave, Store, Writers
+from orchestrator.state.tensor_file import header_text
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.warner import Warner
@@ -42,6 +47,8 @@ class Checkpoints:
         self._timeout_s = config.recovery.hang_max_s
         self._lost_timeout_s = lost_timeout_s(config)
         self._given_up: int | None = None  # the step of a checkpoint whose write stalled
+        self._failed: set[int] = set()  # the steps of those that could not be written
+        self._store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
         self._writers: Writers | None = None  # None if rank 0 writes alone
         self._num_saves = 0
         self._rank = assignment.global_rank
@@ -119,11 +126,24 @@ class Checkpoints:
                 self._outbox.enter(step, "end")  # this wait may take any time
                 self.drain()
                 self._outbox.enter(step, "checkpoint")
-            is_needed = last or best_step(metadata) == step
+            best = BestSoFar.from_meta(metadata)
+            is_needed = last or (best is not None and best.step == step)
             timeout_s = self._limit_s / 2 if is_needed else min(BUSY_WAIT_S, self._limit_s / 2)
             busy_with = self._writer.submit(state, stalled_since=began, timeout_s=timeout_s, jointly=jointly)
             if busy_with is not None:
                 self._report_skipped(step, busy_with.step, timeout_s=timeout_s, last=last, jointly=jointly)
+
+    def try_out(self, metadata: Mapping[str, Any]) -> None:
+        """Make all of this rank's part of a checkpoint but the copies of its tensors and the files.
+
+        Raises:
+            ValueError: a part of the state cannot be saved.
+        """
+        state = self._strategy.state_to_save()
+        if state is not None:
+            json.dumps({**state.meta, **metadata})
+            for kind in KINDS:
+                header_text(getattr(state, kind), state.boxes.get(kind))
 
     def _joint_save(self) -> JointSave | None:
         """Return the next checkpoint of several writers; None if rank 0 writes alone."""
@@ -134,6 +154,7 @@ class Checkpoints:
         self, step: int, before: int, *, timeout_s: float, last: bool, jointly: JointSave | None
     ) -> None:
         """Report that there is no checkpoint of ``step``, because the one of the step ``before`` is not written yet."""
+        self._failed.add(step)
         reason = f"step {before} is still being written after {timeout_s:g} s"
         if jointly is not None:
             jointly.decline(reason)
@@ -150,8 +171,10 @@ class Checkpoints:
         """Put an event into the outbox for each write that has ended since the last call."""
         for result in self._writer.results():
             if isinstance(result, WriteFailed):
+                self._failed.add(result.step)
                 self._outbox.put_event(CheckpointFailed(step=result.step, reason=result.reason))
             else:
+                self._failed.discard(result.step)
                 self._outbox.put_event(
                     CheckpointSaved(
                         step=result.step,
@@ -161,6 +184,34 @@ class Checkpoints:
                         size_bytes=result.size_bytes,
                     )
                 )
+
+    def saved(self, best: BestSoFar) -> BestSoFar:
+        """Return ``best``, or the best evaluation that is saved if the checkpoint of ``best`` could not be written.
+
+        Called on the rank that commits, whose process may have replaced the one that wrote it.
+        """
+        self.report()
+        pending = self._writer.pending()
+        if best.value is None or (pending is not None and pending.step >= best.step):
+            return best
+        on_store = self._run_dir.remote is not None  # which may be slow to say whether it is there
+        if best.step not in self._failed and (on_store or path_of(self._run_dir.checkpoints, best.step).exists()):
+            return best
+        with contextlib.suppress(OSError):  # the store is away
+            return self._store.best_saved(best)
+        return best
+
+    def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Enter metadata into the newest checkpoint, that of ``step``, which was saved before they were known.
+
+        All ranks may call this, after :meth:`drain`; the rank that commits does it.
+        """
+        if self._rank != self._strategy.writers[0] or step in self._failed or self._writer.pending() is not None:
+            return
+        try:
+            self._writer.amend(step, metadata)
+        except (FencedError, CheckpointError, OSError, ValueError) as e:
+            self._warner.warn(f"the checkpoint of step {step} does not know of the last evaluation: {e}", topic="amend")
 
     def drain(self) -> None:
         """Wait for the write that is under way, for as long as bytes are being written, and report how it ended."""

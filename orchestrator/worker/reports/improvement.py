@@ -27,12 +27,23 @@ class MetricError(ValueError):
 
 
 class Improvement:
-    """The best evaluation so far. Without ``checkpoint.best``, it follows nothing and exchanges nothing."""
+    """The best evaluation so far. Without ``checkpoint.best``, it follows nothing and exchanges nothing.
 
-    def __init__(self, config: Config, *, device: torch.device, outbox: Outbox):
+    ``saved``: returns the given evaluation or, if its checkpoint could not be saved, the best of those that are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device,
+        outbox: Outbox,
+        saved: Callable[[BestSoFar], BestSoFar] = lambda best: best,
+    ):
         self._config = config
         self._device = device
         self._outbox = outbox
+        self._saved = saved
         self._history: list[BestSoFar] = []  # after each evaluation, because a run may go back after a failure
         self.restore({})
 
@@ -43,7 +54,8 @@ class Improvement:
             return
         best, new = BestSoFar.from_meta(meta), BestSoFar(metric=checkpoint.best, direction=checkpoint.direction)
         is_same = best is not None and (best.metric, best.direction) == (new.metric, new.direction)
-        self._history = [best if best is not None and is_same else new]
+        best = best if best is not None and is_same else new
+        self._history = [self._saved(best) if rank == 0 else best]
         self._report(rank)
 
     def share(self, sources: Sequence[int], *, source_step: int, rank: int) -> None:
@@ -61,7 +73,10 @@ class Improvement:
         if len(sources) > 1:
             values = broadcast_json(kept[-1].to_json(), source=survivor, rank=rank, device=self._device)
             kept[-1] = BestSoFar(**values)
+        is_other = kept[-1].step != self._history[-1].step
         self._history = kept
+        if is_other:
+            self._report(rank)
 
     def add(self, point: EvalPoint, *, rank: int, world_size: int, confirm: Callable[[], None]) -> None:
         """Take note of an evaluation, of which ``point`` is this rank's part. All ranks call this after the same step.
@@ -73,17 +88,42 @@ class Improvement:
         """
         if not self._history:
             return
-        gathered = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
+        if point.step > self._history[-1].last_step:  # otherwise it is repeated, and may still have to be saved
+            self.confine(rank=rank)
+        sent = {"point": dataclasses.asdict(point), "best": self._history[-1].to_json()}
+        gathered = gather_json(sent, world_size=world_size, device=self._device)
         confirm()
-        metrics, best = evaluation_metrics([_point_of(part) for part in gathered]), self._history[-1]
-        if best.metric not in metrics:
-            raise MetricError(
-                f"checkpoint.best={best.metric}: no evaluation reports it; {did_you_mean(best.metric, metrics)}"
-            )
-        min_delta = self._config.train.stop_min_delta
-        self._history.append(best.after(point.step, metrics[best.metric], min_delta=min_delta))
+        best = BestSoFar(**gathered[0]["best"])
+        value = self._value_of(best.metric, [part["point"] for part in gathered])
+        self._history.append(best.after(point.step, value, min_delta=self._config.train.stop_min_delta))
         if self.is_best(point.step):
             self._report(rank)
+
+    def check(self, point: EvalPoint, *, world_size: int, confirm: Callable[[], None]) -> None:
+        """Check that a trial of an evaluation has the metric of ``checkpoint.best``. Arguments are as of :meth:`add`.
+
+        Raises:
+            MetricError: as :meth:`add`, unless some split has no weight in the trial, and so no metrics.
+        """
+        if self._history:
+            gathered = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
+            confirm()
+            splits = zip(*((part, *part["others"]) for part in gathered), strict=True)
+            if all(any(part["weight"] for part in of_split) for of_split in splits):
+                self._value_of(self._history[-1].metric, gathered)
+
+    def confine(self, *, rank: int) -> None:
+        """Forget the best evaluation, on rank 0, if its checkpoint could not be saved, for the best of those saved."""
+        if rank == 0 and self._history and (best := self._saved(self._history[-1])) != self._history[-1]:
+            self._history[-1] = best
+            self._report(rank)
+
+    def _value_of(self, metric: str, parts: Sequence[Mapping[str, Any]]) -> float:
+        """Return a metric of the evaluation that has these points of all ranks."""
+        metrics = evaluation_metrics([_point_of(part) for part in parts])
+        if metric not in metrics:
+            raise MetricError(f"checkpoint.best={metric}: no evaluation reports it; {did_you_mean(metric, metrics)}")
+        return metrics[metric]
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint; empty without ``checkpoint.best``."""

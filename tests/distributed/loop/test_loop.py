@@ -26,7 +26,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.events import BestFound, Warned
 from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps, TrainPoint
-from orchestrator.state.best import best_step
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.single import Single
@@ -188,7 +188,7 @@ def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_chec
     assert step < 20
     saved = [load(path) for path in list_checkpoints(tmp_path / "checkpoints")]
     assert [state.step for state in saved] == [best.step, step]
-    assert [best_step(state.meta) for state in saved] == [best.step] * 2
+    assert [BestSoFar.from_meta(state.meta).step for state in saved] == [best.step] * 2
     parts = [next(p for p in r.points if isinstance(p, EvalPoint) and p.step == best.step) for r in ranks]
     assert evaluation_metrics(parts)["val/loss"] == best.value
     of_best, folder = str(list_checkpoints(tmp_path / "checkpoints")[0]), tmp_path / "evaluated"
@@ -203,11 +203,11 @@ def test_a_run_that_starts_from_another_one_looks_for_its_own_best_evaluation(ga
     case = Case(job=Worsening(samples=24), train=train, checkpoint=BEST)
     gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)
     newest = list_checkpoints(tmp_path / "checkpoints")[-1]
-    assert best_step(load(newest).meta) < 6
+    assert BestSoFar.from_meta(load(newest).meta).step < 6
     case = replace(case, train=replace(train, steps=8))
     gang.run(run_loop, case, 1, str(tmp_path / "new"), str(newest), 0, world_size=1)
     (saved,) = list_checkpoints(tmp_path / "new" / "checkpoints")
-    assert best_step(load(saved).meta) == 8
+    assert BestSoFar.from_meta(load(saved).meta).step == 8
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -251,7 +251,8 @@ def not_on_rank_1_at_third_call(rank: int, call: int) -> bool:
 
 
 def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
-    case = Case(job=TwoHeads(uses=not_on_rank_1_at_third_call), train=having(steps=5))
+    train = having(steps=5, eval_splits=())
+    case = Case(job=TwoHeads(uses=not_on_rank_1_at_third_call), train=train)
     for attempt in range(3):
         answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3, timeout_s=SOON_S)
         assert "take no part in the loss: spare.weight, spare.bias" in answers[1].error

@@ -108,6 +108,8 @@ def test_an_error_of_the_code_is_not_tried_for_ever() -> None:
     assert isinstance(after(replace(DEATH, step=0)), RecoveryPlan)
     assert isinstance(after(ERROR), RecoveryPlan)
     assert after(ERROR, ERROR) == GiveUp("the same error occurred twice at the same step")
+    objects = [replace(ERROR, message=f"KeyError: <Net object at 0x7f{n}a0> (pid {n})") for n in (12, 345)]
+    assert after(*objects) == GiveUp("the same error occurred twice at the same step")
     assert isinstance(after(ERROR, replace(ERROR, message="another")), RecoveryPlan)
     assert after(replace(ERROR, final=True)) == GiveUp()
 

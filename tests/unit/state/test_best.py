@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from orchestrator.state.best import BEST, BestSoFar, best_step
+from orchestrator.state.best import BEST, BestSoFar
 
 INF = math.inf
 
@@ -73,9 +73,43 @@ def test_it_survives_a_checkpoint() -> None:
     best = after([2.0, 1.0, 1.5])
     meta = json.loads(json.dumps({BEST: best.to_json()}))
     assert BestSoFar.from_meta(meta) == best
-    assert best_step(meta) == 20
 
 
-@pytest.mark.parametrize("meta", [{}, {BEST: {}}, {BEST: None}, {BEST: after([math.nan]).to_json()}])
-def test_without_a_best_no_checkpoint_is_protected(meta: dict[str, object]) -> None:
-    assert best_step(meta) is None
+@pytest.mark.parametrize("meta", [{}, {BEST: {}}, {BEST: None}])
+def test_a_checkpoint_without_a_best_has_none(meta: dict[str, object]) -> None:
+    assert BestSoFar.from_meta(meta) is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "value"),
+    [
+        ([10, 20, 30, 40], 40, 0.5),
+        ([10, 20, 30], 20, 1.0),  # that of step 40 could not be written
+        ([30], 30, 1.5),  # never the best, but evaluated
+        ([10, 25, 30], 30, 1.5),  # no evaluation after step 25
+        ([25], 0, None),
+        ([], 0, None),
+    ],
+)
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_the_best_of_those_that_are_saved_takes_the_place_of_one_that_is_not(
+    saved: list[int], step: int, value: float | None, direction: Literal["minimize", "maximize"]
+) -> None:
+    sign = 1 if direction == "minimize" else -1
+    values = [sign * v for v in (2.0, 1.0, 1.5, 0.5)]
+    seen = {s: after(values[: s // 10], direction=direction) for s in saved}
+    found = after(values, direction=direction).among(saved, seen.__getitem__)
+    assert (found.step, found.value) == (step, None if value is None else sign * value)
+    assert found.evaluations_since == 0
+
+
+def test_an_evaluation_of_another_metric_does_not_count() -> None:
+    other = BestSoFar(metric="val/accuracy", direction="minimize").after(10, 0.1, min_delta=0)
+    assert after([2.0, 1.0]).among([10], lambda step: other).step == 0
+
+
+def test_without_a_finite_value_no_checkpoint_is_looked_at() -> None:
+    def never(step: int) -> BestSoFar:
+        raise AssertionError(step)
+
+    assert after([math.nan]).among([10], never).step == 0

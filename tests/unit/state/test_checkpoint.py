@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn, optim
 
-from helpers.files.checkpoints import make_state, never
+from helpers.files.checkpoints import best_at, make_state, never
 from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.manifest import CheckpointError, read_manifest
@@ -25,7 +25,7 @@ from orchestrator.state.train_state import TrainState, capture
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
@@ -33,6 +33,9 @@ DTYPES = (
 
 def save_all(root: Path, *steps: int) -> list[Path]:
     return [save(root, make_state(step), run_uid="run") for step in steps]
+
+
+OTHER_DTYPES = (torch.complex128, torch.float8_e8m0fnu)
 
 
 def run_python(code: str, *args: object, timeout_s: float = 60) -> str:
@@ -61,6 +64,25 @@ def test_every_dtype_and_shape_comes_back_and_plain_safetensors_reads_it(tmp_pat
             assert found[name].tolist() == tensor.tolist(), name
     assert load(path).meta == state.meta
     assert read_manifest(path)["run_uid"] == "abc"
+
+
+def test_a_dtype_that_safetensors_lacks_is_kept_as_bytes(tmp_path: Path) -> None:
+    model = {str(dtype): torch.randint(1, 4, (3, 5)).float().to(dtype) for dtype in OTHER_DTYPES}
+    model |= {"empty": torch.empty(0, 4, dtype=torch.complex128), "scalar": torch.tensor(2j, dtype=torch.complex128)}
+    path = save(tmp_path, TrainState(model=model, optimizer={}, meta=make_state(3).meta), run_uid="abc")
+    verify(path)
+    found, plain = load(path).model, load_file(path / "model.safetensors")
+    for name, tensor in model.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+        assert plain[name].shape == (*tensor.shape, tensor.dtype.itemsize), name
+
+
+def test_a_tensor_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    state = TrainState(model={"layer.w": torch.eye(3).to_sparse()}, optimizer={}, meta=make_state(3).meta)
+    with pytest.raises(ValueError, match=r"layer\.w is a tensor of the kind sparse_coo, which cannot be saved"):
+        save(tmp_path, state, run_uid="abc")
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_the_model_file_goes_straight_into_a_model(tmp_path: Path) -> None:
@@ -181,8 +203,16 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("best", "kept"), [(1, [1, 3, 4]), (3, [3, 4]), (None, [3, 4]), (7, [3, 4])])
 def test_the_best_is_kept_besides(tmp_path: Path, best: int | None, kept: list[int]) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
-    prune(tmp_path, 2, saved_step=4, best_step=best)
+    prune(tmp_path, 2, saved_step=4, best=None if best is None else best_at(best))
     assert [load(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
+def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    paths = save_all(tmp_path, 1, 2, 3, 4, 5)
+    (paths[1] / "model.safetensors").write_bytes(b"")
+    (paths[3] / "manifest.json").unlink()
+    prune(tmp_path, 2, saved_step=5, best=best_at(2))
+    assert list_checkpoints(tmp_path) == paths[2:]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.files.checkpoints import make_state, never
+from helpers.files.checkpoints import best_at, make_state, never
 from helpers.machines.disks import freezable_disk
 from orchestrator.state import checkpoint_writer
-from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, save
+from orchestrator.state.best import BEST, BestSoFar
+from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, save, step_of
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
-from orchestrator.state.fence import Fence
+from orchestrator.state.fence import Fence, FencedError
+from orchestrator.storage.remote import Remote
 
 
 @pytest.fixture
@@ -143,6 +147,58 @@ def test_a_fenced_worker_saves_nothing(tmp_path: Path) -> None:
     assert fenced.reason == "a later generation of the run has replaced this worker and saves instead of it"
     assert isinstance(rejoined, Written)
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003", "step-00000005"]
+
+
+@pytest.fixture(params=["directory", "store"])
+def pruning(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pruning]:
+    if request.param == "store":
+        request.applymarker(pytest.mark.slow)
+    made = Pruning(tmp_path, Remote(f"file://{tmp_path}/store", timeout_s=5) if request.param == "store" else None)
+    yield made
+    made.writer.close(10)
+
+
+class Pruning:
+    """A writer that keeps one checkpoint and the best. Its fence makes those fail that are asked to."""
+
+    def __init__(self, folder: Path, remote: Remote | None):
+        (folder / "fence").write_text('{"generation": "current"}')
+        self.fence = Fence(folder / "fence", token="current")
+        self.writer = CheckpointWriter(folder / "here", keep=1, run_uid="run", fence=self.fence, remote=remote)
+        self.store = CheckpointStore(folder / "here", remote)
+
+    def save(self, step: int, *, best: int, fails: bool = False) -> list[int]:
+        """The steps of the checkpoints that there are afterwards."""
+        self.fence.token = "replaced" if fails else "current"
+        self.writer.submit(make_state(step, best=best))
+        assert self.writer.drain(10) is None
+        assert [type(result) for result in self.writer.results()] == [WriteFailed if fails else Written]
+        return [step_of(name) for name in self.store.list()]
+
+
+def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> None:
+    assert pruning.save(10, best=10) == [10]
+    assert pruning.save(20, best=10) == [10, 20]
+    assert pruning.save(30, best=30, fails=True) == [10, 20]
+    assert pruning.save(40, best=30) == [10, 40]
+    found = pruning.store.best()
+    assert found is not None
+    assert (found.step, found.value) == (10, 0.1)
+    assert pruning.save(50, best=50) == [50]
+
+
+def test_what_is_known_after_a_checkpoint_is_entered_into_it(pruning: Pruning) -> None:
+    assert pruning.save(10, best=10) == [10]
+    assert pruning.save(20, best=10) == [10, 20]
+    pruning.writer.amend(20, {BEST: best_at(20).to_json()})
+    assert pruning.store.list() == ["step-00000020"]
+    found = load(pruning.store.fetch("step-00000020"))
+    assert BestSoFar.from_meta(found.meta) == best_at(20)
+    assert (found.step, found.samples_consumed, found.meta["note"]) == (20, 200, "x" * 10)
+    pruning.fence.token = "replaced"
+    with pytest.raises(FencedError):
+        pruning.writer.amend(20, {BEST: best_at(10).to_json()})
+    assert BestSoFar.from_meta(load(pruning.store.fetch("step-00000020")).meta) == best_at(20)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}"])

@@ -126,6 +126,18 @@ def test_a_store_that_was_away_gets_the_best_and_the_newest(writer: CheckpointWr
     assert here.store.list() == ["step-00000002", "step-00000004"]
 
 
+def test_a_store_that_was_away_gets_the_best_that_was_written(writer: CheckpointWriter, here: Host) -> None:
+    """The checkpoint of the best evaluation, step 3, could not be written."""
+    here.stored.write_text("not a directory")
+    for step, best in ((1, 1), (2, 2), (4, 3), (5, 3)):
+        writer.submit(make_state(step, best=best))
+        wait_for((here.root / f"step-{step:08d}").is_dir)
+    here.stored.unlink()
+    ended = wait_for(lambda: writer.drain(10) is None and writer.results())
+    assert [(r.step, type(r)) for r in ended] == [(1, WriteFailed), (4, WriteFailed), (2, Written), (5, Written)]
+    assert here.store.list() == ["step-00000002", "step-00000005"]
+
+
 def test_a_checkpoint_without_its_manifest_does_not_exist(here: Host, there: Host) -> None:
     for step in (1, 2, 3):
         here.save(step)

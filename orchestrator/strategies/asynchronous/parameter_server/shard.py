@@ -137,9 +137,11 @@ class Shard(Strategy):
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         """Send this shard's part of the optimizer to worker 0, which saves."""
         ranks = [0, *self.context.mesh.servers]
-        state = TrainState(model={}, optimizer=self._pieces.optimizer_tensors(), meta={})
-        gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU)
+        gather_states(self.state_to_save(), ranks=ranks, rank=self.context.global_rank, device=CPU)
         return None
+
+    def state_to_save(self) -> TrainState:
+        return TrainState(model={}, optimizer=self._pieces.optimizer_tensors(), meta={})
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)

@@ -209,7 +209,7 @@ def test_only_errors_that_may_come_from_an_abort_are_put_down_to_it(
     error: BaseException, after_abort: bool, collateral: bool, tmp_path: Any
 ) -> None:
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
-    loop: Any = SimpleNamespace(position=SimpleNamespace(step=9), job=digits())
+    loop: Any = SimpleNamespace(position=SimpleNamespace(step=9), job=digits(), trial=None)
     failure = failures.describe_failure(error, orders, loop, tmp_path / "log", after_abort=after_abort)
     assert failure.collateral == collateral
     is_nan = isinstance(error, NonFiniteError)
@@ -231,7 +231,7 @@ def test_the_text_of_an_error_can_be_encoded(tmp_path: Any) -> None:
 def test_out_of_memory_is_explained_also_before_there_is_a_model(tmp_path: Any) -> None:
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir="", case=Case(job=digits()))
     error = torch.OutOfMemoryError("CUDA out of memory in a library.")
-    for loop in (None, SimpleNamespace(strategy=SimpleNamespace(tensor_sizes=breaks), job=digits())):
+    for loop in (None, SimpleNamespace(strategy=SimpleNamespace(tensor_sizes=breaks), job=digits(), trial=None)):
         failure = failures.describe_failure(error, orders, loop, tmp_path / "log", after_abort=False)  # type: ignore[arg-type]
         assert failure.message.startswith("CUDA out of memory in a library")
         assert not failure.collateral
