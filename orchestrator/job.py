@@ -240,7 +240,8 @@ class Job(abc.ABC):
         Args:
             optimizer: the result of :meth:`optimizer`.
             steps: the number of updates in the run. The scheduler is stepped after each update, or after each
-                :meth:`training_step` if the job has one.
+                :meth:`training_step` if the job has one. A resume with another ``train.steps`` makes the scheduler anew
+                and steps it as often as the run has.
         """
         return None
 

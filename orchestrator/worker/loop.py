@@ -23,6 +23,7 @@ from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, total
 from orchestrator.state.part_writers import Store
+from orchestrator.state.schedule import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
@@ -338,6 +339,8 @@ class Loop:
         state = load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
         if self.config.train.ema_decay is None:
             forget_average(state)
+        if self._only_evaluates:
+            without_length(state.meta)
         return state
 
     @property
