@@ -291,7 +291,7 @@ class Job(abc.ABC):
         """Return the number of units that the mean :meth:`loss` of a batch is taken over, such as its valid tokens.
 
         Override this if the number differs between batches of the same size. The loss of a global batch is then the
-        exact mean over all its units, however the batch is divided.
+        exact mean over all its units, however the batch is divided. A part without units has no gradient.
 
         Args:
             target: the batch's target, of shape ``(batch, ...)``.

@@ -94,6 +94,7 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        strategy.warn = self._warner.warn_from_any_rank
         self._flop_meter = FlopMeter(device, at_step=None)
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
