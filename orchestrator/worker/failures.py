@@ -19,7 +19,7 @@ from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.measure.metrics import NonFiniteError
+from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
