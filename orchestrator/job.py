@@ -242,7 +242,8 @@ class Job(abc.ABC):
         Args:
             optimizer: the result of :meth:`optimizer`.
             steps: the number of updates in the run. The scheduler is stepped after each update, or after each
-                :meth:`training_step` if the job has one.
+                :meth:`training_step` if the job has one. A resume with another ``train.steps`` makes the scheduler anew
+                and steps it as often as the run has.
         """
         return None
 
@@ -292,7 +293,7 @@ class Job(abc.ABC):
         """Return the number of units that the mean :meth:`loss` of a batch is taken over, such as its valid tokens.
 
         Override this if the number differs between batches of the same size. The loss of a global batch is then the
-        exact mean over all its units, however the batch is divided.
+        exact mean over all its units, however the batch is divided. A part without units has no gradient.
 
         Args:
             target: the batch's target, of shape ``(batch, ...)``.

@@ -1,4 +1,4 @@
-"""Several optimizers as one, and several schedulers as one, for snapshots of the training state."""
+"""Several optimizers as one, for snapshots of the training state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from orchestrator.state.schedule import Schedule
 
 
 class JointOptimizer:
@@ -40,36 +42,10 @@ class JointOptimizer:
             optimizer.load_state_dict({"state": {n: state[n] for n in state if n in numbers}, "param_groups": own})
 
 
-class JointScheduler:
-    """The schedulers of several optimizers."""
-
-    def __init__(self, schedulers: Sequence[LRScheduler]):
-        self._schedulers = schedulers
-
-    @property
-    def label(self) -> str:
-        """The names of their classes, as in ``StepLR+LambdaLR``."""
-        return "+".join(type(scheduler).__name__ for scheduler in self._schedulers)
-
-    def step(self) -> None:
-        """Step each of them."""
-        for scheduler in self._schedulers:
-            scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each."""
-        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        for scheduler, state in zip(self._schedulers, state_dict["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
-
-
 AnyOptimizer = Optimizer | JointOptimizer
-AnyScheduler = LRScheduler | JointScheduler
+AnyScheduler = LRScheduler | Schedule
 
 
 def label_of(value: AnyOptimizer | AnyScheduler) -> str:
     """Return the name of the class that a checkpoint records, and that the one which loads it must have."""
-    return value.label if isinstance(value, (JointOptimizer, JointScheduler)) else type(value).__name__
+    return value.label if isinstance(value, (JointOptimizer, Schedule)) else type(value).__name__

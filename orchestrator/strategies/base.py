@@ -130,6 +130,9 @@ class Strategy(LayoutRules, abc.ABC):
     """Call this before an update, before received state is loaded, and before numbers of the device are used: see
     :mod:`orchestrator.strategies.update.confirmation`."""
 
+    warn: Callable[[str], None] = staticmethod(lambda text: None)
+    """Call this with what the user should know of the job. One rank does."""
+
     observe: Callable[[Iterable[tuple[str, nn.Parameter]]], None] | None = None
     """Called in a step, before the update, with what this rank has of the parameters, by name, and their gradients.
 

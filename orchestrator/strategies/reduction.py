@@ -8,13 +8,17 @@ micro-batches and ranks, and never averaged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from orchestrator.job import Job
+from orchestrator.model.batch import tensors_in
 from orchestrator.model.precision import summable
 from orchestrator.strategies.update.gradients import norm_over
 
@@ -41,7 +45,7 @@ class Reduction:
         return own
 
     def weigh(self, job: Job, targets: Sequence[object], rows: Sequence[int]) -> tuple[Sequence[Weight], Weight]:
-        """Return the weight of each part of this rank's batch, and of the batch whose gradient an update applies.
+        """Return the weight of each part of this rank's batch, and, as a divisor, that of the whole batch of an update.
 
         Args:
             job: the job, whose ``weight`` counts.
@@ -52,7 +56,7 @@ class Reduction:
         if weights[0] is None:
             return rows, self.total_weight(sum(rows), counts_samples=True)
         defined = [weight for weight in weights if weight is not None]
-        return defined, self.total_weight(sum(defined), counts_samples=False)
+        return defined, divisor_of(self.total_weight(sum(defined), counts_samples=False))
 
     def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for the forward and backward pass of a slice; ``last``: the last slice of the step."""
@@ -67,13 +71,6 @@ class Reduction:
         On several ranks this is the last collective operation before an update.
         """
         return norm_over(None, parameters, device)
-
-
-class OwnGradients(Reduction):
-    """Each update applies the mean gradient of one worker's part of the batch."""
-
-    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
-        return divisor_of(own)
 
 
 def weight_sum(weight: Weight, *, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -91,10 +88,45 @@ def weighted(loss: Tensor, weight: Weight) -> Tensor:
     return loss * weight if weight else torch.zeros_like(loss)
 
 
-def divisor_of(weight: Weight) -> Tensor:
+def without_gradient(output: Any, weight: Weight) -> None:
+    """Let the gradients of a loss of ``output`` be 0 if the part of the batch has a ``weight`` of 0.
+
+    The mean over nothing is NaN, and so is its gradient, also 0 times. It must not reach the parameters: the gradients
+    of other parts are added there, and other ranks wait for those of this one. A weight on a GPU is not read, which
+    would wait for it, unless the model has computed the loss itself, so that the NaN is inside the model.
+    """
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    counts = weight > 0
+    if isinstance(counts, Tensor) and counts.device.type != "cpu" and any(tensor.ndim for tensor in tensors):
+        for tensor in tensors:
+            tensor.register_hook(functools.partial(_without, counts.logical_not()))
+    elif tensors and not counts:
+        for node in _nodes(tensors):
+            node.register_prehook(_zeros)
+
+
+def _without(empty: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(empty, 0)  # torch.where would copy the 0 to the device, and wait for it
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+
+
+def _nodes(tensors: Sequence[Tensor]) -> Iterator[Node]:
+    """Yield the operations that have led to ``tensors``. Those of leaves outlive the step, so they are left out."""
+    left, seen = [tensor.grad_fn for tensor in tensors], set[Node]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            yield node
+            left += [before for before, _ in node.next_functions]
+
+
+def divisor_of(weight: Weight) -> Weight:
     """Return the weight of a batch as a divisor: 1 for a weight of 0, so that its loss of 0 does not become NaN."""
-    weight = torch.as_tensor(weight, dtype=torch.float32)
-    return torch.where(weight > 0, weight, 1.0)
+    return weight.masked_fill(weight <= 0, 1) if isinstance(weight, Tensor) else weight or 1.0
 
 
 def on_device(weight: Weight, device: torch.device) -> Tensor:

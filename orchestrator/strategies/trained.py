@@ -15,7 +15,6 @@ from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
 from orchestrator.state import train_state
 from orchestrator.state.boxes import Box
-from orchestrator.state.joint import AnyScheduler, JointScheduler
 from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
@@ -23,7 +22,7 @@ from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
 from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.update.gradients import clip
-from orchestrator.strategies.update.job_optimizer import scheduler_of
+from orchestrator.strategies.update.job_optimizer import schedule_of
 from orchestrator.strategies.update.loss_scale import LossScale
 from orchestrator.strategies.update.weight_average import keep_average
 
@@ -63,16 +62,12 @@ class Trained:
                 fuse_updates(optimizer, sparse=sparse_parameters(modules))
             if train.ema_decay is not None:
                 keep_average(optimizer, train.ema_decay)
-        made = [scheduler_of(job, o, steps=train.steps, steps_per_epoch=epoch) for o in optimizers.values()]
-        schedulers = [scheduler for scheduler in made if scheduler is not None]
         self.module = module or (lambda: modules[0])
         self.modules = modules
         self.boxes = boxes or {}
         self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
         self.optimizer = cast(Optimizer, joined(optimizers))
-        self.scheduler: AnyScheduler | None = (
-            JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
-        )
+        self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.in_step = self.settled = False
         self.norm: Tensor | None = None

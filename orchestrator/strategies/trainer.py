@@ -13,6 +13,7 @@ Here the state is equal on all ranks after a step: rank 0 saves it, and every ra
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +35,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.data.batch_parts import Division, by_keys, warning_about_parts
 from orchestrator.strategies.device_precision import prepare_device
-from orchestrator.strategies.measure.job_metrics import BatchMetrics
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
@@ -73,6 +74,8 @@ class Trainer(Strategy):
         super().__init__(context, job)
         prepare_device(context.train.precision, context.device)
         self.precision = Precision.named(context.train.precision, context.device.type)
+        self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, job))
+        self._eval_metrics = SumCheck("metrics", functools.partial(evaluation_metrics, job))
 
     def setup(self, train_set: Dataset[Any]) -> None:
         model = self.build(train_set)
@@ -114,7 +117,7 @@ class Trainer(Strategy):
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, reduction, trained = self.context, self.reduction, self.trained
         with self.around_step(logged=want_metrics):
-            metrics = BatchMetrics(self.job, wanted=want_metrics)
+            metrics = BatchMetrics(self.job, wanted=want_metrics, measure=self._train_metrics)
             slices = [self._on_device(batch) for batch in microbatches]
             trained.begin_step(has_peers=context.mesh.world_size > 1)
             factor = trained.loss_factor * reduction.averages_over
@@ -129,6 +132,7 @@ class Trainer(Strategy):
                 named = trained.module().named_parameters()
                 self.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
             admitted = self.end_step(norm)
+            self._warn_of(self._train_metrics)
             return StepResult(
                 loss_sum=loss_sum,
                 weight=torch.as_tensor(weight, dtype=torch.float32),
@@ -156,7 +160,9 @@ class Trainer(Strategy):
         self.trained.apply()
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        return self.passes.evaluate(self._on_device(batch), valid)
+        sums = self.passes.evaluate(self._on_device(batch), valid, self._eval_metrics)
+        self._warn_of(self._eval_metrics)
+        return sums
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
@@ -245,6 +251,11 @@ class Trainer(Strategy):
 
     def tensor_sizes(self) -> Iterable[TensorSize]:
         return sizes_of(self.trained.module(), self.trained.optimizer)
+
+    def _warn_of(self, metrics: SumCheck) -> None:
+        if metrics.warning is not None and self.context.dp_rank == 0:
+            self.warn(metrics.warning)
+            metrics.warning = None
 
     def _division(self) -> Division | None:
         """Return how this strategy divides the global batch; None if it does not."""

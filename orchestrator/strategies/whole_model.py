@@ -19,8 +19,8 @@ from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.batch_parts import LossOfParts, mean_loss
 from orchestrator.strategies.data.datasets import is_ragged
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, checked_metrics, loss_of
-from orchestrator.strategies.reduction import Reduction, Weight, weighted
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, loss_of
+from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.strategies.training_step import models_of
 
 
@@ -77,13 +77,13 @@ class WholeModel:
         for i, ((inputs, target), weight) in enumerate(zip(slices, weights, strict=True)):
             with reduction.around_slice(last=i == len(slices) - 1):
                 with self.precision.autocast():
-                    loss = self.mean_loss(inputs, target, metrics)
+                    loss = self.mean_loss(inputs, target, weight, metrics)
                 (summable(loss) * (weight / divisor)).backward()
             loss_sum += weighted(loss.detach(), weight)
         return loss_sum, sum(weights)
 
-    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
-        """Compute loss and metrics of the first ``valid`` samples of a batch on the device."""
+    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
+        """Compute the loss, and the metrics by ``measure``, of the first ``valid`` samples of a batch on the device."""
         inputs, target = batch
         rows = num_rows(batch)
         with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
@@ -94,7 +94,7 @@ class WholeModel:
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self.loss(output, target), weight)
-            metrics = checked_metrics(self.job.metrics(output, target), "metrics")
+            metrics = measure(output, target)
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(weight, dtype=torch.float32), metrics=metrics)
 
     def valid_output(self, inputs: Any, rows: int | None, valid: int | None) -> Any:
@@ -106,9 +106,10 @@ class WholeModel:
             return first_rows(output, valid)
         return self.evaluated(first_rows(inputs, valid))  # for example a loss that the model computes over the padding
 
-    def mean_loss(self, inputs: Any, target: Any, metrics: BatchMetrics) -> Tensor:
-        """Return the mean loss of a slice, and add its metrics."""
+    def mean_loss(self, inputs: Any, target: Any, weight: Weight, metrics: BatchMetrics) -> Tensor:
+        """Return the mean loss of a slice of that ``weight``, and add its metrics."""
         output = self.precision.outputs(self.forward(inputs))
+        without_gradient(output, weight)
         loss = self.loss(output, target)
         metrics.add(metrics.of(output, target))
         return loss

@@ -14,19 +14,29 @@ from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.left_out import FrozenError
+from orchestrator.state.schedule import ScheduleError
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.measure.metrics import NonFiniteError
+from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
-EXPLAINED = (DatasetError, FrozenError, JobError, MetricError, NotSharedError, PrecisionError)
+EXPLAINED = (
+    DatasetError,
+    FrozenError,
+    JobError,
+    MetricError,
+    NoUpdateError,
+    NotSharedError,
+    PrecisionError,
+    ScheduleError,
+)
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 

@@ -24,6 +24,7 @@ from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, total
 from orchestrator.state.part_writers import Store
+from orchestrator.state.schedule import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
@@ -39,7 +40,7 @@ from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.measure.compile_meter import CompileMeter
 from orchestrator.worker.measure.flops import FlopMeter
-from orchestrator.worker.measure.metrics import NonFiniteError, Window, lr_of_groups
+from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError, Window, lr_of_groups
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.process import allocator
 from orchestrator.worker.reports.checkpoints import Checkpoints
@@ -95,9 +96,11 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        strategy.warn = self._warner.warn_from_any_rank
         self._flop_meter = FlopMeter(device, at_step=None)
         self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
+        self._updates = 0 if assignment.generation == 1 else 1  # another process may have made some before
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
         self._histograms = Histograms(self._run_dir, outbox=outbox, warner=self._warner, device=device)
         self._improvement = Improvement(self.config, device=device, outbox=outbox, saved=self._checkpoints.saved)
@@ -150,6 +153,7 @@ class Loop:
 
         Raises:
             DatasetError: the job's data cannot be used.
+            NoUpdateError: no step has made an update.
             NonFiniteError: the loss or a parameter is not finite.
             ModelChangedError: a method of the job that may only look at the model has changed it.
             AbandonedError, PeersMissingError: see :meth:`StepGate.begin`.
@@ -206,7 +210,7 @@ class Loop:
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
         self._restore_state(checkpoint)
-        self.strategy.confirm()
+        self._data.check_equal(confirm=self.strategy.confirm)
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         return self._data
@@ -272,7 +276,25 @@ class Loop:
                     self._run_due_tasks()
                     window.timer.restart()
         window.check_finite()
+        if position.step >= first_step:
+            self._check_updated()
         return False
+
+    def _check_updated(self) -> None:
+        """Check that the ranks together have made an update. A collective operation, if a step may make none.
+
+        Raises:
+            NoUpdateError: they have not. No checkpoint of the last step is saved, with which the run would be done.
+        """
+        train = self.config.train
+        if train.on_nonfinite != "skip" and train.precision != "fp16":
+            return
+        with self.strategy.quiesced():
+            own = {"updates": self._updates if self.strategy.reads_data else 0}
+            found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self.device))
+        self.strategy.confirm()
+        if not found["updates"]:
+            raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
 
     def _next_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
         seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
@@ -291,6 +313,7 @@ class Loop:
             )
         slowed = self._compile_meter.seconds > compiled_s or self._flop_meter.slows(step) or observed
         window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
+        self._updates += not result.skipped
         self.position.step = step
         self.position.samples_consumed += self.config.train.global_batch_size
         self._enter("train")
@@ -366,6 +389,8 @@ class Loop:
         state = load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
         if self.config.train.ema_decay is None:
             forget_average(state)
+        if self._only_evaluates:
+            without_length(state.meta)
         return state
 
     @property
@@ -398,8 +423,8 @@ class Loop:
             if (left_out := meta.get(LEFT_OUT)) is not None or only_trained:
                 found = self._frozen()
                 check_built(*((found, built) if left_out is None else (left_out, found)))
-            self._data.restore(meta)
             is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
+            self._data.restore(meta, is_own=is_own)
             self._improvement.restore(meta if is_own else {}, rank=self.rank)
         else:
             self.strategy.sync_initial_state()

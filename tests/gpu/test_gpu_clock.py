@@ -11,8 +11,9 @@ import torch
 from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import LAYOUTS
 from helpers.conformance.training import make, steps
-from helpers.jobs.toys import Toy
+from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang, own_device
+from orchestrator.job import Job
 from orchestrator.strategies.measure.device_clock import WaitTimer
 
 WAIT_S = 0.05
@@ -62,8 +63,9 @@ def step_that_may_not_wait(rank: int, case: Case) -> float:
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("job", [Weighted(), Tokens(empty=6)], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("name", ["single", "ddp-2"])
-def test_a_step_reads_nothing_from_the_device_and_copies_no_number_to_it(gang: Gang, name: str) -> None:
+def test_a_step_reads_nothing_from_the_device_and_copies_no_number_to_it(gang: Gang, name: str, job: Job) -> None:
     """If it fails, each step waits until the device has nothing left to do."""
-    case = LAYOUTS[name].of(Case(job=Weighted(), train=having(steps=2, global_batch_size=16)))
+    case = LAYOUTS[name].of(Case(job=job, train=having(steps=2, global_batch_size=16)))
     assert all(loss > 0 for loss in gang.run(step_that_may_not_wait, case, world_size=LAYOUTS[name].world_size))

@@ -36,6 +36,7 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 PRECISION = "train.precision"
+STEPS = "train.steps"
 _SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|clip_value|precision|on_nonfinite)")
 
 
@@ -119,7 +120,7 @@ def find_resume(
     train = _in_precision(config, before.get(PRECISION), warnings)
     if job is not None:
         config = replace(config, train=train)
-        warnings.extend(_changes(before, params_of(recorded_config(config, job, redactor))))
+        warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
@@ -152,7 +153,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     if config.evaluate is None and job is not None:
         # A precision that is left to the run again has not been changed.
         before = run_dir.read_record().get("params", {}) if train.precision == "auto" else _settings(run_dir)
-        warnings.extend(_changes(before, params_of(recorded_config(config, job, redactor))))
+        warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
 
 
@@ -335,7 +336,7 @@ def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConf
         raise ConfigError([f"resume={config.resume}: {e}"]) from e
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return which settings have changed that change the loss curve."""
     changed = [
         f"{key} was {before[key]} before; it is {value} from now on"
@@ -344,4 +345,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
     if any(change.startswith("job.") for change in changed):
         changed.append("the optimizer keeps its settings from the checkpoint, including the learning rate")
+    steps = before.get(STEPS, now[STEPS])
+    if steps != now[STEPS] and type(job).scheduler is not Job.scheduler:
+        changed.append(f"{STEPS} was {steps} before; the learning rate follows a schedule of {now[STEPS]} from now on")
     return changed

@@ -39,7 +39,6 @@ from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.reduction import OwnGradients
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
@@ -61,7 +60,6 @@ class Hogwild(Trainer):
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     passes: WholeModel
-    reduction = OwnGradients()
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -9,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.job import Job
-from orchestrator.model.batch import map_tensors, tensors_in
+from orchestrator.model.batch import has_row_per_sample, map_tensors, num_rows, rows_between, tensors_in
 from orchestrator.model.precision import summable
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
@@ -18,6 +20,14 @@ from orchestrator.user_code.results import kind_of
 _TRAIN = re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|loss_scale|samples_seen")
 _RESERVED = {"metrics": re.compile(r"loss|ema_.*"), "train_metrics": _TRAIN, "training_step": _TRAIN}
 """The names of the run's own metrics, by the method of the job."""
+
+RTOL = 1e-3
+"""The relative difference of two sums over the same samples that rounding explains, also in bfloat16."""
+MOST_LOOKED_AT = 10
+"""The number of batches in which a metric that is 0 is looked at again: zeros are sums of zeros."""
+
+Measure = Callable[[Any, Any], Mapping[str, Tensor]]
+"""Returns the metrics of an output and its target."""
 
 
 @torch.no_grad()
@@ -35,16 +45,77 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
     return checked_metrics(job.train_metrics(map_tensors(Tensor.detach, output), target), "train_metrics")
 
 
+def evaluation_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
+    """Return the job's metrics of an evaluation batch, or of a part of it, as sums.
+
+    Raises:
+        JobError: see :func:`checked_metrics`.
+    """
+    return checked_metrics(job.metrics(output, target), "metrics")
+
+
+class SumCheck:
+    """Measures, and looks in the first batches whether the metrics are sums over samples, as an F1 score is none.
+
+    Args:
+        method: the name of the job's method.
+        measure: returns its metrics for an output and a target.
+
+    Attributes:
+        warning: what the user should know; None if nothing was found.
+    """
+
+    def __init__(self, method: str, measure: Measure):
+        self.warning: str | None = None
+        self._method = method
+        self._measure = measure
+        self._batches = MOST_LOOKED_AT
+
+    def __call__(self, output: Any, target: Any) -> Mapping[str, Tensor]:
+        """Return the metrics of a batch, or of a part of it."""
+        values = self._measure(output, target)
+        if values and self._batches:
+            self._look(output, target, values)
+        return values
+
+    def _look(self, output: Any, target: Any, values: Mapping[str, Tensor]) -> None:
+        rows = num_rows(target) or 0
+        if rows < 2 or not has_row_per_sample(output, rows):
+            return
+        try:
+            with kept_generators(next(iter(tensors_in(output))).device):
+                halves = [
+                    self._measure(rows_between(output, start, stop), rows_between(target, start, stop))
+                    for start, stop in ((0, rows // 2), (rows // 2, rows))
+                ]
+            parts = {name: (float(values[name]), *(float(half[name]) for half in halves)) for name in values}
+        except Exception:  # the job may need whole batches
+            self._batches = 0
+            return
+        self._batches = self._batches - 1 if any(whole == 0 for whole, *_ in parts.values()) else 0
+        for name, (whole, first, second) in parts.items():
+            if abs(whole - first - second) > RTOL * (abs(whole) + abs(first) + abs(second)):
+                self._batches = 0
+                self.warning = (
+                    f"job.{self._method}: {name!r} is not a sum over the samples, as it is {whole:.6g} for {rows} of "
+                    f"them and {first:.6g} and {second:.6g} for their halves, so what is logged, the sum over all "
+                    "batches divided by the weight, means nothing: return sums, such as the number of correct samples"
+                )
+                return
+
+
 class BatchMetrics:
     """The sums of the job's metrics over the parts of a training batch; nothing is measured unless ``wanted``."""
 
-    def __init__(self, job: Job, *, wanted: bool):
+    def __init__(self, job: Job, *, wanted: bool, measure: Measure | None = None):
+        """``measure``: returns the metrics of a part; ``Job.train_metrics`` by default."""
         self.sums: dict[str, Tensor] = {}
-        self._job = job if wanted and type(job).train_metrics is not Job.train_metrics else None
+        measure = measure or functools.partial(train_metrics, job)
+        self._measure = measure if wanted and type(job).train_metrics is not Job.train_metrics else None
 
     def of(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         """Return the metrics of a part of the batch."""
-        return {} if self._job is None else train_metrics(self._job, output, target)
+        return {} if self._measure is None else self._measure(output, target)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add the metrics of a part of the batch."""

@@ -23,15 +23,15 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
+    Measure,
     add_metrics,
-    checked_metrics,
     is_scalar,
     loss_reads,
 )
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.replica_sums import StageSums
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
-from orchestrator.strategies.reduction import Reduction, Weight, weighted
+from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.timeline.spans import Span
 
 
@@ -133,8 +133,8 @@ class Chain:
             self._run_schedule()
         return self._loss_sum, sum(weights)
 
-    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
-        """Return loss and metrics of the first ``valid`` samples; zeros on ranks that do not have the loss."""
+    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
+        """See ``WholeModel.evaluate``; zeros on ranks that do not have the loss."""
         assert self._group is not None
         device = self._device
         inputs, target = batch if self.feeds or self.has_loss else (None, None)
@@ -166,7 +166,7 @@ class Chain:
                     )
                 loss_sum += weighted(loss, weight)
                 total += weight
-                add_metrics(sums, checked_metrics(self._job.metrics(output, wanted), "metrics"))
+                add_metrics(sums, measure(output, wanted))
         return EvalSums(loss_sum=loss_sum, weight=total, metrics=sums)
 
     def microbatches(self, value: Any) -> list[Any]:
@@ -198,6 +198,7 @@ class Chain:
         last = self.timed_stages[-1]
         target, weight = self._targets[int(number)], self._weights[int(number)]
         with self._clock.span("F", last.stage_index, int(number)), self._precision.autocast():
+            without_gradient(last.output, weight)
             loss = self._job.loss(last.output, target)
             self._metrics.add(self._metrics.of(last.output, target))
         last.output = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.job import Job
+from orchestrator.model.batch import tensors_in
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
 from orchestrator.model.parity import compare, free_memory
@@ -194,7 +195,12 @@ class StageBuilder:
         return layers
 
     def _loss(self, output: Any) -> Tensor:
-        return loss_of(self.job, self.precision.outputs(output), self.target)
+        output, weight = self.precision.outputs(output), self.job.weight(self.target)
+        if weight is None or weight > 0:
+            return loss_of(self.job, output, self.target)
+        # The sample has no label. A mean over nothing is NaN, and so in pieces that train otherwise, too.
+        squares = [tensor.square().mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
+        return sum(squares, torch.zeros((), device=self.device))
 
 
 def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:

@@ -27,8 +27,8 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
-from orchestrator.strategies.reduction import Weight, weighted
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, loss_of
+from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
 from orchestrator.strategies.trainer import Trainer
@@ -63,37 +63,42 @@ class Scattered(WholeModel):
         assert isinstance(context.options, DPConfig)
         self.gathered_bytes = 0
         self._options = context.options
+        self._outputs: Sequence[Any] = ()  # of the replicas, until the loss is computed
 
-    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
-        return super().evaluate(first_rows(batch, valid), valid)
+    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
+        return super().evaluate(first_rows(batch, valid), valid, measure)
 
-    def mean_loss(self, inputs: Any, target: Any, metrics: BatchMetrics) -> Tensor:
+    def mean_loss(self, inputs: Any, target: Any, weight: Weight, metrics: BatchMetrics) -> Tensor:
         if self._options.loss_on == "device0":
-            return super().mean_loss(inputs, target, metrics)
+            return super().mean_loss(inputs, target, weight, metrics)
         pieces, targets = self.replicas.scatter(inputs), self.replicas.scatter(target)
         weights = [self._weight_of(piece) for piece in targets]
 
         def sums(replica: nn.Module, piece: Any, target: Any, weight: Weight) -> tuple[Tensor, Mapping[str, Tensor]]:
             output = self.precision.outputs(self._apply(replica, piece))
+            without_gradient(output, weight)
             return weighted(loss_of(self.job, output, target), weight), metrics.of(output, target)
 
         results = self.replicas.apply(sums, pieces, targets, weights)
         for _, measured in results:
             metrics.add(measured)
         losses = self._gather([loss for loss, _ in results])
-        total: Tensor = losses.sum() / sum(self.replicas.collect(weights))
+        total: Tensor = losses.sum() / divisor_of(sum(self.replicas.collect(weights)))
         return total
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the mean loss. A loss that the model computes is gathered as one mean per replica."""
         loss = loss_of(self.job, output, target, scalar=False)
+        outputs, self._outputs = self._outputs, ()
         if loss.numel() == 1:
             return loss
         weights = self.replicas.collect([self._weight_of(piece) for piece in self.replicas.scatter(target)])
         if loss.shape != (len(weights),):
             raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
+        for output, weight in zip(outputs, weights, strict=True):
+            without_gradient(output, weight)
         total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()
-        return total / sum(weights)
+        return total / divisor_of(sum(weights))
 
     def loss_of_parts(self, context: Context) -> LossOfParts:
         mean = super().loss_of_parts(context)
@@ -113,8 +118,8 @@ class Scattered(WholeModel):
         return out
 
     def forward(self, inputs: Any) -> Any:
-        outputs = self.replicas.apply(self._apply, self.replicas.scatter(inputs))
-        out = self._gather(outputs)
+        self._outputs = self.replicas.apply(self._apply, self.replicas.scatter(inputs))
+        out = self._gather(self._outputs)
         if self._options.verbose:
             print(f"outside: input {_sizes(inputs)}, output {_sizes(out)}", flush=True)
         return out

@@ -15,6 +15,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.measure.job_metrics import Measure
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -44,11 +45,11 @@ class ShardedModel(WholeModel):
         self.forward_model = self.unwrapped
         self.divided.divide(self.forward_model, group)
 
-    def evaluate(self, batch: tuple[Any, Any], valid: int) -> EvalSums:
-        """Compute loss and metrics of the first ``valid`` samples, also of none, because all ranks gather together."""
+    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
+        """Compute what :class:`WholeModel` does, also of no samples, because all ranks gather together."""
         try:
             if valid > 0:
-                return super().evaluate(batch, valid)
+                return super().evaluate(batch, valid, measure)
             with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
                 self.valid_output(batch[0], num_rows(batch), None)
             zero = torch.zeros((), device=self._device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from orchestrator.job import Job
+from orchestrator.state.schedule import Schedule
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
@@ -46,6 +48,14 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["params"] = []
     return optimizer
+
+
+def schedule_of(
+    job: Job, optimizers: Sequence[Optimizer], *, steps: int, steps_per_epoch: float | None
+) -> Schedule | None:
+    """Return the schedule of the learning rates of ``optimizers``; None if all are constant."""
+    made = Schedule(optimizers, functools.partial(scheduler_of, job), steps=steps, steps_per_epoch=steps_per_epoch)
+    return made if made.label else None
 
 
 def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch: float | None) -> LRScheduler | None:

@@ -29,6 +29,10 @@ class Warner:
             self._topics.add(topic)
             self._outbox.put_event(Warned(message=text))
 
+    def warn_from_any_rank(self, text: str) -> None:
+        """Warn the user of what one rank alone has found, which need not be rank 0."""
+        self._outbox.put_event(Warned(message=text))
+
     def warn_of_job(self, text: str, *, method: str, step: int) -> None:
         """Warn the user of an error in a ``method`` of the job, once for each text, and print the present traceback.
 

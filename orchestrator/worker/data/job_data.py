@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
-from orchestrator.state.transport import broadcast_json
+from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import (
     DatasetError,
@@ -22,6 +22,7 @@ from orchestrator.strategies.data.datasets import (
     drawn_batches,
     epoch_generator,
     is_stream,
+    known_length,
     samples_per_epoch,
 )
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
@@ -31,6 +32,8 @@ from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Sha
 from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import Mark, StreamReader
 
+SAMPLES = "dataset_samples"
+"""The key in a checkpoint's metadata of the number of samples in the training set, if that is known."""
 STREAM = "stream"
 """The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
 
@@ -191,7 +194,9 @@ class JobData:
         self._eval_batches = {}
 
     def metadata(self, samples_consumed: int) -> dict[str, Any]:
-        """Return the metadata of a checkpoint at this position: where a stream can be read from, if that is known."""
+        """Return the metadata of a checkpoint at this position: the size of the data, and where a stream can be read
+        from, as far as they are known.
+        """
         mark = None if self._reader is None else self._reader.bookmark(samples_consumed)
         values = None if mark is None else mark.to_json()
         if mark is not None and values is None:
@@ -200,12 +205,45 @@ class JobData:
                 "it; a resumed run reads the stream from its first sample",
                 topic="stream state",
             )
-        return {} if values is None else {STREAM: values}
+        known = {SAMPLES: known_length(self.datasets.train), STREAM: values}
+        return {key: value for key, value in known.items() if value is not None}
 
-    def restore(self, metadata: Mapping[str, Any]) -> None:
-        """Continue from the metadata of a checkpoint, which may have been saved without :meth:`metadata`."""
+    def restore(self, metadata: Mapping[str, Any], *, is_own: bool) -> None:
+        """Continue from the metadata of a checkpoint, which may have been saved without :meth:`metadata`.
+
+        Args:
+            metadata: of the checkpoint.
+            is_own: whether it is a checkpoint of this run, which reads the same data to its end.
+
+        Raises:
+            DatasetError: the training set has another size now, so that samples would be repeated or left out.
+        """
+        before, now = metadata.get(SAMPLES), known_length(self.datasets.train)
+        if is_own and before is not None and now is not None and before != now:
+            raise DatasetError(
+                f"job.dataset('train') has {now:,} samples, and had {before:,} at step {metadata['step']} of this run, "
+                "which would repeat some samples and leave out others; give it the data of before, or let a new run go "
+                f"on from this checkpoint: start_from={self._assignment.checkpoint}"
+            )
         if (values := metadata.get(STREAM)) is not None:
             self._mark = Mark.from_json(values)
+
+    def check_equal(self, *, confirm: Callable[[], None]) -> None:
+        """Check that the training sets of all ranks have one size. A collective operation.
+
+        ``confirm`` is called before what others have sent is used.
+
+        Raises:
+            DatasetError: they have not.
+        """
+        own, world_size = known_length(self.datasets.train), self._assignment.plan.world_size
+        sizes = gather_json(own, world_size=world_size, device=self._device)
+        confirm()
+        if (other := next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)) is not None:
+            raise DatasetError(
+                f"job.dataset('train') has {sizes[0]} samples on rank 0 and {sizes[other]} on rank {other}; let every "
+                "worker read the same data, for example from a directory that all nodes share"
+            )
 
     def share_position(self, sources: Sequence[int], *, samples_consumed: int) -> None:
         """Let new processes begin to read the stream where a survivor can. All ranks call this after a failure.

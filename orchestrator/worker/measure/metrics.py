@@ -59,6 +59,24 @@ class NonFiniteError(ArithmeticError):
         return f"{self.what} at step {self.step}; {self.advice}"
 
 
+class NoUpdateError(ArithmeticError):
+    """No step of a run has made an update. The keys are those of ``train``, which say when a step makes none."""
+
+    def __init__(self, *, on_nonfinite: str, precision: str):
+        found = "no step has made an update, because no gradient was finite"
+        if on_nonfinite == "skip":
+            text = (
+                f"train.on_nonfinite=skip: {found}; check the loss and the data, or set train.on_nonfinite=stop, which "
+                "names the first step whose loss is not"
+            )
+        else:
+            text = (
+                f"train.precision={precision}: {found} while the loss scale fell; train for more steps, or set "
+                "train.precision=bf16 or fp32"
+            )
+        super().__init__(text)
+
+
 class StepTimer:
     """Measures the time from the end of one step to the end of the next."""
 

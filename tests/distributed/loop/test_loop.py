@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from helpers.conformance.cases import CHECKPOINT, Case, assignment, having
-from helpers.conformance.layouts import LAYOUTS, PARAMETER_SERVER, Layout
+from helpers.conformance.layouts import EVERY, LAYOUTS, PARAMETER_SERVER, Layout
 from helpers.conformance.training import CPU
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.stage_toys import Chain, frozen, plain
 from helpers.jobs.toys import Cliff, Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.ranks.discarded import Abandoning
 from helpers.ranks.gang import SOON_S
-from helpers.ranks.loops import evaluation, loop_of, run_loop
+from helpers.ranks.loops import evaluation, loop_of, losses_by_step, run_loop
 from helpers.ranks.streams import Measured
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.evaluation import evaluation_metrics
@@ -33,6 +34,7 @@ from orchestrator.strategies.replicated.single import Single
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
 from orchestrator.worker.data.batches import SampleOrder
+from orchestrator.worker.failures import EXPLAINED
 from orchestrator.worker.loop import Loop
 
 
@@ -86,6 +88,88 @@ def test_a_step_that_is_skipped_is_told_once(gang, tmp_path):
     ranks = gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2)
     warned = [[event.message for event in rank.events if isinstance(event, Warned)] for rank in ranks]
     assert warned == [["step 3 skipped: gradient not finite"], []]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(Toy):
+    """Its loss is never finite."""
+
+    def loss(self, output, target):
+        return super().loss(output, target) * math.inf
+
+
+def refused(rank, case, world_size, run_dir, *checkpoint):
+    """Why the run fails on this rank; None if it does not."""
+    try:
+        run_loop(rank, case, world_size, run_dir, *(checkpoint or (None,)), 0)
+    except EXPLAINED as e:
+        return str(e)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "said"),
+    [
+        ("ddp-2", {"on_nonfinite": "skip"}, "train.on_nonfinite=skip: no step has made an update"),
+        ("hogwild-2", {"on_nonfinite": "skip"}, "train.on_nonfinite=skip: no step has made an update"),
+        ("parameter_server-2+2", {"on_nonfinite": "skip"}, "train.on_nonfinite=skip: no step has made an update"),
+        ("single", {"precision": "fp16"}, "train.precision=fp16: no step has made an update"),
+    ],
+)
+def test_a_run_without_an_update_fails_and_saves_no_last_checkpoint(gang, tmp_path, name, train, said):
+    of, case = EVERY[name], Case(job=Endless(), train=having(steps=3, global_batch_size=16, **train))
+    whys = gang.run(refused, of.of(case), of.world_size, str(tmp_path), world_size=of.world_size)
+    assert all(why is not None and why.startswith(said) for why in whys), whys
+    assert list_checkpoints(tmp_path / "checkpoints") == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cooling(Chain):
+    """The learning rate falls to 0 at the last step."""
+
+    def scheduler(self, optimizer, steps):
+        return CosineAnnealingLR(optimizer, T_max=steps)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2", "parameter_server-2+2"])
+def test_a_resume_with_more_steps_follows_the_schedule_of_the_new_length(gang, tmp_path, name):
+    case = Case(job=Cooling(build=plain), train=having(steps=3, global_batch_size=16, eval_splits=()))
+    gang.run(run_loop, case, 2, str(tmp_path / "first"), None, 0, world_size=2)
+    (saved,) = (tmp_path / "first" / "checkpoints").iterdir()
+    case = replace(case, train=having(case.train, steps=6))
+    resumed = {
+        name: gang.run(run_loop, of.of(case), n := of.world_size, str(tmp_path / name), str(saved), 0, world_size=n)
+        for name, of in {name: LAYOUTS[name], "single": LAYOUTS["single"]}.items()
+    }
+    rates = {p.step: p.metrics["train/lr"].value for p in resumed[name][0].points if isinstance(p, TrainPoint)}
+    assert rates == pytest.approx({step: 0.05 * (1 + math.cos(math.pi * step / 6)) for step in (4, 5, 6)}, abs=1e-9)
+    assert losses_by_step(resumed[name]) == pytest.approx(losses_by_step(resumed["single"]), rel=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFile(Toy):
+    """Each rank reads a file of its own."""
+
+    def dataset(self, split):
+        own = replace(self, samples=self.samples + dist.get_rank()) if dist.is_initialized() else self
+        return super(OwnFile, own).dataset(split)
+
+
+def test_another_number_of_samples_is_refused_in_the_same_run_and_taken_by_a_new_one(gang, tmp_path):
+    train, run_dir = having(steps=2, global_batch_size=16, eval_splits=()), str(tmp_path / "run")
+    gang.run(run_loop, Case(job=Toy(), train=train), 1, run_dir, None, 0, world_size=1)
+    (saved,) = map(str, (tmp_path / "run" / "checkpoints").iterdir())
+    grown = Case(job=Toy(samples=1200), train=replace(train, steps=3))
+    (why,) = gang.run(refused, grown, 1, run_dir, saved, world_size=1)
+    assert "has 1,200 samples, and had 200 at step 2 of this run" in why
+    assert why.endswith(f"start_from={saved}")
+    assert gang.run(refused, grown, 1, str(tmp_path / "new"), saved, world_size=1) == [None]
+
+
+def test_workers_that_read_data_of_different_sizes_are_refused(gang, tmp_path):
+    case = Case(job=OwnFile(), train=having(steps=2, global_batch_size=16))
+    why = "job.dataset('train') has 200 samples on rank 0 and 201 on rank 1; let every worker read the same data"
+    assert [w[: len(why)] for w in gang.run(refused, case, 2, str(tmp_path), world_size=2)] == [why, why]
 
 
 @pytest.mark.parametrize("empty", [0, 6])

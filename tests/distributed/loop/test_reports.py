@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import LAYOUTS
 from helpers.jobs.quick_jobs import MeasuredDigits
+from helpers.jobs.stage_toys import Chain, plain
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, run_loop
@@ -48,6 +49,28 @@ def test_train_metrics_are_logged_at_logged_steps_and_measured_at_no_others(gang
     for step in zip(*points, strict=True):
         assert sum(p.step_weight for p in step) == 12
         assert {name for p in step for name in p.sums} == {"accuracy", "large/share", "large/logit"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Chain):
+    """Precision is no sum."""
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        hits = output.argmax(-1) == target
+        return {"accuracy": hits.sum(), "precision": hits.sum() / len(hits)}
+
+    def train_metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return self.metrics(output, target)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+def test_a_metric_that_is_no_sum_is_told_once(gang, tmp_path, name):
+    case, world_size = layout(name, Case(job=Scored(build=plain), train=having(SEVEN, eval_every=3)))
+    told = [text for ran in run(gang, tmp_path, case, world_size) for text in ran.warnings if "not a sum" in text]
+    assert sorted(text.partition(" is not")[0] for text in told) == [
+        "job.metrics: 'precision'",
+        "job.train_metrics: 'precision'",
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

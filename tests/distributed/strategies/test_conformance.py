@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
-from helpers.conformance.cases import config_of, plan_of
-from helpers.conformance.layouts import SGD, whole_model
+import helpers.jobs.stage_toys as of
+from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.layouts import EVERY, SGD, whole_model
 from helpers.conformance.matrix import EXCEPTIONS, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
 from helpers.conformance.reference import Seen, trained, trained_plainly
-from helpers.conformance.training import Steps, losses, metrics_of, train
+from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.ranks.gang import Gang
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choices
@@ -47,6 +50,75 @@ def test_a_layout_trains_as_plain_torch(gang: Gang, scenario: str, layout: str) 
     averages = {} if case.train.ema_decay is None else reference.averages
     torch.testing.assert_close(found[0].averages, averages, rtol=100 * rtol, atol=max(10 * rtol, declared.atol))
     assert layout != "ddp-2" or declared.happened(ranks, reference), "nothing was compared"
+
+
+def mean_of_nothing(output: torch.Tensor) -> torch.Tensor:
+    return (output.sum() * 0 + 1) / 0
+
+
+class LossInside(torch.nn.Module):
+    forward = staticmethod(mean_of_nothing)
+
+
+def with_loss() -> torch.nn.Module:
+    return torch.nn.Sequential(*of.plain(), LossInside())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlabelled(of.Chain):
+    """The loss is a mean over labels, of which there are none; ``counts`` makes their number a weight."""
+
+    counts: Callable[[int], Any] = torch.tensor
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        return mean_of_nothing(output) if output.ndim == 2 else output
+
+    def weight(self, target: Any) -> Any:
+        return self.counts(0)
+
+
+WEIGHED = ["single", "ddp-2", "dp-2", "fsdp-2", "parameter_server-2+2", "hogwild-2", "1F1B-2", "ZBVZeroBubble-2"]
+
+
+INSIDE = ["single", "ddp-2", "dp-2", "fsdp-2", "1F1B-2", "ZBVZeroBubble-2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "build"),
+    [*((name, of.plain) for name in (*WEIGHED, "dp-2-replicas")), *((name, with_loss) for name in INSIDE)],
+)
+def test_batches_without_weight_change_nothing(gang: Gang, layout: str, build: Callable[[], Any]) -> None:
+    of_layout, changes = EVERY[layout.removesuffix("-replicas")], {"loss_on": "replicas"}
+    case = Case(job=Unlabelled(build=build), train=having(steps=2, global_batch_size=32, grad_accumulation=2))
+    case = of_layout.of(case, **(changes if "replicas" in layout else {}))
+    ranks = gang.run(train, case, True, world_size=of_layout.world_size)
+    torch.manual_seed(case.seed)
+    assert_same(whole_model(ranks), snapshot(case.job.model()))
+    for rank in ranks:
+        assert {*rank.loss_sums, *rank.weights, *rank.norms} == {0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faint(of.TokenChain):
+    """Its gradients are finite in float16."""
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        return super().loss(output, target) / 100
+
+
+def test_parts_without_weight_do_not_skip_a_step_in_fp16(gang: Gang) -> None:
+    job = Faint(build=of.tied_ends, empty=6, lr=50)
+    case = Case(job=job, train=having(steps=6, precision="fp16", global_batch_size=16))
+    (whole,) = gang.run(train, case, world_size=1)
+    (parts,) = gang.run(train, replace(case, train=having(case.train, grad_accumulation=8)), world_size=1)
+    assert not any(whole.skipped + parts.skipped)
+    torch.testing.assert_close(losses([parts]), losses([whole]), rtol=1e-3, atol=0)
+
+
+def test_a_count_of_zero_that_is_no_tensor(gang: Gang) -> None:
+    case = Case(job=Unlabelled(build=of.plain, counts=int), train=having(steps=1, global_batch_size=8))
+    (alone,) = gang.run(train, case, True, world_size=1)
+    assert alone.norms == [0.0]
 
 
 def assert_equal_curves(ranks: list[Steps], expected: Steps, *, rtol: float) -> None:

@@ -88,23 +88,6 @@ class InStep(Toy):
         return super().loss(output, target)
 
 
-def test_a_worker_whose_batch_has_no_weight_changes_nothing(gang: Gang) -> None:
-    case = Case(job=Weightless(), train=having(global_batch_size=20, steps=3), options=HOGWILD)
-    for rank in gang.run(train_to_the_end, case, world_size=2):
-        assert_same(rank["model"], snapshot(seeded_model(case)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weightless(Toy):
-    def weight(self, target: Any) -> torch.Tensor:
-        return torch.zeros(())
-
-
-def seeded_model(case: Case) -> torch.nn.Module:
-    torch.manual_seed(case.seed)
-    return case.job.model()
-
-
 def test_a_skipped_update_is_not_stale(gang: Gang) -> None:
     case = Case(job=Diverging(), train=having(global_batch_size=20, steps=3, on_nonfinite="skip"), options=LOCKED)
     for rank in gang.run(train_to_the_end, case, world_size=2):

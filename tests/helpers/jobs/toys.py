@@ -72,7 +72,9 @@ class Tokens(Toy):
         return tokens[:-1], torch.where(torch.arange(12) < valid, tokens[1:], -100)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
+        valid = target != -100
+        losses = F.cross_entropy(output.flatten(0, 1), target.clamp(min=0).flatten(), reduction="none")
+        return (losses * valid.flatten()).sum() / valid.sum()  # without a valid token, its gradient is NaN
 
     def weight(self, target: Tensor) -> Tensor:
         return (target != -100).sum()

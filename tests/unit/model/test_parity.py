@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -166,9 +167,21 @@ def test_without_memory_for_two_copies_a_note_says_that_nothing_was_compared() -
     assert "a smaller variant of the model" in found.note
 
 
-def test_the_check_before_training_refuses() -> None:
+@dataclass(frozen=True, kw_only=True)
+class Unlabelled(Chain):
+    """The samples have no labels, so that the loss is NaN."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, target) * 0 / 0
+
+    def weight(self, target: Tensor) -> Tensor:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("job", [Chain(build=CustomFunctionInGlue), Unlabelled(build=CustomFunctionInGlue)])
+def test_the_check_before_training_refuses(job: Job) -> None:
     builder = StageBuilder.outline(
-        Chain(build=CustomFunctionInGlue),
+        job,
         INPUTS,
         TARGET,
         constructor=CustomFunctionInGlue,

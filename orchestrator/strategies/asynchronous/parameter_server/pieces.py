@@ -19,7 +19,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes, parts_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.strategies.update.gradients import clip
-from orchestrator.strategies.update.job_optimizer import optimizer_of, scheduler_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 from orchestrator.user_code.errors import JobError
 
 
@@ -65,7 +65,7 @@ class ShardPieces:
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
             raise JobError([f"Job.optimizer: {error}"])
-        self.scheduler = scheduler_of(job, optimizer, steps=steps, steps_per_epoch=steps_per_epoch)
+        self.scheduler = schedule_of(job, [optimizer], steps=steps, steps_per_epoch=steps_per_epoch)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler)
         parameters = dict(model.named_parameters())

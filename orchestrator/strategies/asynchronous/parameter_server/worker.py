@@ -41,13 +41,13 @@ from orchestrator.strategies.asynchronous.parameter_server.recovery import share
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.reduction import OwnGradients, Weight, weight_sum
+from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
 
 
-class ParameterWorker(Trainer, OwnGradients):
+class ParameterWorker(Trainer, Reduction):
     """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the shards.
 
     Synchronous shards sum the gradients of all workers.

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
 from jobs.digits import Digits
@@ -157,6 +159,21 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
         f"job.lr was 0.5 before; it is {JOB.lr} from now on",
         "the optimizer keeps its settings from the checkpoint, including the learning rate",
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled(Digits):
+    def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return CosineAnnealingLR(optimizer, steps)
+
+
+def test_a_schedule_of_another_length_is_said(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path).update_record(params={"train.steps": 500})
+    config = config_of(tmp_path, "resume=auto", "train.steps=600")
+    assert resume(config, Scheduled(hidden=4))[1] == [
+        "train.steps was 500 before; the learning rate follows a schedule of 600 from now on"
+    ]
+    assert resume(config)[1] == []
 
 
 @pytest.mark.parametrize(
