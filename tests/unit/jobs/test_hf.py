@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.ranks.job_trials import errors, trained
-from jobs.examples import Encoder, Padded
+from jobs.examples import Encoder, Padded, leaves_out_text
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED
 
@@ -178,6 +178,14 @@ def test_a_chat_learns_all_of_the_answer_and_nothing_else(
     whole, found = encoded(words, {"messages": messages}, template)
     assert found == learned
     assert whole.count("<bos>") == template.count("<bos>"), "the template alone writes special tokens"
+
+
+def test_a_text_that_the_template_leaves_out_is_noticed(words: Any) -> None:
+    words.chat_template = PLAIN + PROMPT
+    reasoned = {**ANSWER, "content": "<think> why </think> sure"}
+    assert not leaves_out_text(words, {"messages": [ASK, ANSWER]})
+    assert leaves_out_text(words, {"messages": [ASK, reasoned]})
+    assert leaves_out_text(words, {"messages": [{"role": "system", "content": "be brief"}, ASK, ANSWER]})
 
 
 def test_the_end_is_there_once_and_only_at_the_end(words: Any) -> None:
