@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -26,6 +28,7 @@ class Stalling(Digits):
         val_s: in each validation sample that is one of 10.
         loss_s: in each training loss, which leaves time for something to happen during a run.
         log_kb: what each training loss prints, in kB.
+        noise: how much is added at random to the inputs, from the generators of Python, NumPy and torch.
     """
 
     build_s: float = 0.0
@@ -35,6 +38,7 @@ class Stalling(Digits):
     val_s: float = 0.0
     loss_s: float = 0.0
     log_kb: int = 0
+    noise: float = 0.0
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
@@ -71,4 +75,7 @@ class _Slow(Dataset[Any]):
             time.sleep(self.job.disk_s)
         if self.split == "val" and index % 10 == 0:
             time.sleep(self.job.val_s)
-        return self.inner[index]
+        inputs, target = self.inner[index]
+        if (scale := self.job.noise) > 0:
+            inputs = inputs + scale * (random.random() + float(np.random.rand()) + torch.rand(inputs.shape))
+        return inputs, target

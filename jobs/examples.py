@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,42 @@ class Padded:
             yield torch.nn.functional.pad(tensor, (0, length - len(tensor)), value=value)
 
 
+def chat_parts(tokenizer: Any, example: Mapping[str, Any]) -> tuple[str, str]:
+    """Return ``messages`` as the chat template writes them: all up to the answer, which is the last one, and that.
+
+    Raises:
+        ValueError: the last message is no answer.
+    """
+    messages = [{key: value for key, value in m.items() if value is not None} for m in example["messages"]]
+    if not messages or messages[-1]["role"] in ("system", "developer", "user", "tool"):
+        role = repr(messages[-1]["role"]) if messages else "missing"
+        raise ValueError(f"the last message is the answer to learn, and its role is {role}; end with the assistant's")
+
+    def written(last: Any, **options: Any) -> str:
+        chat = [*messages[:-1], *([] if last is None else [{**messages[-1], **last}])]
+        text: str = tokenizer.apply_chat_template(chat, tools=example.get("tools"), tokenize=False, **options)
+        return text
+
+    whole, prompt = written({}), written(None, add_generation_prompt=True)
+    if whole.startswith(prompt):
+        return prompt, whole[len(prompt) :]
+    # Some templates open a chain of thoughts in a prompt, or leave out earlier ones. The answer then begins where
+    # conversations with other answers begin to differ.
+    as_parts = isinstance(messages[-1].get("content"), list)
+    others = [written({"content": [{"type": "text", "text": text}] if as_parts else text}) for text in ("0", "1")]
+    start = min(len(os.path.commonprefix([whole, other])) for other in others)  # noqa: RUF071 - of texts
+    return whole[:start], whole[start:]
+
+
+def leaves_out_text(tokenizer: Any, example: Mapping[str, Any]) -> bool:
+    """Return whether the chat template leaves out the text of one of the ``messages``, if the example has any."""
+    if "messages" not in example:
+        return False
+    written = "".join(chat_parts(tokenizer, example))
+    texts = [message.get("content") for message in example["messages"]]
+    return not all(text.strip() in written for text in texts if isinstance(text, str))
+
+
 @dataclass(frozen=True)
 class Encoder:
     """From an example to its tokens and labels, cut to ``block_size``."""
@@ -104,7 +141,8 @@ class Encoder:
             prompt, answer = self._prompt_and_answer(example)
             return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
         if self.job.task == "seq2seq":
-            tokens, labels = self.tokenizer([example["prompt"], example["completion"]])["input_ids"]
+            tokens = self.tokenizer(example["prompt"])["input_ids"]
+            labels = self.tokenizer(text_target=example["completion"])["input_ids"]
             return tokens[:size], labels[:size]
         tokens = self.tokenizer(example["text"])["input_ids"][:size]
         if self.job.task == "classification":
@@ -115,21 +153,30 @@ class Encoder:
         return self._masked(tokens)
 
     def _prompt_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        encode = self.tokenizer
-        end = [] if encode.eos_token_id is None else [encode.eos_token_id]
         if "messages" in example:
             if not self.tokenizer.chat_template:
                 raise ValueError("messages need a chat template, and the tokenizer has none; use prompt and completion")
-            chat = [
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
-                for messages, is_prompt in ((example["messages"][:-1], True), (example["messages"], False))
-            ]
-            prompt, whole = (encode(text, add_special_tokens=False)["input_ids"] for text in chat)
-            return prompt, whole[len(prompt) :]
+            return self._chat(*chat_parts(self.tokenizer, example))
+        end = [token for token in (self.tokenizer.eos_token_id,) if token is not None]
         if "prompt" in example:
-            answer = encode(example["completion"], add_special_tokens=False)["input_ids"]
-            return encode(example["prompt"])["input_ids"], [*answer, *end]
-        return [], [*encode(example["text"])["input_ids"], *end]
+            prompt, answer = self.tokenizer(example["prompt"])["input_ids"], self._tokens(example["completion"])
+            if end and self._tokens(example["prompt"])[-1:] != end == prompt[-1:]:
+                prompt.pop()  # some tokenizers end every text, and the prompt goes on
+            return prompt, answer if end and answer[-1:] == end else [*answer, *end]
+        text = self.tokenizer(example["text"])["input_ids"]
+        return [], text if end and text[-1:] == end else [*text, *end]
+
+    def _chat(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        if not self.tokenizer.is_fast:
+            return self._tokens(prompt), self._tokens(answer)
+        # As one text, because some tokenizers write a space before every text.
+        found = self.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True)
+        first = sum(end <= len(prompt) for _, end in found["offset_mapping"])
+        return found["input_ids"][:first], found["input_ids"][first:]
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
     def _masked(self, tokens: list[int]) -> tuple[list[int], list[int]]:
         """Hide some tokens, the same ones each time the example is read (Devlin et al., 2019)."""

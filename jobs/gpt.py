@@ -348,6 +348,8 @@ class GPT(Job):
             tokenizer = Tokenizer.from_file(str(Path(self.tokenizer).expanduser()))
         except Exception as e:  # it raises nothing more special
             raise ValueError(f"{key}: {e}; set it to a tokenizer.json") from e
+        tokenizer.no_truncation()  # a saved tokenizer may cut texts and fill them up
+        tokenizer.no_padding()
         return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.decode
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from jobs.examples import Blocks, Encoder, Examples, Padded
+from jobs.examples import Blocks, Encoder, Examples, Padded, leaves_out_text
 from jobs.hugging_face import first_sentence, load_on_meta, load_tokenizer, place, quiet, unmatched, with_adapters
 from jobs.rows import damaged, open_rows
 from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
@@ -382,11 +382,20 @@ class HuggingFace(Job):
             warnings.warn(f"{key}: {len(left_out)} damaged examples are left out: {named}", stacklevel=1)
         longer = Encoder(replace(self, block_size=self.block_size + 1), self._tokenizer())
         whole = Examples(rows, longer, left_out=left_out)
-        lengths = [len(whole[i]["input_ids"]) for i in range(min(LOOKED_AT, len(whole)))]
-        if cut := sum(length > self.block_size for length in lengths):
+        looked_at = [whole[i] for i in range(min(LOOKED_AT, len(whole)))]
+        of_first = f"of the first {len(looked_at)} examples"
+        if cut := [e for e in looked_at if max(len(e["input_ids"]), e["labels"].numel()) > self.block_size]:
+            unlearned = sum(bool((e["labels"][: self.block_size] == IGNORED).all()) for e in cut if e["labels"].ndim)
             warnings.warn(
-                f"{key}: {cut} of the first {len(lengths)} examples have more than job.block_size={self.block_size} "
-                "tokens, and are cut",
+                f"{key}: {len(cut)} {of_first} have more than job.block_size={self.block_size} tokens, and are cut"
+                + (f"; nothing of {unlearned} is learned, whose prompts fill it" if unlearned else ""),
+                stacklevel=1,
+            )
+        tokenizer, kept = self._tokenizer(), whole.kept[: len(looked_at)]
+        if shortened := sum(leaves_out_text(tokenizer, rows.row(int(number))) for number in kept):
+            warnings.warn(
+                f"{key}: the chat template leaves out a text of {shortened} {of_first}, such as a system message or a "
+                "chain of thoughts; messages are learned as the template writes them",
                 stacklevel=1,
             )
 

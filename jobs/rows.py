@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]..")
+"""The escape of half a character, which is a whole one beside its other half."""
 
 
 class Rows(Protocol):
@@ -97,10 +101,18 @@ class Lines:
         return len(self.numbers)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        line = bytes(self.data[self.starts[number] : self.ends[number]]).decode()
+        line = bytes(self.data[self.starts[number] : self.ends[number]]).decode("utf-8-sig")
         if not self.is_json:
             return {"text": line.rstrip("\r\n")}
-        example = json.loads(line)
+        try:
+            example = json.loads(line)
+            if half := _HALF.search(line):
+                json.dumps(example, ensure_ascii=False).encode()
+        except RecursionError as e:
+            raise ValueError(f"is no JSON ({e})") from None
+        except UnicodeEncodeError:
+            assert half is not None
+            raise ValueError(f"has half a character, such as {half[0]}") from None
         if not isinstance(example, dict):
             raise ValueError(f"is {type(example).__name__}, not an object of JSON")
         return example

@@ -25,6 +25,7 @@ from campaigns.trial import (
     Kind,
     Layout,
     Setting,
+    differences,
     train,
     wrong_upload,
 )
@@ -74,6 +75,22 @@ def draw_faults(rng: random.Random, layout: Layout) -> list[str]:
         faults.append(f"{kind}@{at}:{rank}" + ("" if phase == "train" else f":{phase}"))
     before_the_first = [fault for fault in faults if "@0:" in fault]
     return faults if len(before_the_first) < GENERATIONS_WITHOUT_PROGRESS else faults[:-1]
+
+
+def loader_processes(setting: Setting, drawn: list[str]) -> Ended:
+    """Faults of workers that have loader processes, which die with them; then the same with data drawn at random.
+
+    Such data equals that of an undisturbed run without loader processes, unless the number of workers changes.
+    """
+    number = setting.rng.randrange(1, 3)
+    drawn += [f"data.num_workers={number}", *draw_faults(setting.rng, setting.layout)]
+    words = (*FAULTY, drawn[0], f"recovery.chaos=[{','.join(drawn[1:])}]")
+    run = train(setting, *words)
+    if setting.layout.tolerance is None or any("[" in word for word in setting.layout.overrides):
+        return run
+    noisy = ("job._target_=stalling_job.Stalling", "job.noise=0.1")
+    here, there = (train(setting.part(name), *noisy, *more) for name, more in (("here", ()), ("there", words)))
+    return replace(run, problems=tuple(differences(there.outcome, here.outcome, setting.layout.tolerance)))
 
 
 def stalls(setting: Setting, drawn: list[str]) -> Ended:
@@ -244,6 +261,7 @@ def uploaded_process(setting: Setting, process: subprocess.Popen[bytes]) -> Ende
 
 KINDS = {
     "worker faults": Kind(disturb=worker_faults, loses_workers=True),
+    "loader processes": Kind(disturb=loader_processes, loses_workers=True),
     "slow file system": Kind(disturb=slow_file_system),
     "clock step": Kind(disturb=clock_step),
     "lost fence": Kind(disturb=lost_fence),

@@ -15,12 +15,39 @@ import torch
 
 def seed_generators(seed: int) -> None:
     """Seed all of them with a number below 2**63; CUDA's generators only if CUDA is initialized."""
-    torch.default_generator.manual_seed(seed)
+    seed_on_cpu(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+
+
+def seed_on_cpu(seed: int) -> None:
+    """Seed the generators that draw on the CPU with a number below 2**63."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Draw from generators on the CPU that are seeded with a number below 2**63, and restore the others at the end.
+
+    Much faster than :func:`kept_generators`, because NumPy's generator is put aside instead of copied. Only the second
+    number of a pair that ``numpy.random.normal`` has drawn is forgotten.
+    """
+    states = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    kept = None if numpy is None else numpy.random.get_bit_generator()
+    try:
+        if numpy is not None:
+            numpy.random.set_bit_generator(numpy.random.MT19937(0))
+        seed_on_cpu(seed)
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.random.set_bit_generator(kept)
 
 
 def derived_seed(seed: int, first: int, second: int = 0) -> int:

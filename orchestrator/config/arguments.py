@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.field_size import too_large
 from orchestrator.config.overrides import quote_text
 from orchestrator.job import Job
 
@@ -40,6 +41,9 @@ def read_arguments(positional: Sequence[object], keywords: Mapping[str, object])
         elif _is_job(part):
             jobs.append(part)
         elif isinstance(part, Mapping):
+            if large := too_large(_job_fields(part)):
+                errors += large
+                continue
             for key, value in _flat(part):
                 if key == "job" and _is_job(value):
                     jobs.append(value)
@@ -59,6 +63,12 @@ def read_arguments(positional: Sequence[object], keywords: Mapping[str, object])
 
 def _is_job(value: object) -> TypeGuard[GivenJob]:
     return isinstance(value, Job) or (isinstance(value, type) and issubclass(value, Job))
+
+
+def _job_fields(part: Mapping[Any, Any]) -> dict[str, Any]:
+    nested = part.get("job")
+    dotted = {key[4:]: value for key, value in part.items() if isinstance(key, str) and key.startswith("job.")}
+    return {**(nested if isinstance(nested, Mapping) else {}), **dotted}
 
 
 def _parts(values: Iterable[object]) -> Iterator[object]:

@@ -6,6 +6,7 @@ continues where it was interrupted. ``<file>.json`` describes the finished file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -22,6 +23,7 @@ import numpy as np
 from orchestrator.config.text import did_you_mean
 from orchestrator.corpus.pieces import Damaged, TextPiece, documents, pieces_of
 from orchestrator.records.json_file import read_json, write_atomically, write_json
+from orchestrator.records.lock import locked_if_free
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What the token after each document is called in published tokenizers."""
@@ -70,34 +72,58 @@ def tokenize(recipe: Recipe, *, workers: int, on_progress: Callable[[int, int], 
     """Make a file of tokens. ``on_progress`` is called with the bytes of the corpus so far and with all.
 
     Raises:
-        ValueError: the file exists, an input or the tokenizer is damaged, or the interrupted work is of another recipe.
+        ValueError: the file exists or another process makes it, an input or the tokenizer is damaged, or the
+            interrupted work is of another recipe.
         OSError: a file cannot be read or written.
     """
     if recipe.output.suffix not in (".npy", ".bin"):
         raise ValueError(f"--to={recipe.output}: name a file that ends in .npy or .bin")
-    if recipe.output.exists():
-        raise ValueError(f"--to={recipe.output}: exists already; name a file that does not, or remove it")
+    _refuse_existing(recipe)
     tokenizer = _load(recipe.tokenizer)
     end, vocabulary = _end_token(tokenizer, recipe), max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     pieces = pieces_of(recipe.inputs)
-    _begin(recipe, end=end, dtype=dtype)
-    results: dict[int, Encoded] = {}
-    total, done = sum(piece.size for piece in pieces), 0
-    try:
-        for number, result in _encoded(recipe, pieces, end=end, dtype=dtype, workers=workers):
-            results[number] = result
-            on_progress(done := done + pieces[number].size, total)
-        whole = _sum([results[number] for number in range(len(pieces))])
-        if not whole.tokens:
-            raise ValueError("the corpus has no documents")
-    except ValueError:
-        if not any(part.stat().st_size for part in recipe.parts.glob("*.tokens")):
-            shutil.rmtree(recipe.parts)  # there is nothing to continue, with these options or with others
-        raise
-    description = {**asdict(whole), "dtype": dtype, "vocabulary": vocabulary, "end_token": end}
-    _join(recipe, len(pieces), dtype=dtype, tokens=whole.tokens, description=description)
+    with _alone(recipe):
+        _begin(recipe, end=end, dtype=dtype)
+        results: dict[int, Encoded] = {}
+        total, done = sum(piece.size for piece in pieces), 0
+        try:
+            for number, result in _encoded(recipe, pieces, end=end, dtype=dtype, workers=workers):
+                results[number] = result
+                on_progress(done := done + pieces[number].size, total)
+            whole = _sum([results[number] for number in range(len(pieces))])
+            if not whole.tokens:
+                raise ValueError("the corpus has no documents")
+        except ValueError:
+            if not any(part.stat().st_size for part in recipe.parts.glob("*.tokens")):
+                shutil.rmtree(recipe.parts)  # there is nothing to continue, with these options or with others
+            raise
+        description = {**asdict(whole), "dtype": dtype, "vocabulary": vocabulary, "end_token": end}
+        _join(recipe, len(pieces), dtype=dtype, tokens=whole.tokens, description=description)
     return whole
+
+
+def _refuse_existing(recipe: Recipe) -> None:
+    if recipe.output.exists():
+        raise ValueError(f"--to={recipe.output}: exists already; name a file that does not, or remove it")
+
+
+@contextlib.contextmanager
+def _alone(recipe: Recipe) -> Iterator[None]:
+    """Be the only process that makes the file, during the block.
+
+    Raises:
+        ValueError: another process makes it, or has just made it.
+    """
+    recipe.parts.mkdir(parents=True, exist_ok=True)
+    lock = recipe.parts / "lock"
+    with locked_if_free(lock) as free:
+        if not free or not lock.exists():  # the other process removes the parts when it has made the file
+            raise ValueError(f"--to={recipe.output}: another command makes this file now; name a different one")
+        if recipe.output.exists():
+            shutil.rmtree(recipe.parts)
+        _refuse_existing(recipe)
+        yield
 
 
 def _load(path: Path) -> Any:
@@ -106,9 +132,12 @@ def _load(path: Path) -> Any:
     except ImportError as e:
         raise ValueError("tokenizers is not installed: pip install tokenizers") from e
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # it raises nothing more special
         raise ValueError(f"--tokenizer={path}: {e}; set it to a tokenizer.json") from e
+    tokenizer.no_truncation()  # a saved tokenizer may cut texts and fill them up
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _end_token(tokenizer: Any, recipe: Recipe) -> int:
@@ -121,7 +150,7 @@ def _end_token(tokenizer: Any, recipe: Recipe) -> int:
 
 
 def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
-    """Create the directory of the parts; of texts that have changed since, no command can use the parts: remove them.
+    """Note what the parts are made of. Of texts that have changed since, no command can use the parts: remove them.
 
     Raises:
         ValueError: the parts are of another recipe, whose command can continue them.
@@ -138,8 +167,8 @@ def _begin(recipe: Recipe, *, end: int, dtype: str) -> None:
     if found and _of_any_content(found) != _of_any_content(made_of):
         raise ValueError(f"{recipe.parts}: holds interrupted work on other files or with other options; remove it")
     if found and found != made_of:
-        shutil.rmtree(recipe.parts)
-    recipe.parts.mkdir(parents=True, exist_ok=True)
+        for part in recipe.parts.glob("[0-9]*"):
+            part.unlink()
     write_json(file, made_of)
 
 

@@ -95,8 +95,10 @@ def _text_of(line: bytes, field: str) -> str | tuple[str]:
     if not line.strip():
         return ("it is empty",)
     try:
-        value: Any = json.loads(line)
-    except ValueError as e:
+        value: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return ("it is not UTF-8",)
+    except (ValueError, RecursionError) as e:
         return (f"it is no JSON ({e})",)
     if not isinstance(value, dict) or field not in value:
         return (f"it has no field {field!r}; --field names another",)
@@ -106,6 +108,10 @@ def _text_of(line: bytes, field: str) -> str | tuple[str]:
 def _checked(text: object, field: str) -> str | tuple[str]:
     if not isinstance(text, str):
         return (f"its {field!r} is no text",)
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return (f"its {field!r} has half a character, \\u{ord(text[e.start]):x}",)
     return text or (f"its {field!r} is empty",)
 
 

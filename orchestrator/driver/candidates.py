@@ -13,6 +13,7 @@ import torch
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.evaluated import unknown_split
+from orchestrator.config.field_size import field_values, too_large
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.overrides import quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
@@ -175,6 +176,9 @@ def _check(
             packages.install(config.cluster)
     warnings: list[str] = []
     job = load_job(job_spec, errors, redactor, job_argument, noticed=warnings) if job_spec is not None else None
+    if job is not None and (large := too_large(field_values(job))):
+        errors += large
+        return None  # whatever else is checked copies the fields
     pickled = None if job_argument is None or job is None else pickle_job(job_argument, job, errors)
     if config is not None and job is not None and isinstance(job_argument, Job):
         config = replace(config, job=replace(config.job, fields=plain_fields(job)))

@@ -28,7 +28,7 @@ from orchestrator.state.schedule import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
-from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.strategies.update.weight_average import forget_average
@@ -199,7 +199,7 @@ class Loop:
             startup["dataset_s"] = -began + (began := time.perf_counter())
             sample_source: Any = self._data.datasets.train
             if is_stream(sample_source):
-                sample_source = self.job.dataset("train")  # a stream may count its iterators
+                sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
             self.strategy.setup(sample_source)
         checkpoint = self._loaded_checkpoint()
         wait_for_others()

@@ -15,6 +15,7 @@ from helpers.records.runs import ROOT
 @pytest.mark.parametrize(
     "kind",
     [
+        "loader processes",
         "slow file system",
         "clock step",
         "lost fence",

@@ -87,6 +87,7 @@ def open_run(
         "tracking": {k: tracking[k] for k in _RECORDED_TRACKING},
         "sweep": sweep,
     }
+    text, record = to_yaml(recorded), redactor.data(record)  # before the lock, under which other commands wait
     output = output_dir(config)
     if resume is not None and resume.run_dir.remote is not None:
         output = OutputDir.containing(resume.run_dir)  # its URL may be another one than output_dir
@@ -96,10 +97,10 @@ def open_run(
             refuse_if_taken(config, resume, seen)
             run_dir = take_over(resume.run_dir) if resume else output.create(plan.run_name)
             run_dir.reserve_space()
-            run_dir.config_file.write_text(to_yaml(recorded))
+            run_dir.config_file.write_text(text)
             uid = str(run_dir.read_record().get("uid") or uuid.uuid4().hex)
             started = {"uid": uid, "started": time.time(), "location": run_dir.location}
-            run_dir.update_record(**redactor.data({**record, **started}))
+            run_dir.update_record(**record, **redactor.data(started))
             announce(run_dir)
     except OSError as e:
         raise ConfigError([unwritable(config, e)]) from e

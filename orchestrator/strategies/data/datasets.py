@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from orchestrator.compat.generators import drawing
 from orchestrator.config.evaluated import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
@@ -43,7 +44,7 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(seed, epoch))
 
 
-def mix(*values: int) -> int:
+def mix(*values: int | str) -> int:
     """Return 63 bits that depend on every value and on their order."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -64,15 +65,16 @@ def drawn_batches(job: Job, dataset: Any, global_batch_size: int, generator: tor
             "job.batch_sampler: a stream is read in its own order; return a map-style dataset from "
             "job.dataset('train'), or let the stream yield the samples in the order of the batches"
         )
-    made = job.batch_sampler(dataset, global_batch_size, generator)
-    if made is None:
-        return None
-    try:
-        batches = [[operator.index(sample) for sample in batch] for batch in made]
-    except TypeError as e:
-        raise DatasetError(
-            f"job.batch_sampler returns {kind_of(made)} ({e}); return lists of the indices of samples"
-        ) from e
+    with drawing(generator.initial_seed()):  # for samplers that draw from another generator
+        made = job.batch_sampler(dataset, global_batch_size, generator)
+        if made is None:
+            return None
+        try:
+            batches = [[operator.index(sample) for sample in batch] for batch in made]
+        except TypeError as e:
+            raise DatasetError(
+                f"job.batch_sampler returns {kind_of(made)} ({e}); return lists of the indices of samples"
+            ) from e
     if not batches:
         raise DatasetError("job.batch_sampler returns no batch; return at least one, or lower train.global_batch_size")
     for number, batch in enumerate(batches):
@@ -100,6 +102,12 @@ def steps_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> float | N
     """Return the number of steps in an epoch, which need not be whole; None if it is not known."""
     samples = samples_per_epoch(job, dataset, global_batch_size)
     return None if samples is None else samples / global_batch_size
+
+
+def opened_dataset(job: Job, split: Split, seed: int) -> Any:
+    """Return ``job.dataset(split)``, which divides or makes samples at random in the same way on every rank."""
+    with drawing(seed):
+        return job.dataset(split)
 
 
 def check_dataset(dataset: Any, *, split: Split) -> None:

@@ -1,7 +1,7 @@
 """Batches that are copied to the GPU while the step before computes.
 
-In training, only batches of loader processes are read ahead. Without them, the dataset may draw from the random
-generator of the training thread, which is seeded for each step, and not for an evaluation.
+In training, only batches of loader processes are read ahead. Without them, the dataset may draw from the generator of
+the GPU, which is seeded for each step, and not for an evaluation.
 """
 
 from __future__ import annotations

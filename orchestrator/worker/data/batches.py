@@ -3,7 +3,8 @@
 The samples of a run form one endless sequence: a permutation of the dataset for epoch 0, another one for epoch 1, and
 so on. Each permutation is a pure function of ``(seed, epoch)``, and so are samples drawn by weight or by the job. A
 position in the sequence is the number of samples that the whole run has consumed, and a global batch is its next piece.
-There is no sampler state to save: any layout continues at the exact next sample.
+There is no sampler state to save: any layout continues at the exact next sample. What a dataset or ``collate`` draws at
+random is a function of the seed and of the position of the first sample of the batch, in any process.
 
 A dataset that is itself a stream gives its own sequence, epoch after epoch. Every rank reads all of it and collates
 only its share, so that the global batches are the same in any layout; :mod:`orchestrator.worker.data.stream` finds
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from orchestrator.compat.generators import drawing
 from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
@@ -213,7 +215,10 @@ def train_batches(
     assert min(sizes) > 0, "the plan gives every micro-batch at least one sample"
     offsets = list(itertools.accumulate(sizes, initial=sum(shares[: share.dp_rank])))
 
-    def indices(dataset: Any) -> Iterator[list[int]]:
+    def seed_at(position: int) -> int:
+        return mix(sampling.seed, "train", position)
+
+    def indices(dataset: Any) -> Iterator[tuple[int, list[int]]]:
         n = len(dataset) if batches is None else batches(epoch_generator(sampling.seed, 0)).numel()
         if batches is not None and samples_consumed % global_batch_size:
             raise DatasetError(
@@ -224,25 +229,26 @@ def train_batches(
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
             for offset, size in zip(offsets, sizes, strict=False):
-                yield order.indices(start + offset, size)
+                yield seed_at(start + offset), order.indices(start + offset, size)
 
-    def slices(stream: StreamReader) -> Iterator[Slice | ReadFailure]:
+    def slices(stream: StreamReader) -> Iterator[tuple[int, Slice | ReadFailure]]:
         for _ in range(steps):
             start, first = stream.position, offsets[0]
             try:
                 items = stream.read(global_batch_size, first=first, end=offsets[-1])
             except DataError as e:
-                yield ReadFailure(str(e), traceback.format_exc())
+                yield 0, ReadFailure(str(e), traceback.format_exc())
                 return
             for offset, size in zip(offsets, sizes, strict=False):
-                yield Slice(items[offset - first : offset - first + size], start + offset)
+                samples = Slice(items[offset - first : offset - first + size], start + offset)
+                yield seed_at(samples.start), samples
 
     if not read:
         yield from itertools.repeat([None] * share.grad_accumulation, steps)
         return
     function = loading.collate or default_collate
     reader: BatchReader | Collator
-    elements: Iterator[Any]
+    elements: Iterator[tuple[int, Any]]
     if isinstance(dataset, StreamReader):
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
@@ -276,8 +282,8 @@ class EvalBatches:
 
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
     sample; batches without a row for each sample get none, unless ``pad_ragged``. Over all ranks, each sample is valid
-    exactly once. Loader processes stay until :meth:`close`, for further passes. The other arguments, and the errors,
-    are the arguments of :func:`train_batches`.
+    exactly once. Loader processes stay until :meth:`close`, for further passes. What is drawn at random depends on
+    ``seed`` and is the same in each pass. The other arguments, and the errors, are those of :func:`train_batches`.
     """
 
     def __init__(
@@ -291,10 +297,12 @@ class EvalBatches:
         read: bool = True,
         split: Split = VAL,
         pad_ragged: bool = False,
+        seed: int = 0,
     ):
         check_dataset(dataset, split=split)
         self._split = split
         self._dataset = dataset
+        self._seed = seed
         self._batch_size = batch_size
         self._data_parallel_size = data_parallel_size
         self._dp_rank = dp_rank
@@ -308,7 +316,7 @@ class EvalBatches:
         self._loader = Loader(
             Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
             loading,
-            seed=mix(dp_rank),
+            seed=mix(seed, split, dp_rank),
         )
 
     def __iter__(self) -> Generator[tuple[Any, int], None, None]:
@@ -333,7 +341,10 @@ class EvalBatches:
         """End the loader processes. A later pass starts new ones."""
         self._loader.close()
 
-    def _indices(self, counts: deque[int], *, only_ends: bool) -> Iterator[list[int]]:
+    def _seed_at(self, position: int) -> int:
+        return mix(self._seed, self._split, position)
+
+    def _indices(self, counts: deque[int], *, only_ends: bool) -> Iterator[tuple[int, list[int]]]:
         """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
         n = len(self._dataset)
         shares = even_shares(n, self._data_parallel_size)
@@ -342,27 +353,30 @@ class EvalBatches:
         starts = range(first, first + shares[0], self._batch_size)
         for start in sorted({starts[0], starts[-1]}) if only_ends else starts:
             counts.append(max(0, min(end - start, self._batch_size)))
-            yield list(range(start, start + counts[-1])) or [n - 1]
+            yield self._seed_at(start), list(range(start, start + counts[-1])) or [n - 1]
 
-    def _slices(self, counts: deque[int]) -> Iterator[Slice | ReadFailure]:
+    def _slices(self, counts: deque[int]) -> Iterator[tuple[int, Slice | ReadFailure]]:
         """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
         start, first = 0, self._dp_rank * self._batch_size
-        samples = iter(self._dataset)
+        samples: Iterator[Any] | None = None
         while True:
             try:
-                items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
+                with drawing(mix(self._seed, self._split, "stream", start)):
+                    samples = iter(self._dataset) if samples is None else samples
+                    items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
             except Exception as e:
                 counts.append(0)
-                yield ReadFailure(f"{self._split} data, in the stream: {error_text(e)}", traceback.format_exc())
+                text = f"{self._split} data, in the stream: {error_text(e)}"
+                yield 0, ReadFailure(text, traceback.format_exc())
                 return
             if not items:
                 if start == 0:
                     remedy = how_to_leave_out(self._split)
                     text = f"{self._split} data: the stream has no samples; for no evaluation, {remedy}"
                     counts.append(0)
-                    yield ReadFailure(text, "")
+                    yield 0, ReadFailure(text, "")
                 return
             own = items[first : first + self._batch_size]
             counts.append(len(own))
-            yield Slice(own or items[-1:], start + first)
+            yield self._seed_at(start + first), Slice(own or items[-1:], start + first)
             start += len(items)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from orchestrator.compat.generators import drawing
 from orchestrator.config.evaluated import VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
@@ -23,6 +24,7 @@ from orchestrator.strategies.data.datasets import (
     epoch_generator,
     is_stream,
     known_length,
+    opened_dataset,
     samples_per_epoch,
 )
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
@@ -53,25 +55,27 @@ class Datasets:
     weights: Tensor | None
 
 
-def datasets_of(job: Job, eval_splits: Sequence[str]) -> Datasets:
+def datasets_of(job: Job, eval_splits: Sequence[str], seed: int = 0) -> Datasets:
     """Return the data of the job; ``eval_splits``: what to evaluate. A validation set may be missing.
 
     Raises:
         DatasetError: a dataset is missing, empty or of a kind that cannot be used, the sampling weights do not fit, or
             the job has data to evaluate but no loss.
     """
-    train = job.dataset("train")
+    train = opened_dataset(job, "train", seed)
     check_dataset(train, split="train")
     # A stream may count its iterators, so that an evaluation reads one of its own.
     shared = {} if is_stream(train) else {"train": train}
-    evaluated = {split: shared[split] if split in shared else job.dataset(split) for split in eval_splits}
+    evaluated = {split: shared[split] if split in shared else opened_dataset(job, split, seed) for split in eval_splits}
     evaluated = {split: dataset for split, dataset in evaluated.items() if dataset is not None or split != VAL}
     for split, dataset in evaluated.items():
         check_dataset(dataset, split=split)
         if not has_loss(job):
             remedy = how_to_leave_out(split)
             raise DatasetError(f"job.dataset({split!r}) returns data to evaluate; define Job.loss, or {remedy}")
-    return Datasets(train=train, evaluated=evaluated, weights=checked_weights(job.sample_weights("train"), train))
+    with drawing(seed):
+        weights = job.sample_weights("train")
+    return Datasets(train=train, evaluated=evaluated, weights=checked_weights(weights, train))
 
 
 def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches | None:
@@ -107,7 +111,7 @@ class JobData:
         outbox: Outbox,
         warner: Warner,
     ):
-        self.datasets = datasets_of(job, assignment.config.train.eval_splits)
+        self.datasets = datasets_of(job, assignment.config.train.eval_splits, assignment.config.seed)
         self._job = job
         self._strategy = strategy
         self._device = device
@@ -173,7 +177,7 @@ class JobData:
         """
         dataset = self.datasets.evaluated[split]
         if is_stream(dataset):
-            dataset = self._job.dataset(split)
+            dataset = opened_dataset(self._job, split, self._assignment.config.seed)
         loading = self._loading(min(1, self._assignment.plan.loader_processes))
         with contextlib.closing(self._open_eval_batches(split, dataset, loading)) as batches:
             yield from self._checked(batches.ends())
@@ -280,6 +284,7 @@ class JobData:
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
             read=self._strategy.reads_data,
             pad_ragged=self._strategy.cuts_batches,
+            seed=self._assignment.config.seed,
         )
 
     def _loading(self, num_workers: int) -> Loading:
@@ -293,9 +298,15 @@ class JobData:
     def _reader_at(self, samples_consumed: int) -> StreamReader:
         """Return the reader of the training set, a stream, at the next sample of the run."""
         if self._reader is None or not self._reader.reaches(samples_consumed):
-            dataset = self.datasets.train if self._reader is None else self._job.dataset("train")
-            # Each loader process prefetches two batches.
-            self._reader = StreamReader(dataset, recent=2 * self._assignment.plan.loader_processes + 4)
+            dataset, seed = self.datasets.train, self._assignment.config.seed
+            if self._reader is not None:
+                dataset = opened_dataset(self._job, "train", seed)
+            self._reader = StreamReader(
+                dataset,
+                recent=2 * self._assignment.plan.loader_processes + 4,  # each loader process prefetches two batches
+                seed=seed,
+                batch_size=self._assignment.config.train.global_batch_size,
+            )
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
         if self._strategy.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
@@ -305,8 +316,9 @@ class JobData:
     def _skip(self, reader: StreamReader, count: int) -> None:
         text = f"train data: reading past {count:,} samples of the stream to the next one"
         self._warner.warn("; ".join(filter(None, (text, reader.resume_advice))), topic="stream")
-        batch_size = self._assignment.config.train.global_batch_size
-        for skipped in range(0, count, batch_size):
+        batch_size, end = self._assignment.config.train.global_batch_size, reader.position + count
+        while reader.position < end:
             self._gate.check(self._assignment.generation)
-            reader.skip(min(batch_size, count - skipped))
+            # A mark may be within a batch. What follows is read in the calls in which it was read before.
+            reader.skip(min(batch_size - reader.position % batch_size, end - reader.position))
             self._outbox.tick()

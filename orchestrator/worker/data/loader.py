@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.job import Split
 from orchestrator.records.process import end_with_parent
@@ -154,6 +155,18 @@ class ReadFailure:
     traceback: str
 
 
+@dataclass(frozen=True)
+class _Drawing(Dataset[Any]):
+    """A reader whose elements come with a seed: what a batch draws depends neither on the process nor on the past."""
+
+    reader: BatchReader | Collator
+
+    def __getitem__(self, seeded: tuple[int, Any]) -> Any:
+        seed, element = seeded
+        with drawing(seed):
+            return self.reader[element]
+
+
 class _Pass:
     """The elements of one pass of a :class:`Loader`, which torch takes for a sampler."""
 
@@ -192,7 +205,7 @@ class Loader:
         Args:
             reader: returns a batch, given an element of a pass.
             loading: how; ``reader`` collates.
-            seed: seeds the random generators of the loader processes.
+            seed: the seed that torch tells loader processes (``get_worker_info``).
         """
         self._reader = reader
         self._seed = seed
@@ -203,12 +216,12 @@ class Loader:
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
 
-    def read(self, elements: Iterable[Any]) -> Generator[Any, None, None]:
+    def read(self, elements: Iterable[tuple[int, Any]]) -> Generator[Any, None, None]:
         """Yield the batch for each of ``elements``, in order. One pass ends before the next one begins.
 
         Args:
-            elements: lists of indices, or slices of a stream. This thread iterates over them, ahead of the loader
-                processes.
+            elements: lists of indices, or slices of a stream, each after the seed of what is drawn for it. This thread
+                iterates over them, ahead of the loader processes.
 
         Raises:
             DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
@@ -251,7 +264,7 @@ class Loader:
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
-            self._reader,
+            _Drawing(self._reader),
             sampler=self._pass,
             batch_size=None,  # an item of the reader is a batch already
             collate_fn=_unchanged,

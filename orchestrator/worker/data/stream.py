@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.compat.generators import drawing, seed_on_cpu
 from orchestrator.compat.hugging_face import loses_samples
 from orchestrator.job import Split
+from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.exits import error_text
 from orchestrator.worker.data.loader import DataError
 
@@ -63,17 +65,21 @@ class StreamReader:
         stream: an iterable whose ``__iter__`` begins again at each call.
         split: the part of the data, for error messages.
         recent: how many of the last calls of :meth:`read` can be gone back.
+        seed: the seed of what the stream draws at random.
+        batch_size: the samples that are read at once; after each, the seed and the position determine what is drawn.
 
     Attributes:
         position: the number of samples read or skipped.
         resume_advice: what a user can change so that it does; empty if it does.
     """
 
-    def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4):
+    def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4, seed: int = 0, batch_size: int = 1):
         self.position = 0
         self._has_state, self.resume_advice = _resuming(stream)
         self._stream = stream
         self._split = split
+        self._seed = seed
+        self._batch_size = batch_size
         self._has_epochs = hasattr(stream, "set_epoch")
         self._epoch = 0
         self._failed = False
@@ -89,10 +95,11 @@ class StreamReader:
             DataError: the stream raises an error, or it has no samples.
         """
         items = []
-        for i in range(count):
-            item = self._next()
-            if first <= i < end:
-                items.append(item)
+        with drawing(self._seed_here):
+            for i in range(count):
+                item = self._next()
+                if first <= i < end:
+                    items.append(item)
         if self._has_state and (state := self._state()) is not None:
             self._recent.append(Mark(position=self.position, epoch=self._epoch, state=state))
         return items
@@ -112,14 +119,17 @@ class StreamReader:
         if mark is not None and not (self._is_before(position) and self.position >= mark.position):
             self._epoch, self.position, self._failed = mark.epoch, mark.position, False
             self._recent.clear()
-            self._begin_epoch(mark.state)
+            self._iterator = None  # of a beginning epoch, the next sample begins one
+            if mark.state is not None:
+                self._begin_epoch(mark.state)
         assert self._is_before(position), "reaches() is False"
         return position - self.position
 
     def skip(self, count: int) -> None:
-        """Read ``count`` samples and drop them."""
-        for _ in range(count):
-            self._next()
+        """Read ``count`` samples and drop them. From within a batch, skip to its end first."""
+        with drawing(self._seed_here):
+            for _ in range(count):
+                self._next()
 
     def bookmark(self, position: int) -> Mark | None:
         """Keep the last mark up to ``position``, which has been trained on, and return it; None if there is none."""
@@ -128,10 +138,17 @@ class StreamReader:
             self._bookmark = mark
         return mark
 
+    @property
+    def _seed_here(self) -> int:
+        return mix(self._seed, "stream", self.position)
+
     def _next(self) -> Any:
         for _ in range(2):  # an iterator may be at its end; the next one has a sample
             if self._iterator is None:
+                seed_on_cpu(self._seed_here)
                 self._begin_epoch(None)
+            elif self.position % self._batch_size == 0:
+                seed_on_cpu(self._seed_here)
             assert self._iterator is not None
             try:
                 item = next(self._iterator)

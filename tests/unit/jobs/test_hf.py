@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.ranks.job_trials import errors, trained
-from jobs.examples import Padded
+from jobs.examples import Encoder, Padded, leaves_out_text
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED
 
@@ -119,6 +119,91 @@ def test_the_loss_counts_answers_and_no_padding(folder: Path) -> None:
     torch.testing.assert_close(losses[2], losses[0])
     chat: Any = HuggingFace(**fields(folder, data="chat.jsonl")).dataset("train")
     assert job._tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
+
+
+WORDS = "<end> [UNK] <system> <user> <assistant> <think> </think> <bos> be brief what is two plus the four sure why"
+USER, REPLY = "<user> {{ m.content }} ", "<assistant> {{ m.content.split('</think>')[-1] }} <end> "
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'user' %}" + USER + "{% elif KEPT %}" + REPLY + "{% endif %}{% endfor %}"
+)
+PLAIN = TURNS.replace("KEPT", "m.role == 'assistant'")
+LATEST = TURNS.replace("KEPT", "loop.last or add_generation_prompt")
+"""Leaves out answers before the last one, but not in a prompt."""
+PROMPT = "{% if add_generation_prompt %}<assistant> {% endif %}"
+REASONS = "{% if add_generation_prompt %}<assistant> <think> {% endif %}"
+"""As DeepSeek-R1's: the prompt opens a chain of thoughts, and the conversation has none."""
+ASK, ANSWER = ({"role": role, "content": text} for role, text in (("user", "what is two"), ("assistant", "the four")))
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    """A tokenizer of words, which ends every text that may have special tokens."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    numbers = {word: i for i, word in enumerate(WORDS.split())}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    single = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A <end>", special_tokens=[("<bos>", numbers["<bos>"]), ("<end>", numbers["<end>"])]
+    )
+    made.post_processor = single
+    made.enable_truncation(max_length=3)
+    made.enable_padding(pad_id=1, pad_token="[UNK]", length=9)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="[UNK]")
+
+
+def encoded(words: Any, example: dict[str, Any], template: str | None = None) -> tuple[str, str]:
+    """The tokens of an example, and those of them that are learned."""
+    words.chat_template = template
+    tokens, labels = Encoder(HuggingFace(block_size=64), words)(example)
+    return words.decode(tokens), words.decode([label for label in labels if label != IGNORED])
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "learned"),
+    [
+        (PLAIN + PROMPT, [ASK, ANSWER], "the four <end>"),
+        (PLAIN + REASONS, [ASK, ANSWER], "the four <end>"),
+        (PLAIN + REASONS, [ASK, {**ANSWER, "content": "<think> why"}], "why <end>"),
+        (PLAIN + REASONS, [ASK, {**ANSWER, "content": "<think> why </think> sure"}], "sure <end>"),
+        (PLAIN + PROMPT, [ASK, ANSWER, ASK, ANSWER | {"content": "sure"}], "sure <end>"),
+        (LATEST + PROMPT, [ASK, ANSWER, ASK, ANSWER | {"content": "sure"}], "sure <end>"),
+        (PLAIN + PROMPT, [ASK, ANSWER | {"tool_calls": None}], "the four <end>"),
+        ("<bos> " + PLAIN + PROMPT, [ASK, ANSWER], "the four <end>"),
+    ],
+    ids=["prefix", "reasons", "alike", "reasoned", "turns", "latest", "null", "bos"],
+)
+def test_a_chat_learns_all_of_the_answer_and_nothing_else(
+    words: Any, template: str, messages: list[dict[str, Any]], learned: str
+) -> None:
+    whole, found = encoded(words, {"messages": messages}, template)
+    assert found == learned
+    assert whole.count("<bos>") == template.count("<bos>"), "the template alone writes special tokens"
+
+
+def test_a_text_that_the_template_leaves_out_is_noticed(words: Any) -> None:
+    words.chat_template = PLAIN + PROMPT
+    reasoned = {**ANSWER, "content": "<think> why </think> sure"}
+    assert not leaves_out_text(words, {"messages": [ASK, ANSWER]})
+    assert leaves_out_text(words, {"messages": [ASK, reasoned]})
+    assert leaves_out_text(words, {"messages": [{"role": "system", "content": "be brief"}, ASK, ANSWER]})
+
+
+def test_the_end_is_there_once_and_only_at_the_end(words: Any) -> None:
+    """Also with a tokenizer that ends every text, cuts it and fills it up."""
+    prompt = {"prompt": "what is two plus two", "completion": "the four"}
+    assert encoded(words, prompt) == ("<bos> what is two plus two the four <end>", "the four <end>")
+    assert encoded(words, {**prompt, "completion": "the four <end>"})[1] == "the four <end>"
+    text = "<bos> what is two plus two plus two plus two <end>"
+    assert encoded(words, {"text": "what is two plus two plus two plus two"}) == (text, text)
+
+
+def test_tools_are_written_and_a_question_is_no_answer(words: Any) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + PLAIN
+    tools = [{"type": "function", "function": {"name": "why", "description": "", "parameters": {}}}]
+    assert encoded(words, {"messages": [ASK, ANSWER], "tools": tools}, template)[0].startswith("why <user> what")
+    for messages, role in (([ASK, ANSWER, ASK], "'user'"), ([], "missing")):
+        with pytest.raises(ValueError, match=f"its role is {role}; end with the assistant's"):
+            encoded(words, {"messages": messages}, template)
 
 
 def test_tables_have_the_examples_of_lines(folder: Path, tmp_path: Path) -> None:
@@ -231,6 +316,8 @@ def test_an_export_has_the_adapters_or_the_merged_model(
 def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "damaged.jsonl").write_text('{"text": "one"}\n{"text"\n')
     (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
+    (tmp_path / "deep.jsonl").write_text('{"text": "one"}\n' + "[" * 200_000 + "\n")
+    (tmp_path / "half.jsonl").write_text('{"text": "one \\ud83d\\ude00"}\n{"text": "one \\ud83d"}\n')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "nothing.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 20, "completion": "2"}))
@@ -265,6 +352,11 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
         ({"train_file": None}, "job.train_file=null: set it"),
         ({"train_file": "no/such/file"}, "job.train_file=no/such/file: cannot be read (No such file or directory)"),
         ({"train_file": str(tmp_path / "damaged.jsonl")}, f"{here}/damaged.jsonl: {tmp_path}/damaged.jsonl, line 2: "),
+        ({"train_file": str(tmp_path / "deep.jsonl")}, "deep.jsonl, line 2: is no JSON (maximum recursion depth"),
+        (
+            {"train_file": str(tmp_path / "half.jsonl")},
+            "half.jsonl, line 2: has half a character, such as \\ud83d; job.damaged=skip leaves out it",
+        ),
         ({"train_file": str(tmp_path / "other.jsonl")}, "other.jsonl, line 1: has no field 'text'"),
         ({"train_file": str(tmp_path / "empty.txt")}, f"{here}/empty.txt: has no examples"),
         ({"train_file": str(tmp_path / "long.jsonl")}, "the loss counts no token of the first 1 examples"),

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jobs.digits import Digits
 from orchestrator.config.arguments import read_arguments
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.field_size import too_large
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
@@ -107,6 +109,47 @@ def test_what_means_nothing_is_refused_in_a_sentence(positional: Any, keywords: 
         orchestrator.run(*positional, **keywords)
     (error,) = refused.value.errors
     assert said in error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding(Digits):
+    """Anything may be in ``held``."""
+
+    held: Any = None
+
+
+MANY = [f"text {i}" for i in range(50_000)]
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (MANY, "2,000 values"),
+        ({text: 0 for text in MANY}, "2,000 values"),
+        ({"a": [[Digits()] * 300]}, "2,000 values"),
+        ("x" * 200_000, "131,072 characters"),
+        (b"x" * 200_000, "131,072 characters"),
+    ],
+    ids=["list", "mapping", "nested", "text", "bytes"],
+)
+def test_data_in_a_field_belongs_into_the_dataset(held: Any, said: str) -> None:
+    """Also if the class builds it, and before anything copies it."""
+    fields = [("held", Any, field(default_factory=lambda: held))]
+    by_default = make_dataclass("Filled", fields, bases=(Holding,), frozen=True, kw_only=True)
+    calls: list[tuple[Any, ...]] = [(Holding(held=held),), (Holding(held=held), {"seed": -1}), (by_default,)]
+    if not isinstance(held, bytes):
+        calls += [(Holding, {"job": {"held": held}}), (Holding, {"job.held": held})]
+    for arguments in calls:
+        with pytest.raises(ConfigError) as refused:
+            orchestrator.run(*arguments)
+        assert refused.value.errors[-1] == (
+            f"job.held: holds more than {said}, which every record of the run would repeat; let Job.dataset read data, "
+            "such as from a file that the field names"
+        )
+
+
+def test_names_of_classes_may_be_in_a_field() -> None:
+    assert too_large({"names": MANY[:1000], "tensor": torch.zeros(10**6)}) == []
 
 
 def test_a_job_may_be_an_argument_or_the_value_of_its_key() -> None:

@@ -13,9 +13,11 @@ import pytest
 from pyarrow import parquet
 
 from helpers.ranks.job_trials import errors
+from jobs.gpt import GPT
 from jobs.tokens import open_source
 from orchestrator import tokenize
 from orchestrator.corpus import encode, pieces
+from orchestrator.records.lock import locked
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -106,6 +108,46 @@ def test_continues_where_it_was_interrupted(
 DAMAGED = '{"text": "one"}\n\n{"text": 3}\n{"text": ""}\n[\n{"body": "two"}\n{"text": "two"}'
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_saved_tokenizer_neither_cuts_texts_nor_fills_them_up(
+    tmp_path: Path, tokenizer: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 50)
+    texts = ["one two three four", "two", "\N{GRINNING FACE}"] * 5
+    expected = [token for text in texts for token in [*tokenizer.encode(text).ids, 0]]
+    tokenizer.enable_truncation(max_length=3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert run(tmp_path, jsonl(tmp_path / "texts.jsonl", texts), "--workers", workers) == 0
+    assert open_source(tmp_path / "tokens.npy", dtype="uint16").tokens.tolist() == expected
+    encode_prompt, _ = GPT(tokenizer=str(tmp_path / "tokenizer.json"))._codec()
+    assert encode_prompt("one two three four") == expected[: expected.index(0)], "prompts of samples too"
+
+
+def test_one_command_at_a_time_makes_a_file(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = jsonl(tmp_path / "texts.jsonl", WORDS)
+    parts = tmp_path / "tokens.npy.parts"
+    parts.mkdir()
+    with locked(parts / "lock"):
+        assert run(tmp_path, file, "--workers", 1) == 2
+    assert capsys.readouterr().err == (
+        f"tokenize: --to={tmp_path}/tokens.npy: another command makes this file now; name a different one\n"
+    )
+    original = encode.pieces_of
+
+    def overtaken(paths: Any) -> Any:
+        monkeypatch.setattr(encode, "pieces_of", original)
+        assert run(tmp_path, file, "--workers", 1) == 0
+        return original(paths)
+
+    monkeypatch.setattr(encode, "pieces_of", overtaken)
+    assert run(tmp_path, file, "--workers", 1) == 2
+    assert "tokens.npy: exists already" in capsys.readouterr().err
+    assert not parts.exists()
+
+
 def test_damaged_lines_are_refused_or_counted_and_named(
     tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +203,9 @@ def test_says_what_is_wrong(tmp_path: Path, tokenizer: Any, capsys: pytest.Captu
     (tmp_path / "latin.txt").write_bytes(b"one \xe9")
     (tmp_path / "no.parquet").write_text("one")
     parquet.write_table(pa.table({"body": WORDS}), tmp_path / "body.parquet")
+    (tmp_path / "deep.jsonl").write_text('{"text": "one"}\n' + "[" * 200_000 + "\n")
+    (tmp_path / "half.jsonl").write_text('{"text": "one"}\n{"text": "one \\ud83d two"}\n')
+    (tmp_path / "byte.jsonl").write_bytes(b'{"text": "one"}\n{"text": "\xed\xa0\xbd"}\n')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "taken.npy").touch()
     here = f"tokenize: {tmp_path}"
@@ -169,6 +214,9 @@ def test_says_what_is_wrong(tmp_path: Path, tokenizer: Any, capsys: pytest.Captu
         ([file], "a.txt", f"tokenize: --to={tmp_path}/a.txt: name a file that ends in .npy or .bin"),
         ([file], "taken.npy", f"tokenize: --to={tmp_path}/taken.npy: exists already"),
         ([tmp_path / "latin.txt"], "b.npy", f"{here}/latin.txt: byte 5 is not UTF-8"),
+        ([tmp_path / "deep.jsonl"], "l.npy", f"{here}/deep.jsonl, line 2: it is no JSON (maximum recursion depth"),
+        ([tmp_path / "half.jsonl"], "m.npy", f"{here}/half.jsonl, line 2: its 'text' has half a character, \\ud83d;"),
+        ([tmp_path / "byte.jsonl"], "n.npy", f"{here}/byte.jsonl, line 2: it is not UTF-8;"),
         ([tmp_path / "no.parquet"], "c.npy", f"{here}/no.parquet: Parquet file size is 3 bytes"),
         ([tmp_path / "body.parquet"], "d.npy", f"{here}/body.parquet: has no column 'text', but body; --field names"),
         ([tmp_path / "empty.txt"], "e.npy", "tokenize: the corpus has no documents"),
