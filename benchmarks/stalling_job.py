@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ class Stalling(Digits):
         val_s: in each validation sample that is one of 10.
         loss_s: in each training loss, which leaves time for something to happen during a run.
         log_kb: what each training loss prints, in kB.
+        cut_json: how many characters of a sample in JSON each training loss prints, as jobs do that show their data.
     """
 
     build_s: float = 0.0
@@ -35,6 +37,7 @@ class Stalling(Digits):
     val_s: float = 0.0
     loss_s: float = 0.0
     log_kb: int = 0
+    cut_json: int = 0
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
@@ -52,6 +55,8 @@ class Stalling(Digits):
             time.sleep(self.loss_s)
             for _ in range(self.log_kb):
                 print("." * 999)
+            if self.cut_json:
+                print(json.dumps({"id": 1, "token": "分词" * self.cut_json})[: self.cut_json])
         return super().loss(output, target)
 
 

@@ -55,6 +55,8 @@ from orchestrator.tracking.transfer import Cursor
             "signing_key",
         ),
         *("smtp_pass", "db_pass", "auth_token", "hfToken", "token_value", "session_cookie", "ssh_key", "creds"),
+        *("ADMIN_PASS", "gpg_pass", "SSHPASS", "LDAP_BIND_PW", "AZURE_STORAGE_SAS", "WALLET_MNEMONIC", "seed_phrase"),
+        *("OTP", "mfa_totp", "wifi_psk", "DB_CRED", "passkey", "a." * 300 + "token", "long_" * 100 + "password"),
         *("job.auth", "job.options.pwd", "AccountKey", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"),
     ],
 )
@@ -74,6 +76,8 @@ def test_names_of_secrets(key: str) -> None:
         *("special_tokens", "sort_key", "image_key", "public_key", "missing_keys", "key_padding", "secretary"),
         *("token_file", "password_file", "auth_mode", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK"),
         *("credentials_path", "secret_name", "compass", "bypass", "authentic", "tokenized", "passengers", "opwd"),
+        *("backward_pass", "num_pass", "quant_pass", "pass", "passphrase_file", "bypass", "overpass", "low_pass"),
+        *("otp_length", "mnemonic_path", "phrase", "conv_pw", "sas_file", "credit", "stop_phrase", "disaster"),
         "viewStateShareKey",
     ],
 )
@@ -162,6 +166,14 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
         ("DB_PASSWORD=x DB_HOST=y", f"DB_PASSWORD={MASK} DB_HOST=y"),
         ("Authorization: Bearer abc123def456", f"Authorization: Bearer {MASK}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", MASK),
+        ("-----BEGIN PRIVATE KEY-----\na\n-----BEGIN PRIVATE KEY-----b-----END PRIVATE KEY----- c", f"{MASK} c"),
+        ('{"id": 1, "token": "\\u4e2d\\u65', f'{{"id": 1, "token": "{MASK}'),
+        ('{"token": "ends with \\\\", "depth": 3}', f'{{"token": "{MASK}", "depth": 3}}'),
+        ('{\\"token\\": \\"a\\\\\\"b\\", \\"depth\\": 3}', f'{{\\"token\\": \\"{MASK}\\", \\"depth\\": 3}}'),
+        ('{"text": "{\\"token\\": \\"abc", "depth": 3}', f'{{"text": "{{\\"token\\": \\"{MASK}", "depth": 3}}'),
+        ("credentials={'a': {'b': 'c'}, 'd': 'e'} x", f"credentials={MASK} x"),
+        ("hf_tokens=[[a,b],[c]] hf_tokens=[a, b", f"hf_tokens={MASK} hf_tokens={MASK}"),
+        ("1--token=abc, x--password=abc", f"1--token={MASK}, x--password={MASK}"),
     ],
 )
 def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
@@ -182,6 +194,45 @@ def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
 )
 def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("start", "repeated"),
+    [
+        *(("", character) for character in "\\\"'=:.-_/+@?&%#[]{}()<>,;|~^$*! \t\na0Aé"),
+        *(('token="', character) for character in "\\\"'=:.[{( \na"),
+        *((start, "\\u4e2d") for start in ('{"token": "', "{'token': '", '{\\"token\\": \\"', "token=", "token=[")),
+        *(
+            ("", part)
+            for part in ("token=[ ", "token={ ", "token=( ", "token=[(", 'token=" ', "token='a\\' ", "token=, ")
+        ),
+        *(
+            ("", part)
+            for part in ('token=\\" token=\\\\\\" ', '{"token": "a", ', '{"token": {"a": ', "token=None ", '"token": "')
+        ),
+        *(
+            ("", part)
+            for part in ("aB", "a.", "a_", "a-", "a--", "a.-", "aB3+", "--a", "\\na", "\\n-", "a\\", "aB3=", "a=b&")
+        ),
+        *(
+            ("", part)
+            for part in ("http://a", "http://a:", "a://b:c", "https://b@", "x:y@", "://", "?token=a&", "http://a/?sig=")
+        ),
+        *(("Bearer ", character) for character in " a1=B"),
+        *(("", part) for part in ("Bearer ", "Basic a", "Bearer\t", "Authorization: ")),
+        *(("", part) for part in ("-----BEGIN PRIVATE KEY-----", "-----BEGIN ", "-----END ", "PRIVATE KEY ", "-")),
+        *(("-----BEGIN ", part) for part in ("A", "PRIVATE KEY ", "PRIVATE KEY-----", "-----END PRIVATE KEY")),
+        *(("hunter22", part) for part in ("hunter", "hunter22", "door_secret", "door_secret: ", "\n")),
+    ],
+)
+def test_the_time_of_masking_grows_with_the_text_alone(start: str, repeated: str) -> None:
+    """Where it grows with the square, these lines of 50,000 characters take minutes and more."""
+    redactor = Redactor(["hunter22"])
+    redactor.learn({"door_secret": 12})
+    line = start + repeated * (50_000 // len(repeated))
+    redactor.text("\n".join(line + end for end in ("", "\n", '"', "=x", ": 'x")))
+    is_secret(line)
 
 
 @pytest.mark.parametrize(
