@@ -22,7 +22,7 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
-    "compat":       ("",                                                                       "hydra torch ray"),
+    "compat":       ("",                                                                       "hydra omegaconf torch ray"),
     "storage":      ("",                                                                       "(pyarrow)"),
     "config":       ("job compat",                                                             "hydra omegaconf"),
     "planning":     ("config",                                                                 ""),
@@ -94,6 +94,7 @@ KNOWS = {
         "compat.ray.cluster",
     },
     ("compat", "hydra"): {"compat.hydra"},
+    ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
     ("corpus", "pyarrow"): {"corpus.pieces"},
     ("jobs", "pyarrow"): {"jobs.rows"},
