@@ -14,9 +14,10 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.compose import compose, recorded_job, to_dict, to_yaml
+from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
+from orchestrator.config.recorded import overrides_to_evaluate
 from orchestrator.config.redact import (
     MASK,
     RedactingStream,
@@ -29,6 +30,7 @@ from orchestrator.config.redact import (
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
+from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
@@ -466,3 +468,69 @@ def test_a_secret_of_a_default_factory_is_not_repeated(
     assert load_job(JobSpec(target=f"{__name__}.{cls.__name__}", fields={}), errors, redactor) is None
     assert errors == [message]
     assert redactor.secrets == ("hunter2",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    user: str = "anybody"
+    password: str = field(default_factory=lambda: os.environ["NAME_THAT_TELLS_NOTHING"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(LeakyFactory):
+    login: Login = field(default_factory=Login)
+    hf_tokens: tuple[str, ...] = field(default_factory=lambda: (os.environ["NAME_THAT_TELLS_NOTHING"],))
+    url: str = field(default_factory=lambda: f"https://me:{os.environ['NAME_THAT_TELLS_NOTHING']}@host/x")
+    path: str = field(default_factory=lambda: f"/data/{os.environ['NAME_THAT_TELLS_NOTHING']}")
+    api_key: str = ""
+    text: str = ""
+    width: int = 1
+
+    def check(self) -> None:
+        """Accept all."""
+
+
+def recorded(folder: Path, **fields: Any) -> Path:
+    """The record of a job with these fields."""
+    errors: list[str] = []
+    redactor = Redactor()
+    job = load_job(JobSpec(target=f"{__name__}.Recorded", fields=fields), errors, redactor)
+    assert errors == []
+    data = redactor.data({"job": {"_target_": f"{__name__}.Recorded", **plain_fields(job)}})  # type: ignore[arg-type]
+    assert "hunter2" not in str(data)
+    file = folder / "config.yaml"
+    file.write_text(to_yaml(data))
+    return file
+
+
+def test_a_recorded_job_has_the_secrets_of_its_defaults_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME_THAT_TELLS_NOTHING", "hunter2")
+    file = recorded(tmp_path, login={"user": "me"}, text="*** three stars", width=7)
+    errors: list[str] = []
+    expected = Recorded(login=Login(user="me"), text="*** three stars", width=7)
+    assert load_job(unmasked(recorded_job(file), errors), errors) == expected
+    _, spec = compose(overrides_to_evaluate(file, []), errors, registry.config_class)
+    assert spec is not None
+    assert load_job(spec, errors) == expected
+    assert errors == []
+
+
+def test_a_recorded_secret_without_a_default_is_refused_unless_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAME_THAT_TELLS_NOTHING", "hunter2")
+    file = recorded(tmp_path, api_key="hunter22")
+    errors: list[str] = []
+    unmasked(recorded_job(file), errors)
+    (error,) = errors
+    assert error.startswith(
+        f"job.api_key={MASK}: {MASK} stands for a secret that the run did not store; type job.api_key="
+    )
+    with pytest.raises(ValueError, match=r"job\.api_key"):
+        overrides_to_evaluate(file, [])
+    _, spec = compose(overrides_to_evaluate(file, ["job.api_key=mine"]), [], registry.config_class)
+    assert spec is not None
+    assert load_job(spec, []) == Recorded(api_key="mine")
+    monkeypatch.delenv("NAME_THAT_TELLS_NOTHING")
+    unmasked(recorded_job(file), errors)
+    assert len(errors) == 7
