@@ -22,7 +22,7 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "job":          ("",                                                                       "(torch)"),
-    "compat":       ("",                                                                       "hydra omegaconf torch ray"),
+    "compat":       ("",                                                                   "hydra torch ray omegaconf"),
     "storage":      ("",                                                                       "(pyarrow)"),
     "config":       ("job compat",                                                             "hydra omegaconf"),
     "planning":     ("config",                                                                 ""),
