@@ -24,12 +24,12 @@ from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
+from orchestrator.config.typed import plain
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.process.host_process import only_run, unchanged
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.config.typed import plain
 from orchestrator.strategies import registry
 
 TEXTS = [
