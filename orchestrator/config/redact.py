@@ -19,6 +19,7 @@ from typing import IO, Any, TextIO, cast
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 from orchestrator.config.secret_names import is_certain, is_secret, may_name_secret
+from orchestrator.config.typed import Typed
 
 MASK = "***"
 
@@ -62,6 +63,7 @@ _UNQUOTED = re.compile(r"""[^\s,;&"'\])}]+?(?= [:.]?(?:[\s,;&"'\])}]|$) )""", re
 
 def holds_secret(key: str, value: Any) -> bool:
     """Return whether ``value`` must be masked because of its ``key``."""
+    value = value.value if isinstance(value, Typed) else value
     return value is not None and value != "" and not isinstance(value, bool) and is_secret(key)
 
 

@@ -339,6 +339,10 @@ def test_a_stream_masks_what_is_written() -> None:
         ("job.pwd='it\\'s'", f"job.pwd={MASK}"),
         ("+job.pin_secret=7", f"+job.pin_secret={MASK}"),
         ("job.options={password:7,depth:3}", f"job.options={{password:{MASK},depth:3}}"),
+        (
+            "job.options={password:'a b',version:1.10,token:null}",
+            f"job.options={{password:{MASK},version:1.10,token:null}}",
+        ),
         ("tracking.uri='http://me:pw@h'", f"tracking.uri='http://{MASK}@h'"),
         ("job.path='a b'", "job.path='a b'"),
     ],
