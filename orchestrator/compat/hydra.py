@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobRuntime
-from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer  # type: ignore[attr-defined]
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from hydra.plugins.config_source import ConfigResult
 from hydra.version import VersionBase
@@ -63,7 +63,8 @@ def parse_override(text: str, keep: KeepText, plain: Callable[[Any], Any]) -> Ov
     for recognizer in (lexer, parser):
         recognizer.removeErrorListeners()
         recognizer.addErrorListener(HydraErrorListener())
-    override: Override = _Visitor(create_functions(), keep, plain).visit(parser.override())
+    tree = parser.override()  # type: ignore[no-untyped-call]
+    override: Override = _Visitor(create_functions(), keep, plain).visit(tree)
     override.input_line = text
     override.validate()
     return override

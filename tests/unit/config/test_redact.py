@@ -537,4 +537,4 @@ def test_a_recorded_secret_without_a_default_is_refused_unless_it_is_given(
     assert load_job(spec, []) == Recorded(api_key="mine")
     monkeypatch.delenv("NAME_THAT_TELLS_NOTHING")
     unmasked(recorded_job(file), errors)
-    assert len(errors) == 7
+    assert len(errors) == 6
