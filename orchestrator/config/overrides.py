@@ -204,10 +204,10 @@ def key_text(key: Any) -> str | None:
         return None
     text = element_text(str(key) if isinstance(key, str) else key)
     try:
-        (read,) = _parse(f"key={{{text}:0}}").value()
+        read: Any = _parse(f"key={{{text}:0}}").value()
     except HydraException:
         return None
-    return text if read == key else None
+    return text if list(read) == [key] else None
 
 
 def _typed(override: Override) -> str:

@@ -188,7 +188,8 @@ def test_each_part_of_a_value_gets_what_was_typed(word: str, expected: dict[str,
         assert isinstance(made, list)
         assert len(made) == 1
     else:
-        assert made == Derived(**expected, **({"names": {"a": "1_0"}} if "${" in word else {}))
+        other: dict[str, Any] = {"names": {"a": "1_0"}} if "${" in word else {}
+        assert made == Derived(**expected, **other)
 
 
 def test_a_value_keeps_its_text_on_its_way_to_other_processes() -> None:
