@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Stalling(Digits):
         loss_s: in each training loss, which leaves time for something to happen during a run.
         log_kb: what each training loss prints, in kB.
         noise: how much is added at random to the inputs, from the generators of Python, NumPy and torch.
+        cut_json: how many characters of a sample in JSON each training loss prints, as jobs do that show their data.
     """
 
     build_s: float = 0.0
@@ -39,6 +41,7 @@ class Stalling(Digits):
     loss_s: float = 0.0
     log_kb: int = 0
     noise: float = 0.0
+    cut_json: int = 0
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
@@ -56,6 +59,8 @@ class Stalling(Digits):
             time.sleep(self.loss_s)
             for _ in range(self.log_kb):
                 print("." * 999)
+            if self.cut_json:
+                print(json.dumps({"id": 1, "token": "分词" * self.cut_json})[: self.cut_json])
         return super().loss(output, target)
 
 

@@ -252,6 +252,12 @@ def small_tmpdir(setting: Setting, drawn: list[str]) -> Ended:
         return uploaded_process(setting, process)
 
 
+def cut_json(setting: Setting, drawn: list[str]) -> Ended:
+    """Every step prints the beginning of a sample in JSON, with a field that has the name of a secret."""
+    drawn += [f"job.cut_json={setting.rng.choice((100, 3000, 300_000))}"]
+    return train(setting, *HEALTHY, *drawn)
+
+
 def uploaded_process(setting: Setting, process: subprocess.Popen[bytes]) -> Ended:
     """Wait for the end of a command and for its upload, and read what its run has left behind."""
     process.wait(TRIAL_TIMEOUT_S)
@@ -275,5 +281,6 @@ KINDS = {
     "sweep and run": Kind(disturb=sweep_and_run, tracked=True),
     "busy machine": Kind(disturb=busy_machine, tracked=True),
     "small TMPDIR": Kind(disturb=small_tmpdir, tracked=True),
+    "cut JSON": Kind(disturb=cut_json),
     "stalls": Kind(disturb=stalls),
 }

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.field_size import too_large
-from orchestrator.config.overrides import quote_text
+from orchestrator.config.overrides import key_text, quote_text
 from orchestrator.job import Job
 
 GivenJob = Job | type[Job]
@@ -83,10 +83,15 @@ def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
     """Yield dotted keys and values. The name in a whole strategy section, as ``config.yaml`` has it, is its group."""
     for name, value in mapping.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and ("." not in key or all(map(_is_word, value))):
             yield from _flat(value, f"{key}.")
         else:
             yield ("strategy" if key == "strategy.name" else key), value
+
+
+def _is_word(name: object) -> bool:
+    """Return whether ``name`` can be a part of a dotted key, where it is text; 1 and 1.10 cannot."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w-]*", name, re.ASCII) is not None
 
 
 def _override(key: str, value: object, errors: list[str]) -> list[str]:
@@ -122,9 +127,10 @@ def _hydra_text(value: Any) -> str:
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):  # a scalar of NumPy or torch
         return _hydra_text(value.item())
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str) and re.fullmatch(r"[\w-]+", key) for key in value):
-            raise TypeError("a mapping with keys other than words")
-        return "{" + ",".join(f"{key}:{_hydra_text(item)}" for key, item in value.items()) + "}"
+        names = list(map(key_text, value))
+        if None in names:
+            raise TypeError("a mapping with keys other than words and numbers")
+        return "{" + ",".join(f"{n}:{_hydra_text(item)}" for n, item in zip(names, value.values(), strict=True)) + "}"
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return "[" + ",".join(map(_hydra_text, value)) + "]"
     raise TypeError(_described(value))

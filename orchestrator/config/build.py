@@ -11,9 +11,10 @@ import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.text import did_you_mean, format_override, to_cli
+from orchestrator.config.typed import Typed, plain
 from orchestrator.user_code.errors import ConfigError as ConfigError
 from orchestrator.user_code.exits import exits_refused
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 _SEQUENCES = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
+_TEXTS = (str, Path)
 
 
 @contextlib.contextmanager
@@ -64,13 +66,12 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
     values: dict[str, Any] = {}
     for name, f in fields.items():
         key = _join(path, name)
+        kind = Optional[hints[name]] if f.default is None else hints[name]  # noqa: UP045, of any type
         if name in data:
             try:
-                values[name] = _fit(data[name], hints[name], key, f.metadata)
+                values[name] = _fit(data[name], kind, key, f.metadata)
             except _InvalidValue as e:
-                errors += e.errors or [
-                    f"{format_override(key, data[name])}: expected {_describe(hints[name], f.metadata)}"
-                ]
+                errors += e.errors or [f"{format_override(key, data[name])}: expected {_describe(kind, f.metadata)}"]
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             errors.append(f"{key}: missing; give it a value")
     if len(errors) > before:
@@ -120,19 +121,26 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _fit_one_of(args, value, key, limits)
+    if origin is Literal:
+        return _fit_literal(value, args)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and not isinstance(value, kind):
+        return _fit_enum(value, kind)
+    if isinstance(value, Typed) and kind in _TEXTS:
+        if value.value is None:
+            raise _InvalidValue(
+                f"{format_override(key, value)}: expected {_describe(kind, limits)}; the word null is typed in quotes"
+            )
+        return kind(str(value))
+    if kind is Any or kind in (*_SEQUENCES, *_MAPPINGS) or isinstance(value, Typed):
+        value = plain(value)
     if kind is Any or (isinstance(kind, type) and kind is not int and isinstance(value, kind)):
         return _within(value, key, limits)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _fit_dataclass(value, kind, key)
-    if origin is Literal:
-        return _fit_literal(value, args)
     if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
         return kind(_within(value, key, limits))
-    # Hydra parses job.path=123 as a number; a text field keeps what was typed.
-    if kind in (str, Path) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if kind in _TEXTS and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return kind(str(value))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _fit_enum(value, kind)
     if (origin or kind) in _SEQUENCES:
         return _fit_sequence(value, origin or kind, args, key)
     if (origin or kind) in _MAPPINGS and isinstance(value, Mapping):
@@ -143,8 +151,9 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
 
 def _fit_one_of(kinds: tuple[Any, ...], value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     errors: list[str] = []
-    # Try the exact type first, so that 3 stays a number in `str | int`.
-    for kind in sorted(kinds, key=lambda k: k is not type(value)):
+    given = type(plain(value))
+    # Try the exact type first, and text last, so that 3 stays a number in `str | int` and in `str | float`.
+    for kind in sorted(kinds, key=lambda k: (k is not given, k in _TEXTS)):
         try:
             return _fit(value, kind, key, limits)
         except _InvalidValue as e:
@@ -164,19 +173,26 @@ def _fit_dataclass(value: Any, kind: type[Any], key: str) -> Any:
 
 def _fit_literal(value: Any, words: tuple[Any, ...]) -> Any:
     for word in words:
-        same = type(word) is type(value) and word == value
-        if same or (isinstance(word, str) and not isinstance(value, bool) and word == str(value)):
+        if any(type(word) is type(meant) and word == meant for meant in _meanings(value)):
             return word
     raise _InvalidValue
 
 
 def _fit_enum(value: Any, kind: type[enum.Enum]) -> enum.Enum:
-    if str(value) in kind.__members__:
-        return kind[str(value)]
+    for meant in _meanings(value):
+        if isinstance(meant, str) and meant in kind.__members__:
+            return kind[meant]
     for member in kind:
-        if type(member.value) is type(value) and member.value == value:
+        if any(type(member.value) is type(meant) and member.value == meant for meant in _meanings(value)):
             return member
     raise _InvalidValue
+
+
+def _meanings(value: Any) -> tuple[Any, ...]:
+    """Return what a value may stand for where single words are known: its text, and what that text means."""
+    if isinstance(value, Typed):
+        return str(value), value.value
+    return (value, str(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else (value,)
 
 
 def _fit_sequence(value: Any, kind: Any, args: tuple[Any, ...], key: str) -> Any:

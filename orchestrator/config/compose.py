@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.compat.hydra import own_hydra
+from orchestrator.compat.hydra import compose_files, read_yaml
 from orchestrator.config.build import build
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid, value_of
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 from orchestrator.config.text import format_override
+from orchestrator.config.typed import Typed, mark, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
 
@@ -58,27 +57,24 @@ def shell_completion() -> None:
 
 def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any] | None:
     # Hydra rejects experiment=null, although it is the default.
-    words = [_forced(o) for o in overrides if not (o.key_or_group == "experiment" and o.value() is None)]
+    groups = [o for o in overrides if o.key_or_group in GROUPS and plain(o.value()) is not None]
     try:
-        with own_hydra(), initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=words)
+        composed = compose_files(conf_dir(), [str(o.input_line).lstrip("+") for o in groups], _marked)
+        for override in overrides:
+            if override.key_or_group not in GROUPS:
+                # Also keys that no file has: the fields of a job are in none, and the schema has better messages.
+                OmegaConf.update(composed, override.key_or_group, mark(value_of(override)), merge=True, force_add=True)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as e:
         errors.append(_explain(e))
         rest = [o for o in overrides if o.key_or_group != getattr(e, "full_key", None)]
         return _compose(rest, errors) if len(rest) < len(overrides) else None
     assert isinstance(data, dict)
-    return {str(k): v for k, v in data.items()}
+    return {str(k): unmark(v) for k, v in data.items()}
 
 
-def _forced(override: Override) -> str:
-    """Return the override for Hydra: a group unchanged, a value with ``++``.
-
-    ``++`` accepts keys that no file has. The fields of a job are in no file, and unknown keys get a better message from
-    the schema than from Hydra.
-    """
-    text = str(override.input_line).lstrip("+")
-    return text if override.key_or_group in GROUPS else f"++{text}"
+def _marked(text: str, value: Any) -> Any:
+    return mark(Typed(text, value))
 
 
 def _explain(error: HydraException | OmegaConfBaseException) -> str:
@@ -110,7 +106,7 @@ def _config(
 
 
 def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
-    target = job.get("_target_") if isinstance(job, Mapping) else None
+    target = plain(job.get("_target_")) if isinstance(job, Mapping) else None
     if not isinstance(target, str):
         errors.append(
             f"{format_override('job._target_', target)}: expected package.module.Class; or choose a job with job=<name>"
@@ -147,9 +143,9 @@ def preset_sweep(words: Sequence[str]) -> dict[str, str]:
     for override in parse(words, []):
         if override.key_or_group == "experiment" and override.value() in choices("experiment"):
             params = OmegaConf.select(
-                OmegaConf.load(conf_dir() / "experiment" / f"{override.value()}.yaml"), "hydra.sweeper.params"
+                read_yaml(conf_dir() / "experiment" / f"{override.value()}.yaml", _marked), "hydra.sweeper.params"
             )
-            return {str(key): str(value) for key, value in (params or {}).items()}
+            return {str(key): str(unmark(value)) for key, value in (params or {}).items()}
     return {}
 
 
@@ -160,7 +156,7 @@ def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
-    data = dataclasses.asdict(config, dict_factory=_with_lists)
+    data = plain(dataclasses.asdict(config, dict_factory=_with_lists))
     job = data.pop("job")
     return {**data, "job": {"_target_": job["target"], **job["fields"]}}
 

@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import build, with_key
-from orchestrator.config.redact import Redactor
+from orchestrator.config.redact import MASK, Redactor, holds_secret, stands_for_secret
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
@@ -115,6 +116,66 @@ def _defaults(cls: type[Job]) -> dict[str, object]:
         elif field.default is not dataclasses.MISSING:
             defaults[field.name] = field.default
     return defaults
+
+
+def unmasked(spec: JobSpec, errors: list[str], given: Collection[str] = ()) -> JobSpec:
+    """Return the recorded job ``spec`` with what its class has by default in place of the secrets, which it lacks.
+
+    Args:
+        spec: a job from a record, in which secrets are masked.
+        errors: receives the secrets of which the class has no default.
+        given: keys whose recorded values do not matter.
+    """
+    masked = [name for name, value in spec.fields.items() if _has_mask(value)]
+    cls = find_class(spec.target, errors) if masked else None
+    if cls is None:
+        return spec
+    defaults, redactor = _defaults(cls), Redactor.of_process()
+    redactor.learn(defaults)
+    fields = dict(spec.fields)
+    for name in masked:
+        default = defaults.get(name, dataclasses.MISSING)
+        fields[name] = _with_default(fields[name], default, f"job.{name}", redactor, errors, given)
+        if fields[name] is default:
+            del fields[name]  # its factory runs again
+    return dataclasses.replace(spec, fields=fields)
+
+
+def _has_mask(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_mask, value.values()))
+    return any(map(_has_mask, value)) if isinstance(value, (list, tuple)) else isinstance(value, str) and MASK in value
+
+
+def _with_default(
+    value: Any, default: Any, key: str, redactor: Redactor, errors: list[str], given: Collection[str]
+) -> Any:
+    """Return a recorded ``value`` with the parts of ``default`` in place of those that are masked in both."""
+    if isinstance(value, Mapping):
+        parts = default if isinstance(default, Mapping) else getattr(default, "__dict__", {})
+        return {
+            name: _with_default(v, parts.get(name, dataclasses.MISSING), f"{key}.{name}", redactor, errors, given)
+            for name, v in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        items = default if isinstance(default, (list, tuple)) and len(default) == len(value) else ()
+        return [
+            _with_default(v, d, f"{key}[{i}]", redactor, errors, given)
+            for i, (v, d) in enumerate(itertools.zip_longest(value, items, fillvalue=dataclasses.MISSING))
+        ]
+    if not _has_mask(value) or key in given:
+        return value
+    name = key.rpartition(".")[2]
+    if default is not dataclasses.MISSING:
+        recorded = MASK if holds_secret(name, default) else redactor.text(str(default))
+        if recorded == value:
+            return default
+    if stands_for_secret(f"={value}"):
+        errors.append(
+            f"{key}={value}: {MASK} stands for a secret that the run did not store; type {key}=... with `evaluate`, or "
+            "let the default of the field read it, as from an environment variable"
+        )
+    return value
 
 
 def find_class(target: str, errors: list[str]) -> type[Job] | None:

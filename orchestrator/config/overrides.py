@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from orchestrator.compat.hydra import own_hydra
+from orchestrator.compat.hydra import element_text, own_hydra, parse_override
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
-from orchestrator.config.schema import Config
 from orchestrator.config.secret_names import is_secret
-from orchestrator.config.text import did_you_mean, format_override, to_cli
+from orchestrator.config.text import did_you_mean, format_override
+from orchestrator.config.typed import Typed, plain
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
+_UNKNOWN_KEY = "unknown key; write keys like train.steps, groups like strategy"
+_TEXTS = "cluster.env."
+"""Keys whose values are always texts, also with a comma."""
 
 
 def conf_dir() -> Path:
@@ -46,29 +46,45 @@ def summary(group: str, name: str) -> str:
 @own_hydra()
 def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
     """Return the overrides that can be parsed; append a line to ``errors`` for each of the others."""
-    parser = OverridesParser.create()
     parsed: list[Override] = []
     for text in words:
         try:
-            parsed.append(parser.parse_override(_quote_text_values(text, parser)))
-        except HydraException as e:
+            parsed.append(_parse(text))
+        except (HydraException, ValueError) as e:  # ValueError: a number of thousands of digits
             literal = _quoted(text)
-            if literal is None:
+            try:
+                parsed.append(_parse(text if literal is None else literal))
+            except (HydraException, ValueError):
                 errors.append(_parse_error(text, e))
-            else:
-                parsed.append(parser.parse_override(literal))
     return parsed
+
+
+def _parse(text: str) -> Override:
+    override = parse_override(text, Typed, plain)
+    value, typed = override.value(), text.partition("=")[2]
+    # Hydra drops the spaces around a value.
+    if (
+        isinstance(value, str)
+        and not isinstance(override._value, QuotedString)
+        and typed.strip(" \t") == value != typed
+    ):
+        override._value = Typed(typed, plain(value))
+    return override
+
+
+def value_of(override: Override) -> Any:
+    """Return the value of ``override`` with the texts that were typed; the whole text if it lists several values."""
+    return str(override.input_line).partition("=")[2] if override.is_sweep_override() else override.value()
 
 
 def values(words: Iterable[str]) -> dict[str, Any]:
     """Return the value, or the list of swept values, of each override that can be parsed, by its key."""
-    found: dict[str, Any] = {}
-    for override in parse(words, []):
-        value: Any = override.value()
-        if override.is_sweep_override():
-            value = str(override.input_line).partition("=")[2].split(",")
-        found[override.key_or_group] = value
-    return found
+    return {
+        override.key_or_group: value_of(override).split(",")
+        if override.is_sweep_override()
+        else plain(override.value())
+        for override in parse(words, [])
+    }
 
 
 def with_strategy(words: Iterable[str], strategy: Iterable[str]) -> tuple[str, ...]:
@@ -78,14 +94,14 @@ def with_strategy(words: Iterable[str], strategy: Iterable[str]) -> tuple[str, .
 
 def masked(word: str, redactor: Redactor) -> str:
     """Return the override ``word`` with its secrets masked: all of its value if the key is secret."""
-    key, equals, value = word.partition("=")
+    key, equals, _ = word.partition("=")
     if not equals:
         return redactor.text(word)
     if is_secret(key):
         return f"{key}={MASK}"
-    (given,) = values([word]).values() or [value]
+    given = [override._value for override in parse([word], []) if isinstance(override._value, (list, dict))]
     clean = redactor.data(given)
-    return redactor.text(word) if clean == given or isinstance(given, str) else f"{key}={to_cli(clean)}"
+    return redactor.text(word) if clean == given else f"{key}={element_text(clean[0])}"
 
 
 def expand_sweep(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
@@ -121,10 +137,15 @@ def alternatives(override: Override, errors: list[str]) -> list[str]:
     if isinstance(pattern := override.value(), Glob) and key in GROUPS:
         return [f"{key}={name}" for name in pattern.filter(choices(key))]
     if override.is_discrete_sweep() and not isinstance(pattern, Glob):
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+        return [f"{key}={_listed(value)}" for value in override.sweep_iterator()]
     hint = "; sweep.trials=20 searches an interval with Optuna" if override.is_interval_sweep() else ""
     errors.append(f"{_typed(override)}: cannot be swept; list the values as in {key}=a,b,c{hint}")
     return []
+
+
+def _listed(value: Any) -> str:
+    """Return one of several values as an override has it. A text that a function has unquoted gets its quotes back."""
+    return quote_text(value) if type(value) is str and "${" not in value else element_text(value)
 
 
 def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override]:
@@ -133,11 +154,13 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
     for override in parsed:
         key = override.key_or_group
         if override.package is not None or not re.fullmatch(r"(?!hydra\b)[\w.-]+", key):
-            errors.append(f"{_typed(override)}: unknown key; write keys like train.steps, groups like strategy")
+            errors.append(f"{_typed(override)}: {_UNKNOWN_KEY}")
         elif override.is_delete():
             errors.append(f"{_typed(override)}: keys cannot be removed; set another value")
-        elif override.is_sweep_override():
-            errors.append(f"{_typed(override)}: several values; add -m to run each, or write a list as [a,b]")
+        elif override.is_sweep_override() and not key.startswith(_TEXTS):
+            errors.append(
+                f"{_typed(override)}: several values; add -m to run each, or write a list as [a,b], a text as \"'a,b'\""
+            )
         elif error := group_error(override):
             errors.append(error)
         elif stands_for_secret(str(override.input_line)):
@@ -155,7 +178,7 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
 
 def group_error(override: Override) -> str | None:
     """Return why the name given for a group is invalid; None if it is valid or the override sets a key."""
-    group, name = override.key_or_group, override.value()
+    group, name = override.key_or_group, plain(override.value())
     if group not in GROUPS or name in choices(group) or (group == "experiment" and name is None):
         return None
     if group == "job" and "." in str(name):
@@ -167,13 +190,24 @@ def group_error(override: Override) -> str | None:
 @own_hydra()
 def quote_text(text: str) -> str:
     """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
-    if re.fullmatch(r"[\w./:@%+-]+", text):
-        parsed = OverridesParser.create().parse_override(f"key={text}")
-        if parsed.value() == text:
-            return text
+    if re.fullmatch(r"[\w./:@%+-]+", text, re.ASCII) and type(_parse(f"key={text}").value()) is str:
+        return text
     # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
     literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
     return QuotedString(text=literal, quote=Quote.single).with_quotes()
+
+
+@own_hydra()
+def key_text(key: Any) -> str | None:
+    """Return the key of a mapping as an override has it; None if none can: Hydra knows no quotes there."""
+    if not isinstance(key, (str, int, float)):
+        return None
+    text = element_text(str(key) if isinstance(key, str) else key)
+    try:
+        read: Any = _parse(f"key={{{text}:0}}").value()
+    except HydraException:
+        return None
+    return text if list(read) == [key] else None
 
 
 def _typed(override: Override) -> str:
@@ -181,32 +215,14 @@ def _typed(override: Override) -> str:
     return masked(str(override.input_line), Redactor())
 
 
-def _quote_text_values(text: str, parser: OverridesParser) -> str:
-    """Quote the values of a text key that Hydra would parse as another type, as it does the 1_0 of name=1_0."""
-    match = re.fullmatch(r"\+*([\w.]+)=([\w.+-]+(?:,[\w.+-]+)*)", text)
-    if match is None or match[1] not in text_keys(Config):
-        return text
-    values = [(v, parser.parse_override(f"key={v}").value()) for v in match[2].split(",")]
-    return f"{match[1]}=" + ",".join(v if parsed is None or parsed == v else f"'{v}'" for v, parsed in values)
-
-
-@functools.cache
-def text_keys(section: type[Any], prefix: str = "") -> frozenset[str]:
-    """Return the keys of the dataclass ``section``, and of its subsections, whose values are text."""
-    found: set[str] = set()
-    hints = get_type_hints(section)
-    for name, kind in ((field.name, hints[field.name]) for field in dataclasses.fields(section)):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            found |= text_keys(kind, f"{prefix}{name}.")
-        elif kind in (str, str | None):
-            found.add(f"{prefix}{name}")
-    return frozenset(found)
-
-
-def _parse_error(text: str, error: HydraException) -> str:
+def _parse_error(text: str, error: Exception) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return f"{text}: expected key=value"
+    try:
+        parse_override(f"{key}=", Typed, plain)
+    except HydraException:
+        return f"{format_override(key, value)}: {_UNKNOWN_KEY}"
     reason = "" if is_secret(key) else f" ({str(error).splitlines()[0]})"
     return f"{format_override(key, value)}: cannot be parsed{reason}; put the value in quotes"
 
@@ -214,5 +230,5 @@ def _parse_error(text: str, error: HydraException) -> str:
 def _quoted(text: str) -> str | None:
     """Return the override with its value in quotes, for values with characters that Hydra reserves: a path like
     ``~/a(1).txt``, a URL with ``?a=b``. None if the value could be meant as something other than plain text."""
-    match = re.fullmatch(r"([\w.+~]+)=([^,'\"\[\]{}$\s=][^,'\"\[\]{}$]*)", text)
-    return None if match is None or text.endswith("\\") else f"{match[1]}='{match[2]}'"
+    match = re.fullmatch(r"([\w.+~]+)=([^,'\"\[\]{}$\s=][^,\[\]{}$]*)", text)
+    return None if match is None else f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.arguments import read_arguments
-from orchestrator.config.compose import recorded_data
+from orchestrator.config.compose import recorded_data, recorded_job
+from orchestrator.config.job_loader import unmasked
 from orchestrator.config.overrides import GROUPS, values
 
 _OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "start_from", "plan", "profile", "checkpoint", "sweep"})
@@ -24,10 +25,17 @@ def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
         given: overrides as typed.
 
     Raises:
-        ValueError: the recorded configuration cannot be read.
+        ValueError: the recorded configuration cannot be read, or lacks a secret that neither ``given`` nor a default
+            of the job has.
     """
     recorded = {key: value for key, value in recorded_data(config_file).items() if key not in _OF_ITS_TRAINING}
     keys = {"job" if key == "job._target_" else key for key in values(given)}
+    if "job" in recorded and "job" not in keys:
+        errors: list[str] = []
+        job = unmasked(recorded_job(config_file), errors, given=keys)
+        if errors:
+            raise ValueError("; ".join(errors))
+        recorded["job"] = {"_target_": job.target, **job.fields}
     replaced = (*_KEYS_OF_ITS_TRAINING, *keys)
     sections = tuple(f"{key}." for key in keys if key in GROUPS)
     words = read_arguments([recorded], {}).overrides

@@ -19,6 +19,7 @@ from typing import IO, Any, TextIO, cast
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 from orchestrator.config.secret_names import is_certain, is_secret, may_name_secret
+from orchestrator.config.typed import Typed
 
 MASK = "***"
 
@@ -42,28 +43,27 @@ _USER_AND_PASSWORD = re.compile(r"((?<![\w+.-])\w[\w+.-]*+://)[^/?#\s:@]*:[^/?#\
 _TOKEN_AS_USER = re.compile(r"(\bhttps?://)[^/?#\s:@*]+@", re.IGNORECASE)
 _SIGNATURES = frozenset(["sig", "signature"])
 _AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*[\d=])[\w.~+/=-]{8,}")
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-_IS_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_PRIVATE_KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_PRIVATE_KEY_ENDS = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
 _IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:])['\"]?\*\*\*(?:[@&,}'\"]|$)")
 _ASSIGNMENT = re.compile(
-    r"""(?: (?<![\w.\\]) (?<!\w-) | (?<=\\[nrt]) )
+    r"""(?: (?<![\w.\\-]) [\d-]*+ | (?<=\\[nrt]) )
         (?P<key>[A-Za-z_][\w.-]*+)
-        (?: \\*["']? (?: =(?!=)  |  \s?[:=]\s?(?=\\*["']) )
-          | \\*["'] :\s? )""",
+        (?: \\*+["']? (?: =(?!=)  |  \s?[:=]\s?(?=\\*+["']) )
+          | \\*+["'] :\s? )""",
     re.VERBOSE,
 )
 """``key=value``, ``key = "value"``, ``key: "value"`` and ``"key": value``, up to the value. Not ``key: value``: this is
 how a message begins that names a key. Escapes such as \\n may precede the key."""
-_VALUE = re.compile(
-    r"""(?P<open>\\*["']) (?P<quoted>(?:\\.|(?!(?P=open)).)*?) (?P=open)
-        | \[[^\]\n]*\] | \{[^}\n]*\} | \([^)\n]*\)
-        | [^\s,;&"'\])}]+?(?= [:.]?(?:[\s,;&"'\])}]|$) )""",
-    re.VERBOSE,
-)
+_OPENING_QUOTE = re.compile(r"""\\*+["']""")
+_QUOTES = {quote: re.compile(rf"(?<!\\)(\\*+){quote}") for quote in "'\""}
+_BRACKETS = re.compile(r"[\[\]{}()]")
+_UNQUOTED = re.compile(r"""[^\s,;&"'\])}]+?(?= [:.]?(?:[\s,;&"'\])}]|$) )""", re.VERBOSE)
 
 
 def holds_secret(key: str, value: Any) -> bool:
     """Return whether ``value`` must be masked because of its ``key``."""
+    value = value.value if isinstance(value, Typed) else value
     return value is not None and value != "" and not isinstance(value, bool) and is_secret(key)
 
 
@@ -119,7 +119,7 @@ class Redactor:
         for pattern in self._short:
             text = pattern.sub(rf"\1{MASK}", text)
         if "PRIVATE KEY" in text:
-            text = _PRIVATE_KEY.sub(MASK, text)
+            text = _mask_private_keys(text)
         return "".join(map(_mask_line, text.splitlines(keepends=True)))
 
     def data(self, value: Any, *, by_key: bool = True) -> Any:
@@ -272,7 +272,7 @@ def _find_secrets(value: Any, *, key: str) -> Iterator[tuple[str, str]]:
     elif key and value is not None and not isinstance(value, bool) and str(value) not in _NOT_SECRET:
         yield key, str(value)
     elif isinstance(value, str):
-        if _IS_PRIVATE_KEY.search(value):
+        if _PRIVATE_KEY_BEGINS.search(value):
             yield "private_key", value
         elif "://" in value:
             yield from (("password", secret) for secret in url_secrets(value))
@@ -309,10 +309,52 @@ def _mask_assignments(text: str) -> str:
         in_query = text[max(0, found.start() - 1) : found.start()] in ("?", "&")
         if not (is_secret(name) or (in_query and _is_signature(name))):
             continue
-        value = _VALUE.match(text, position)
-        if value is None or (value["quoted"] if value["open"] else value[0]) in _NOT_SECRET:
+        span = _value_span(text, position)
+        if span is None or text[slice(*span)] in _NOT_SECRET:
             continue
-        quotes = value["open"] or ""
-        parts += [text[done:position], quotes, MASK, quotes]
-        done = position = value.end()
+        parts += [text[done : span[0]], MASK]
+        done = position = span[1]
+    return "".join([*parts, text[done:]])
+
+
+def _value_span(text: str, start: int) -> tuple[int, int] | None:
+    """Return where the value is that begins at ``start``, without its quotes; one that is cut ends with the text.
+
+    No character is looked at twice, as it would be if one pattern tried all ways to end a value: a job may print lines
+    of any length.
+    """
+    if opening := _OPENING_QUOTE.match(text, start):
+        return opening.end(), _end_of_quoted(text, opening.end(), opening[0])
+    if text.startswith(("[", "{", "("), start):
+        return start, _end_of_brackets(text, start)
+    unquoted = _UNQUOTED.match(text, start)
+    return None if unquoted is None else unquoted.span()
+
+
+def _end_of_quoted(text: str, start: int, opening: str) -> int:
+    """Return where a value ends that ``opening`` begins: a quote, after backslashes if the value is in quoted text."""
+    depth = len(opening) - 1
+    for found in _QUOTES[opening[-1]].finditer(text, start):
+        backslashes = len(found[1])
+        # At this depth, a backslash of the value is written as 2 * depth + 2 of them; a quote has one more before it.
+        if backslashes < depth or backslashes % (2 * depth + 2) == depth:
+            return found.end() - 1 - min(backslashes, depth)
+    return max(start, len(text.rstrip()))
+
+
+def _end_of_brackets(text: str, start: int) -> int:
+    depth = 0
+    for bracket in _BRACKETS.finditer(text, start):
+        depth += 1 if bracket[0] in "[{(" else -1
+        if depth == 0:
+            return bracket.end()
+    return len(text.rstrip())
+
+
+def _mask_private_keys(text: str) -> str:
+    parts: list[str] = []
+    done = 0
+    while (begin := _PRIVATE_KEY_BEGINS.search(text, done)) and (end := _PRIVATE_KEY_ENDS.search(text, begin.end())):
+        parts += [text[done : begin.start()], MASK]
+        done = end.end()
     return "".join([*parts, text[done:]])

@@ -17,14 +17,17 @@ def _words_in(text: str) -> frozenset[str]:
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _WORDS_OF_SECRETS = _words_in(
-    "secret secrets passwords pwd passphrases passcode credentials creds auth authorization bearer jwt webhook apikeys"
+    "secret secrets passwords pwd passphrases passcode credentials creds auth authorization bearer jwt webhook apikeys "
+    "mnemonic mnemonics"
 )
 _ENDS_OF_WORDS_OF_SECRETS = (
     *("password", "passwd", "passphrase", "secret", "credential", "authkey", "apikey", "accesskey", "secretkey"),
-    *("privatekey", "apitoken", "authtoken", "accesstoken"),
+    *("privatekey", "apitoken", "authtoken", "accesstoken", "passkey", "dbpass", "userpass", "sshpass"),
 )
 """Words that names also have without a separator: ``sslpassword``, ``clientsecret``."""
-_LAST_WORDS_OF_SECRETS = frozenset(["pat", "cookie", "cookies"])
+_LAST_WORDS_OF_SECRETS = _words_in("pat cookie cookies sas otp totp hotp psk cred oauth")
+_PHRASES = _words_in("seed recovery backup wallet")
+"""Before ``phrase``, which is a secret then."""
 _NAMES_OF_PROPERTIES = _words_in(
     "file path dir folder mode type method kind scheme host port timeout ttl retries enabled required provider name "
     "env var variable sock socket dim size len length count limit rate ratio dropout ids"
@@ -47,17 +50,34 @@ _BEFORE_KEYS_OF_DATA = _words_in(
     "state model layer loss weight weights param parameter join row field json config monitor audio video prompt "
     "response question answer hot short by order split mask attention attn num no any each per"
 )
+_BEFORE_PASSES_OF_COMPUTATION = _words_in(
+    "forward backward first second third last next prev previous current one two single double multi multiple num no n "
+    "max min per each every is did has all any by low high band notch full half partial extra additional final initial "
+    "early late pre post warmup train training eval evaluation test tests val validation inference prefill decode "
+    "render depth color shadow geometry optimizer optimization compiler compile fusion fused quant quantization graph "
+    "fx joint grad inductor custom lowering data epoch step batch layer fast slow dry zero skip up down"
+)
 _VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
-_OWNERS_OF_PASSES = _words_in("user db database smtp ftp mysql postgres redis root admin login http proxy mail")
+_OWNERS_OF_PW = _words_in(
+    "user db database smtp ftp mysql postgres redis root admin login http proxy mail bind ldap vpn wifi sudo ssh"
+)
+_LONGEST_REMEMBERED = 256
+"""What has the form of a name may be a megabyte of Base64."""
 _PUBLIC_NAMES = frozenset([("view", "state", "share", "key")])
 """Names that only look like names of secrets: a parameter of the links to MLflow's pages."""
-_PARTS_OF_SECRET_NAMES = _words_in("token key secret pass pwd cred auth bearer jwt webhook cookie pat sig")
+_PARTS_OF_SECRET_NAMES = _words_in(
+    "token key secret pass pwd cred auth bearer jwt webhook cookie pat sig mnemonic otp sas psk pw phrase"
+)
 """Every secret name contains one of these, as do the parameters with which a URL is signed."""
 
 
-@functools.lru_cache(maxsize=4096)
 def is_secret(key: str) -> bool:
     """Return whether the name of ``key``, or a part of a dotted ``key``, indicates a secret."""
+    return (_is_secret_key if len(key) <= _LONGEST_REMEMBERED else _is_secret_key.__wrapped__)(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_secret_key(key: str) -> bool:
     return any(_is_secret(_words(part)) for part in re.split(r"[^\w-]+", key))
 
 
@@ -92,24 +112,29 @@ def _is_secret(words: tuple[str, ...]) -> bool:
     if words[-1] in _LAST_WORDS_OF_SECRETS:
         return True
     return any(
-        _names_secret(word, before=words[i - 1] if i else None, after=words[i + 1 :]) for i, word in enumerate(words)
+        _names_secret(word, before=before, last=None if i == len(words) - 1 else words[-1])
+        for i, (before, word) in enumerate(zip((None, *words), words, strict=False))
     )
 
 
-def _names_secret(word: str, *, before: str | None, after: tuple[str, ...]) -> bool:
-    """Return whether ``word``, between its neighbours, makes a secret of the name."""
+def _names_secret(word: str, *, before: str | None, last: str | None) -> bool:
+    """Return whether ``word`` makes a secret of the name. ``last`` is the last word of the name, None if it is this."""
     owned = before in _OWNERS_OF_CREDENTIALS
     match word:
         case "token":
-            if after:
-                return owned or after[-1] in _VALUES_OF_TOKENS
+            if last is not None:
+                return owned or last in _VALUES_OF_TOKENS
             return before not in _BEFORE_TOKENS_OF_TEXT
         case "key":
-            if after:
+            if last is not None:
                 return owned
             return before is not None and before not in _BEFORE_KEYS_OF_DATA
         case "tokens" | "keys":
             return owned
         case "pass":
-            return not after and before in _OWNERS_OF_PASSES
+            return last is None and before is not None and before not in _BEFORE_PASSES_OF_COMPUTATION
+        case "pw":
+            return last is None and before in _OWNERS_OF_PW
+        case "phrase":
+            return before in _PHRASES
     return False

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from orchestrator.config.compose import recorded_job
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.job_loader import load_job, unmasked
+from orchestrator.config.redact import MASK
 from orchestrator.config.schema import JobSpec
 from orchestrator.exporting.dataset import dataset_facts
 from orchestrator.exporting.program import NotExportedError, export_program, prediction_inputs
@@ -124,7 +125,8 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
 
 def _job(spec: JobSpec) -> Job:
     errors: list[str] = []
-    job = load_job(spec, errors)
+    spec = unmasked(spec, errors)
+    job = None if errors else load_job(spec, errors)
     if job is None:
         raise NotExportedError(" ".join(errors))
     return job
@@ -154,7 +156,7 @@ def _example_batch(job: Job, dataset: Any) -> Any:
 
 
 def _readme(spec: JobSpec, *, problem: str) -> str:
-    fields = ", ".join(f"{name}={value!r}" for name, value in spec.fields.items())
+    fields = ", ".join(f"{name}={value!r}" for name, value in spec.fields.items() if value != MASK)
     module, _, name = spec.target.rpartition(".")
     return (
         f"`model.safetensors` has the weights of the model. It cannot run without its code: {problem}\n\n"

@@ -11,7 +11,7 @@ from torch import Tensor
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.build import build
 from orchestrator.config.compose import recorded_data, recorded_job
-from orchestrator.config.job_loader import find_class
+from orchestrator.config.job_loader import find_class, unmasked
 from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
@@ -90,8 +90,8 @@ def _job(run_dir: RunDir, format: str) -> Job:
     if cls is not None and format not in cls.export_formats:
         known = did_you_mean(format, cls.export_formats) if cls.export_formats else "it defines no Job.export"
         raise ValueError(f"--format={format}: {spec.target} cannot be written so; {known}")
-    job = None if cls is None else build(cls, spec.fields, "job", errors)
-    if job is None:
+    job = None if cls is None else build(cls, unmasked(spec, errors).fields, "job", errors)
+    if job is None or errors:
         raise ValueError("; ".join(errors))
     return job
 

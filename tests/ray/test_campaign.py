@@ -29,6 +29,7 @@ from helpers.records.runs import ROOT
         "sweep and run",
         "busy machine",
         "small TMPDIR",
+        "cut JSON",
     ],
 )
 def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

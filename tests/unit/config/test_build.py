@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import pickle
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from helpers.files.golden import Golden
 from orchestrator.config.build import build
+from orchestrator.config.overrides import parse, value_of
 from orchestrator.config.text import first_few
+from orchestrator.config.typed import Typed, mark, plain, unmark
 
 
 class Colour(enum.Enum):
     red = 1
+    grey = "1.10"
     blue = "azure"
 
 
@@ -48,6 +53,15 @@ class Outer:
     maybe_where: Path | None = None
     anything: Any = None
     flag: bool = False
+    version: Literal["1.1", "1.10", "null"] = "1.1"
+    text: str = ""
+    maybe_text: str | None = None
+    sloppy: str = None  # type: ignore[assignment]
+    number_or_text: str | float = ""
+    texts: tuple[str, ...] = ()
+    texts_or_text: list[str] | str = ""
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    numbered: dict[int, str] = dataclasses.field(default_factory=dict)
     computed: int = dataclasses.field(init=False, default=7)
 
 
@@ -60,6 +74,15 @@ def built(**values: Any) -> Outer | list[str]:
     errors: list[str] = []
     made = build(Derived, values, "job", errors)
     return errors if made is None else made
+
+
+def read(*words: str) -> Outer | list[str]:
+    """Return the job that overrides make, without the files of the configuration."""
+    errors: list[str] = []
+    composed = OmegaConf.create({})
+    for override in parse(words, errors):
+        OmegaConf.update(composed, override.key_or_group, mark(value_of(override)), force_add=True)
+    return errors or built(**unmark(OmegaConf.to_container(composed, resolve=True))["job"])
 
 
 @pytest.mark.parametrize(
@@ -96,6 +119,82 @@ def test_values_become_the_type_of_their_field(name: str, given: Any, expected: 
     value = getattr(made, name)
     assert value == expected
     assert type(value) is type(expected)
+
+
+TEXTS = [
+    *("1.10", "1_1_1", "1e5", "1e", "+5", "-0", "0x10", "0o7", "1:30", "007", "1.0", ".5", "1.", "1.2.3", "2026-01-02"),
+    *(
+        "yes",
+        "on",
+        "off",
+        "true",
+        "True",
+        "FALSE",
+        "nan",
+        "inf",
+        "~",
+        "~/x",
+        "é",
+        "it's",
+        "5%",
+        "a=b",
+        "a:b",
+        "#x",
+        "a;b",
+    ),
+    *("!x", "<a>", "^", "a(b)", "\\d", "C:\\x", "a\\", " a ", " 1.10", "  "),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_field_gets_what_was_typed(text: str) -> None:
+    made = read(f"job.text={text}", f"job.maybe_text={text}", f"job.sloppy={text}", f"job.texts_or_text={text}")
+    assert made == Derived(text=text, maybe_text=text, sloppy=text, texts_or_text=text)
+    assert {type(getattr(made, name)) for name in ("text", "maybe_text", "sloppy", "texts_or_text")} == {str}
+    assert read(f"job.where={text}") == Derived(where=Path(text))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("version=1.10", {"version": "1.10"}),
+        ("version=null", {"version": "null"}),
+        ("colour=1.10", {"colour": Colour.grey}),
+        ("colour=1", {"colour": Colour.red}),
+        ("texts=[1.10,1_0,007,+5,yes,true,'1.10']", {"texts": ("1.10", "1_0", "007", "+5", "yes", "true", "1.10")}),
+        ("texts_or_text=[1.10,2]", {"texts_or_text": ["1.10", "2"]}),
+        ("names={1.10: 1_1, 007: 1e5, a: true}", {"names": {"1.10": "1_1", "007": "1e5", "a": "true"}}),
+        ("names.x=1.10", {"names": {"x": "1.10"}}),
+        ("numbered={1: 1.10}", {"numbered": {1: "1.10"}}),
+        ("inners=[{a: 1, b: 2.50}]", {"inners": (Inner(a=1, b=2.5),)}),
+        ("pair=[1,1.10]", {"pair": (1, "1.10")}),
+        ("either=1_0", {"either": 10}),
+        ("either=1.10", {"either": "1.10"}),
+        ("number_or_text=3", {"number_or_text": 3.0}),
+        ("number_or_text=1.10.2", {"number_or_text": "1.10.2"}),
+        ("maybe_text=null", {"maybe_text": None}),
+        ("sloppy=null", {"sloppy": None}),
+        ("anything={1: [1.10, true, null]}", {"anything": {1: [1.1, True, None]}}),
+        ("text=v-${job.names.a}-1.10", {"text": "v-1_0-1.10"}),
+        ("text=${job.names.a}", {"text": "1_0"}),
+        ("listed=['1.5']", None),
+        ("text=null", None),
+    ],
+)
+def test_each_part_of_a_value_gets_what_was_typed(word: str, expected: dict[str, Any] | None) -> None:
+    words = [f"job.{word}", *(["job.names.a=1_0"] if "${" in word else [])]
+    made = read(*words)
+    if expected is None:
+        assert isinstance(made, list)
+        assert len(made) == 1
+    else:
+        other: dict[str, Any] = {"names": {"a": "1_0"}} if "${" in word else {}
+        assert made == Derived(**expected, **other)
+
+
+def test_a_value_keeps_its_text_on_its_way_to_other_processes() -> None:
+    value = pickle.loads(pickle.dumps(Typed("1.10", 1.1)))
+    assert (str(value), plain([value])) == ("1.10", [1.1])
 
 
 def test_values_of_another_type_are_refused_in_plain_words(golden: Golden) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +200,17 @@ def test_what_is_refused(golden: Golden) -> None:
     golden.answers("errors/config", errors)
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("ünï=5", "train..steps=5", ".train=5", "train.=5", "train[0]=5", "a b=3", "a:b=3", "=", "+=3", "job.größe=5"),
+        *("train.steps==5", "job.s=[", "job.s={a", "job.s=a[b", "train.steps=${", "seed=" + "9" * 5000, "job.s=\n"),
+    ],
+)
+def test_what_no_grammar_has_is_refused_in_one_sentence(word: str) -> None:
+    assert only_error(word).startswith(word.partition("=")[0])
+
+
 @pytest.mark.parametrize("character", ["\n", "\x1b", "\x9b", "\u2028", "\u202e"])
 def test_a_name_has_no_characters_that_rule_a_terminal(character: str) -> None:
     assert only_error(f"name='a{character}b'").endswith("characters without slashes or control characters")
@@ -243,6 +256,29 @@ def test_a_path_of_any_characters_can_be_typed(path: str) -> None:
     assert composed(path_override("resume", path)).resume == path
 
 
+def test_text_in_a_section_stays_as_it_was_typed() -> None:
+    words = "cluster.env.A=1.10", "cluster.env.B=INIT,NET", "cluster.env.C=null", "cluster.env.D=true"
+    cluster = composed(*words, "cluster.pip=[1.10,x]", "cluster.exclude_nodes=[10.10,1_1]").cluster
+    assert cluster.env == {"A": "1.10", "B": "INIT,NET", "C": None, "D": "true"}
+    assert (cluster.pip, cluster.exclude_nodes) == (("1.10", "x"), ("10.10", "1_1"))
+    assert composed("cluster.pip=1.10").cluster.pip == "1.10"
+
+
+def test_text_in_a_file_stays_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setattr("orchestrator.config.overrides.conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr("orchestrator.config.compose.conf_dir", lambda: tmp_path / "conf")
+    (tmp_path / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\nname: 1_0\ncluster: {env: {A: 1.10, B: yes, C: 0x10, D: 1:30, E: 010, F: null}}\n"
+        "train: {steps: 1_0, clip_norm: 1e0}\nhydra: {sweeper: {params: {job.x: 1.10}}}\n"
+    )
+    config = composed("experiment=mine")
+    assert config.name == "1_0"
+    assert config.cluster.env == {"A": "1.10", "B": "yes", "C": "0x10", "D": "1:30", "E": "010", "F": None}
+    assert (config.train.steps, config.train.clip_norm) == (10, 1.0)
+    assert preset_sweep(["experiment=mine"]) == {"job.x": "1.10"}
+
+
 def test_null_is_no_text() -> None:
     assert composed("name=null", "tracking.uri=null").name is None
 
@@ -274,7 +310,13 @@ def test_a_config_error_survives_pickling() -> None:
             [[f"strategy={s}", "name=x", f"seed={i}"] for s in ("single", "ddp") for i in (1, 2)],
         ),
         (["name='a,b'"], [["name='a,b'"]]),
-        (["name=1_0,x"], [["name='1_0'"], ["name=x"]]),
+        (["name=1_0,x"], [["name=1_0"], ["name=x"]]),
+        (["job.x=1.10,+5,1e5,true"], [["job.x=1.10"], ["job.x=+5"], ["job.x=1e5"], ["job.x=true"]]),
+        (["job.x=choice(1.10,'1.1')"], [["job.x=1.10"], ["job.x='1.1'"]]),
+        (["job.x=sort(10,9,1.10)"], [["job.x=1.10"], ["job.x=9"], ["job.x=10"]]),
+        (["job.x=sort(1,2,reverse=false)"], [["job.x=1"], ["job.x=2"]]),
+        (["job.x=int(1.5,2)"], [["job.x=1"], ["job.x=2"]]),
+        (["job.x=[1.10],{1.10:1_0}"], [["job.x=[1.10]"], ["job.x={1.10:1_0}"]]),
         (["name='a,b',c"], [["name='a,b'"], ["name=c"]]),
         (["job.x=[1,2]"], [["job.x=[1,2]"]]),
         (["job.x=[1,2],[3]"], [["job.x=[1,2]"], ["job.x=[3]"]]),

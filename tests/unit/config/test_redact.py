@@ -14,9 +14,10 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.compose import compose, recorded_job, to_dict, to_yaml
+from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
+from orchestrator.config.recorded import overrides_to_evaluate
 from orchestrator.config.redact import (
     MASK,
     RedactingStream,
@@ -29,6 +30,7 @@ from orchestrator.config.redact import (
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
+from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
@@ -55,6 +57,8 @@ from orchestrator.tracking.transfer import Cursor
             "signing_key",
         ),
         *("smtp_pass", "db_pass", "auth_token", "hfToken", "token_value", "session_cookie", "ssh_key", "creds"),
+        *("ADMIN_PASS", "gpg_pass", "SSHPASS", "LDAP_BIND_PW", "AZURE_STORAGE_SAS", "WALLET_MNEMONIC", "seed_phrase"),
+        *("OTP", "mfa_totp", "wifi_psk", "DB_CRED", "passkey", "a." * 300 + "token", "long_" * 100 + "password"),
         *("job.auth", "job.options.pwd", "AccountKey", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"),
     ],
 )
@@ -74,6 +78,8 @@ def test_names_of_secrets(key: str) -> None:
         *("special_tokens", "sort_key", "image_key", "public_key", "missing_keys", "key_padding", "secretary"),
         *("token_file", "password_file", "auth_mode", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "SSH_AUTH_SOCK"),
         *("credentials_path", "secret_name", "compass", "bypass", "authentic", "tokenized", "passengers", "opwd"),
+        *("backward_pass", "num_pass", "quant_pass", "pass", "passphrase_file", "bypass", "overpass", "low_pass"),
+        *("otp_length", "mnemonic_path", "phrase", "conv_pw", "sas_file", "credit", "stop_phrase", "disaster"),
         "viewStateShareKey",
     ],
 )
@@ -162,6 +168,14 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
         ("DB_PASSWORD=x DB_HOST=y", f"DB_PASSWORD={MASK} DB_HOST=y"),
         ("Authorization: Bearer abc123def456", f"Authorization: Bearer {MASK}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", MASK),
+        ("-----BEGIN PRIVATE KEY-----\na\n-----BEGIN PRIVATE KEY-----b-----END PRIVATE KEY----- c", f"{MASK} c"),
+        ('{"id": 1, "token": "\\u4e2d\\u65', f'{{"id": 1, "token": "{MASK}'),
+        ('{"token": "ends with \\\\", "depth": 3}', f'{{"token": "{MASK}", "depth": 3}}'),
+        ('{\\"token\\": \\"a\\\\\\"b\\", \\"depth\\": 3}', f'{{\\"token\\": \\"{MASK}\\", \\"depth\\": 3}}'),
+        ('{"text": "{\\"token\\": \\"abc", "depth": 3}', f'{{"text": "{{\\"token\\": \\"{MASK}", "depth": 3}}'),
+        ("credentials={'a': {'b': 'c'}, 'd': 'e'} x", f"credentials={MASK} x"),
+        ("hf_tokens=[[a,b],[c]] hf_tokens=[a, b", f"hf_tokens={MASK} hf_tokens={MASK}"),
+        ("1--token=abc, x--password=abc", f"1--token={MASK}, x--password={MASK}"),
     ],
 )
 def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
@@ -182,6 +196,45 @@ def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
 )
 def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("start", "repeated"),
+    [
+        *(("", character) for character in "\\\"'=:.-_/+@?&%#[]{}()<>,;|~^$*! \t\na0Aé"),
+        *(('token="', character) for character in "\\\"'=:.[{( \na"),
+        *((start, "\\u4e2d") for start in ('{"token": "', "{'token': '", '{\\"token\\": \\"', "token=", "token=[")),
+        *(
+            ("", part)
+            for part in ("token=[ ", "token={ ", "token=( ", "token=[(", 'token=" ', "token='a\\' ", "token=, ")
+        ),
+        *(
+            ("", part)
+            for part in ('token=\\" token=\\\\\\" ', '{"token": "a", ', '{"token": {"a": ', "token=None ", '"token": "')
+        ),
+        *(
+            ("", part)
+            for part in ("aB", "a.", "a_", "a-", "a--", "a.-", "aB3+", "--a", "\\na", "\\n-", "a\\", "aB3=", "a=b&")
+        ),
+        *(
+            ("", part)
+            for part in ("http://a", "http://a:", "a://b:c", "https://b@", "x:y@", "://", "?token=a&", "http://a/?sig=")
+        ),
+        *(("Bearer ", character) for character in " a1=B"),
+        *(("", part) for part in ("Bearer ", "Basic a", "Bearer\t", "Authorization: ")),
+        *(("", part) for part in ("-----BEGIN PRIVATE KEY-----", "-----BEGIN ", "-----END ", "PRIVATE KEY ", "-")),
+        *(("-----BEGIN ", part) for part in ("A", "PRIVATE KEY ", "PRIVATE KEY-----", "-----END PRIVATE KEY")),
+        *(("hunter22", part) for part in ("hunter", "hunter22", "door_secret", "door_secret: ", "\n")),
+    ],
+)
+def test_the_time_of_masking_grows_with_the_text_alone(start: str, repeated: str) -> None:
+    """Where it grows with the square, these lines of 50,000 characters take minutes and more."""
+    redactor = Redactor(["hunter22"])
+    redactor.learn({"door_secret": 12})
+    line = start + repeated * (50_000 // len(repeated))
+    redactor.text("\n".join(line + end for end in ("", "\n", '"', "=x", ": 'x")))
+    is_secret(line)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +339,10 @@ def test_a_stream_masks_what_is_written() -> None:
         ("job.pwd='it\\'s'", f"job.pwd={MASK}"),
         ("+job.pin_secret=7", f"+job.pin_secret={MASK}"),
         ("job.options={password:7,depth:3}", f"job.options={{password:{MASK},depth:3}}"),
+        (
+            "job.options={password:'a b',version:1.10,token:null}",
+            f"job.options={{password:{MASK},version:1.10,token:null}}",
+        ),
         ("tracking.uri='http://me:pw@h'", f"tracking.uri='http://{MASK}@h'"),
         ("job.path='a b'", "job.path='a b'"),
     ],
@@ -415,3 +472,69 @@ def test_a_secret_of_a_default_factory_is_not_repeated(
     assert load_job(JobSpec(target=f"{__name__}.{cls.__name__}", fields={}), errors, redactor) is None
     assert errors == [message]
     assert redactor.secrets == ("hunter2",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    user: str = "anybody"
+    password: str = field(default_factory=lambda: os.environ["NAME_THAT_TELLS_NOTHING"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(LeakyFactory):
+    login: Login = field(default_factory=Login)
+    hf_tokens: tuple[str, ...] = field(default_factory=lambda: (os.environ["NAME_THAT_TELLS_NOTHING"],))
+    url: str = field(default_factory=lambda: f"https://me:{os.environ['NAME_THAT_TELLS_NOTHING']}@host/x")
+    path: str = field(default_factory=lambda: f"/data/{os.environ['NAME_THAT_TELLS_NOTHING']}")
+    api_key: str = ""
+    text: str = ""
+    width: int = 1
+
+    def check(self) -> None:
+        """Accept all."""
+
+
+def recorded(folder: Path, **fields: Any) -> Path:
+    """The record of a job with these fields."""
+    errors: list[str] = []
+    redactor = Redactor()
+    job = load_job(JobSpec(target=f"{__name__}.Recorded", fields=fields), errors, redactor)
+    assert errors == []
+    data = redactor.data({"job": {"_target_": f"{__name__}.Recorded", **plain_fields(job)}})  # type: ignore[arg-type]
+    assert "hunter2" not in str(data)
+    file = folder / "config.yaml"
+    file.write_text(to_yaml(data))
+    return file
+
+
+def test_a_recorded_job_has_the_secrets_of_its_defaults_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME_THAT_TELLS_NOTHING", "hunter2")
+    file = recorded(tmp_path, login={"user": "me"}, text="*** three stars", width=7)
+    errors: list[str] = []
+    expected = Recorded(login=Login(user="me"), text="*** three stars", width=7)
+    assert load_job(unmasked(recorded_job(file), errors), errors) == expected
+    _, spec = compose(overrides_to_evaluate(file, []), errors, registry.config_class)
+    assert spec is not None
+    assert load_job(spec, errors) == expected
+    assert errors == []
+
+
+def test_a_recorded_secret_without_a_default_is_refused_unless_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAME_THAT_TELLS_NOTHING", "hunter2")
+    file = recorded(tmp_path, api_key="hunter22")
+    errors: list[str] = []
+    unmasked(recorded_job(file), errors)
+    (error,) = errors
+    assert error.startswith(
+        f"job.api_key={MASK}: {MASK} stands for a secret that the run did not store; type job.api_key="
+    )
+    with pytest.raises(ValueError, match=r"job\.api_key"):
+        overrides_to_evaluate(file, [])
+    _, spec = compose(overrides_to_evaluate(file, ["job.api_key=mine"]), [], registry.config_class)
+    assert spec is not None
+    assert load_job(spec, []) == Recorded(api_key="mine")
+    monkeypatch.delenv("NAME_THAT_TELLS_NOTHING")
+    unmasked(recorded_job(file), errors)
+    assert len(errors) == 6

@@ -26,6 +26,7 @@ from orchestrator.config.field_size import too_large
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
+from orchestrator.config.typed import plain
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.process.host_process import only_run, unchanged
@@ -66,6 +67,16 @@ def test_values_have_hydras_spelling() -> None:
     assert overrides(a=np.float32(0.5), b=torch.tensor(3), c=np.bool_(True), d=np.float64(0.25), e=(1, 2)) == [
         "a=0.5", "b=3", "c=true", "d=0.25", "e=[1,2]",
     ]  # fmt: skip
+
+
+def test_keys_are_read_back_as_they_were_given() -> None:
+    names = {"1.10": "1_0", "007": "1e5", "a b": "yes", "a.b": None, "x": "1"}
+    errors: list[str] = []
+    _, spec = compose(overrides(job={"names": names, "numbered": {1: "a"}}), errors, registry.config_class)
+    assert errors == []
+    assert spec is not None
+    assert {str(key): value for key, value in spec.fields["names"].items()} == names
+    assert plain(spec.fields["numbered"]) == {1: "a"}
 
 
 def test_text_is_read_back_as_it_was_given() -> None:

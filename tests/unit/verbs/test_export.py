@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from jobs.gpt import GPT
 from orchestrator import export
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.compose import to_yaml
+from orchestrator.config.redact import MASK
 from orchestrator.exporting.__main__ import _weights
-from orchestrator.job import Job
+from orchestrator.exporting.__main__ import main as export_for_mlflow
+from orchestrator.job import Job, Split
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
@@ -255,3 +258,35 @@ def test_a_job_without_formats_and_a_run_without_checkpoints(
     empty.config_file.write_text(to_yaml({"job": {"_target_": "jobs.gpt.GPT"}, "evaluate": "another"}))
     assert export.main([str(empty.path), "--to", str(tmp_path / "model")]) == 2
     assert "it has no checkpoint, because it evaluated another; name that run" in capsys.readouterr().err
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private(Digits):
+    """Reads its secret as docs/security.md advises."""
+
+    token: str = field(default_factory=lambda: os.environ["PRIVATE_TOKEN"])
+    api_key: str = ""
+    export_formats = ("mine",)
+
+    def dataset(self, split: Split) -> Any:
+        if self.token == MASK:
+            raise ValueError("401")
+        return super().dataset(split)
+
+    def export(self, weights: Any, directory: Path, format: str) -> None:
+        directory.mkdir()
+        (directory / "token").write_text(self.token)
+
+
+def test_a_job_with_a_secret_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRIVATE_TOKEN", "hunter22")
+    run, _ = run_of(tmp_path, Private(), token=MASK)
+    assert export.main([str(run.path), "--format", "mine", "--to", str(tmp_path / "made")]) == 0
+    assert (tmp_path / "made" / "token").read_text() == "hunter22"
+    export_for_mlflow(run, tmp_path / "uploaded", ["dataset"])
+    assert json.loads((tmp_path / "uploaded" / "facts.json").read_text())["dataset"] is not None
+    run.config_file.write_text(run.config_file.read_text() + f"  api_key: '{MASK}'\n")
+    assert export.main([str(run.path), "--format", "mine", "--to", str(tmp_path / "other")]) == 2
+    assert f"job.api_key={MASK}: {MASK} stands for a secret" in capsys.readouterr().err
