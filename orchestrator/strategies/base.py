@@ -28,6 +28,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import blocks_note, constructor_of, lazy_names
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.memory_plan import memory_notes
+from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.timeline.spans import Span
@@ -158,6 +159,8 @@ class Strategy(LayoutRules, abc.ABC):
             )
             return ()
         notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
+        if not errors and config.evaluate is None:
+            errors += optimizer_errors(config, job, plan)
         if (note := blocks_note(job, config.train)) is not None:
             notes.append(note)
         if config.train.init == "fast" and plan.mesh.shard == 1:
@@ -308,6 +311,10 @@ class Strategy(LayoutRules, abc.ABC):
 
         Synchronous strategies are always in that state; asynchronous ones wait for each other.
         """
+        return contextlib.nullcontext()
+
+    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are those to evaluate, if the optimizer has modes."""
         return contextlib.nullcontext()
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:

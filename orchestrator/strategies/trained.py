@@ -25,6 +25,13 @@ from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_pa
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import scheduler_of
 from orchestrator.strategies.update.loss_scale import LossScale
+from orchestrator.strategies.update.optimizer_modes import (
+    MODE,
+    evaluation_weights,
+    loading_in_mode,
+    to_training,
+    with_modes,
+)
 from orchestrator.strategies.update.weight_average import keep_average
 
 
@@ -70,6 +77,7 @@ class Trained:
         self.boxes = boxes or {}
         self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
         self.optimizer = cast(Optimizer, joined(optimizers))
+        to_training(self.optimizer)
         self.scheduler: AnyScheduler | None = (
             JointScheduler(schedulers) if len(schedulers) > 1 else next(iter(schedulers), None)
         )
@@ -198,17 +206,28 @@ class Trained:
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 
+    def to_save(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, left_out: Mapping[str, int]
+    ) -> TrainState:
+        """Return this rank's part of the state for a checkpoint, with the weights to evaluate, as :meth:`snapshot`."""
+        with evaluation_weights(self.optimizer):
+            state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=left_out)
+        if with_modes(self.optimizer):
+            state.meta[MODE] = "eval"
+        return state
+
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
         self._frozen.clear()
-        train_state.restore(
-            state,
-            self.module(),
-            self.optimizer,
-            self.scheduler,
-            partial=partial,
-            consume=consume,
-            boxes=self.boxes,
-        )
+        with loading_in_mode(self.optimizer, state.meta.get(MODE)):
+            train_state.restore(
+                state,
+                self.module(),
+                self.optimizer,
+                self.scheduler,
+                partial=partial,
+                consume=consume,
+                boxes=self.boxes,
+            )
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

@@ -41,6 +41,7 @@ from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
+from orchestrator.strategies.update.optimizer_modes import evaluation_weights
 from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -161,7 +162,7 @@ class Trainer(Strategy):
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
             return None
-        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+        return self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
 
     def is_first_with(self, name: str) -> bool:
         """Return whether this is the first rank that has the parameter, or this part of it."""
@@ -214,6 +215,9 @@ class Trainer(Strategy):
     @property
     def full_model(self) -> nn.Module | None:
         return self.trained.module() if self.context.global_rank == 0 and not self.divides_model else None
+
+    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
+        return evaluation_weights(self.trained.optimizer)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return averaged(self.trained.optimizer)

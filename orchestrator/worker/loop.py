@@ -424,7 +424,7 @@ class Loop:
         if not splits and not self.job.draws_samples:
             return
         self._enter("eval")
-        with self.strategy.quiesced():
+        with self.strategy.quiesced(), self.strategy.evaluation_weights():
             if splits:
                 points = [self._evaluated(data, split) for split in splits]
                 if self.config.train.ema_decay is not None:
