@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset
 
 from jobs.digits import Digits
@@ -26,6 +28,7 @@ class Stalling(Digits):
         val_s: in each validation sample that is one of 10.
         loss_s: in each training loss, which leaves time for something to happen during a run.
         log_kb: what each training loss prints, in kB.
+        fading: whether the optimizer has state of its own.
     """
 
     build_s: float = 0.0
@@ -35,11 +38,15 @@ class Stalling(Digits):
     val_s: float = 0.0
     loss_s: float = 0.0
     log_kb: int = 0
+    fading: bool = False
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
         time.sleep(self.build_s)
         return super().model()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return Fading(parameters, lr=self.lr) if self.fading else super().optimizer(parameters)
 
     def dataset(self, split: Split) -> Dataset[Any]:
         return _Slow(super().dataset(split), self, split)
@@ -53,6 +60,30 @@ class Stalling(Digits):
             for _ in range(self.log_kb):
                 print("." * 999)
         return super().loss(output, target)
+
+
+class Fading(SGD):
+    """Its steps become smaller, by a factor that only ``state_dict()`` tells, and a list has the last directions."""
+
+    def __init__(self, parameters: Any, lr: float):
+        self.factor = 1.0
+        super().__init__(parameters, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.factor *= 0.97
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            last = self.state[parameter].setdefault("last", [torch.zeros_like(parameter)])
+            parameter.grad.mul_(self.factor).add_(last[0], alpha=0.5)
+            last[0].copy_(parameter.grad)
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.factor = state_dict["factor"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "factor"})
 
 
 class _Slow(Dataset[Any]):

@@ -231,6 +231,24 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return those of the module's own buffers that its ``state_dict()`` has."""
+    return {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+
+
+def has_loading_code(model: nn.Module) -> bool:
+    """Return whether ``load_state_dict()`` of a model does more than to copy tensors."""
+    plain = nn.Module
+    return any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module).load_state_dict is not plain.load_state_dict
+        or type(module)._load_from_state_dict is not plain._load_from_state_dict
+        or type(module).set_extra_state is not plain.set_extra_state
+        for module in model.modules()
+    )
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that a call of ``module`` itself runs, before or after its forward or backward pass."""
     before = (module._forward_pre_hooks, module._backward_pre_hooks)

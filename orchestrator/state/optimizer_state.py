@@ -61,7 +61,9 @@ def pack(optimizer: AnyOptimizer, names: Mapping[nn.Parameter, str]) -> PackedSt
     """
     packed = PackedState()
     for number, one in enumerate(optimizers_in(optimizer)):
-        _Packer(one, names, packed).pack(str(number))
+        groups = [[name_of(p, names) for p in group["params"]] for group in one.param_groups]
+        device = next((p.device for group in one.param_groups for p in group["params"]), None)
+        _Packer(type(one).__name__, names, groups, device, packed).pack(one, str(number))
     return packed
 
 
@@ -91,10 +93,32 @@ def load(
     first = 0
     for number, one in enumerate(optimizers_in(optimizer)):
         own = slice(first, first := first + len(one.param_groups))
-        loader = _Loader(one, names[own], meta["optimizer_scalars"], keys, move)
-        said = loader.state_dict(meta["param_groups"][own], meta.get(FURTHER, {}).get(str(number), {}))
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        by_name = dict(zip((name for group in names[own] for name in group), parameters, strict=True))
+        loader = _Loader(by_name, [*map(len, names[own])], meta["optimizer_scalars"], keys, move)
+        said = loader.state_dict(one, meta["param_groups"][own], meta.get(FURTHER, {}).get(str(number), {}))
         one.load_state_dict(said)
-        loader.undo_casts(said.get("state", {}), dtypes)
+        loader.undo_casts(one, said.get("state", {}), dtypes)
+
+
+def pack_values(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values``, which are no tensors, as JSON; ``label``: what has them.
+
+    Raises:
+        ValueError: something in them is neither a small tensor nor numbers and text.
+    """
+    into = PackedState()
+    packer = _Packer(label, {}, [], None, into)
+    found = {name: packer.json(value, "", repr(name)) for name, value in values.items()}
+    if into.tensors:
+        raise ValueError(f"{label}: its state has large tensors inside of other values; make them buffers")
+    return found
+
+
+def unpack_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`pack_values` got, with tensors in host memory."""
+    loader = _Loader({}, [], {}, {}, None)
+    return {name: loader.value(value, None) for name, value in found.items()}
 
 
 def optimizers_in(optimizer: AnyOptimizer) -> Sequence[Optimizer]:
@@ -120,35 +144,41 @@ def name_of(parameter: Tensor, names: Mapping[nn.Parameter, str]) -> str:
 class _Packer:
     """Packs one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[nn.Parameter, str], into: PackedState):
-        self._optimizer = optimizer
-        self._label = type(optimizer).__name__
+    def __init__(
+        self,
+        label: str,
+        names: Mapping[nn.Parameter, str],
+        groups: Sequence[list[str]],
+        device: torch.device | None,
+        into: PackedState,
+    ):
+        self._label = label
         self._names = names
-        self._groups = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
-        self._own = [name for group in self._groups for name in group]
-        self._device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+        self._groups = groups
+        self._own = [name for group in groups for name in group]
+        self._device = device
         self._into = into
 
-    def pack(self, number: str) -> None:
-        for parameter in self._optimizer.state:
+    def pack(self, optimizer: Optimizer, number: str) -> None:
+        for parameter in optimizer.state:
             if isinstance(parameter, Tensor):
                 name_of(parameter, self._names)
-        said = dict(self._optimizer.state_dict())
+        said = dict(optimizer.state_dict())
         groups = said.pop("param_groups", None) if self._are_own(said.get("param_groups")) else None
-        self._pack_groups(self._optimizer.param_groups if groups is None else groups)
+        self._pack_groups(optimizer.param_groups if groups is None else groups)
         further: dict[str, Any] = {}
         state = said.get("state")
         if isinstance(state, Mapping):
             del said["state"]
             others = {}
             for key, values in state.items():
-                if type(key) is int and key < len(self._own) and isinstance(values, Mapping):
+                if type(key) is int and 0 <= key < len(self._own) and isinstance(values, Mapping):
                     self._pack_parameter(self._own[key], values)
                 else:
                     others[key] = values
             if others:
-                further["state"] = self._json(others, f"{number}.state", "'state'")
-        further |= {key: self._json(value, f"{number}.{_clean(key)}", repr(key)) for key, value in said.items()}
+                further["state"] = self.json(others, f"{number}.state", "'state'")
+        further |= {key: self.json(value, f"{number}.{_clean(key)}", repr(key)) for key, value in said.items()}
         if further:
             self._into.further[number] = further
 
@@ -181,13 +211,13 @@ class _Packer:
             elif isinstance(value, Tensor):
                 self._into.tensors[f"{name}/{key}"] = value.detach()
             else:
-                found = self._json(value, key, f"{key!r} of {name}", of=name)
+                found = self.json(value, key, f"{key!r} of {name}", of=name)
                 self._into.scalars.setdefault(name, {})[key] = found
         if others:
-            found = self._json(others, _OTHER, f"state of {name}", of=name)
+            found = self.json(others, _OTHER, f"state of {name}", of=name)
             self._into.scalars.setdefault(name, {})[_OTHER] = found
 
-    def _json(self, value: Any, path: str, what: str, *, of: str | None = None) -> Any:
+    def json(self, value: Any, path: str, what: str, *, of: str | None = None) -> Any:
         """Return ``value`` as JSON, and keep its tensors.
 
         Args:
@@ -204,13 +234,13 @@ class _Packer:
         if isinstance(value, Mapping):
             return self._mapping(value, path, what, of)
         if type(value) in (list, tuple):
-            items = [self._json(item, f"{path}.{i}", what, of=of) for i, item in enumerate(value)]
+            items = [self.json(item, f"{path}.{i}", what, of=of) for i, item in enumerate(value)]
             return items if isinstance(value, list) else {"~tuple": items}
         if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy
             return value.item()
         raise ValueError(
-            f"{self._label}: its state {what} has a {type(value).__name__}; only tensors, numbers and text, also in "
-            "lists, tuples and dicts, can be saved; let state_dict() return these, or choose another optimizer"
+            f"{self._label}: its state {what} has a value of type {type(value).__name__}; only tensors, numbers and "
+            "text, also in lists, tuples and dicts, can be saved; let state_dict() return these"
         )
 
     def _tensor(self, value: Tensor, path: str, of: str | None) -> Any:
@@ -228,17 +258,17 @@ class _Packer:
         if of is None and (kind := self._kind_of_parameters(value)) is not None:
             for key, own in value.items():
                 name = self._own[key] if kind == "number" else self._names[key]
-                self._into.scalars.setdefault(name, {})[f"~{path}"] = self._json(own, path, what, of=name)
+                self._into.scalars.setdefault(name, {})[f"~{path}"] = self.json(own, path, what, of=name)
             return {"~parameters": [path, kind]}
-        found = {k: self._json(v, f"{path}.{_clean(k)}", what, of=of) for k, v in value.items() if isinstance(k, str)}
+        if not all(isinstance(key, str) and not key.startswith("~") for key in value):
+            every = enumerate(value.items())
+            pairs = [[self.json(k, path, what), self.json(v, f"{path}.{i}", what, of=of)] for i, (k, v) in every]
+            return {"~pairs": pairs}
+        found = {key: self.json(item, f"{path}.{_clean(key)}", what, of=of) for key, item in value.items()}
         if of is None and self._are_own(value.get("param_groups")):
             for number, group in enumerate(found["param_groups"]):
                 group["params"] = {"~group": number}
-        if len(found) == len(value) and not any(key.startswith("~") for key in found):
-            return found
-        every = enumerate(value.items())
-        pairs = [[self._json(k, path, what), self._json(v, f"{path}.{i}", what, of=of)] for i, (k, v) in every]
-        return {"~pairs": pairs}
+        return found
 
     def _kind_of_parameters(self, value: Mapping[Any, Any]) -> str | None:
         """Return how the keys of ``value`` say parameters; None if they do not."""
@@ -254,47 +284,48 @@ class _Loader:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        names: Sequence[Sequence[str]],
+        parameters: Mapping[str, nn.Parameter],
+        sizes: Sequence[int],
         scalars: Mapping[str, Mapping[str, Any]],
         keys: Mapping[str, Sequence[str]],
-        move: Move,
+        move: Move | None,
     ):
-        self._optimizer = optimizer
-        self._names = [name for group in names for name in group]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameters = dict(zip(self._names, parameters, strict=True))
-        self._sizes = [len(group) for group in names]
+        """``parameters``: by their saved names; ``sizes``: of the parameter groups."""
+        self._parameters = parameters
+        self._names = list(parameters)
+        self._sizes = sizes
         self._scalars = scalars
         self._keys = keys
         self._move = move
 
-    def state_dict(self, groups: Sequence[Mapping[str, Any]], further: Mapping[str, Any]) -> dict[str, Any]:
-        said = {key: self._value(value, None) for key, value in further.items()}
-        own = self._optimizer.state_dict()
+    def state_dict(
+        self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], further: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        said = {key: self.value(value, None) for key, value in further.items()}
+        own = optimizer.state_dict()
         if "state" in own:
             of_parameters = {i: values for i, name in enumerate(self._names) if (values := self._state_of(name))}
             said["state"] = {**of_parameters, **said.get("state", {})}
         if "param_groups" in own and "param_groups" not in said:
-            said["param_groups"] = self._groups(groups)
+            said["param_groups"] = self._groups(optimizer, groups)
         return said
 
-    def undo_casts(self, saved: Mapping[Any, Any], dtypes: Mapping[str, torch.dtype]) -> None:
+    def undo_casts(self, optimizer: Optimizer, saved: Mapping[Any, Any], dtypes: Mapping[str, torch.dtype]) -> None:
         """Put back what ``Optimizer.load_state_dict`` has cast to the dtype of a parameter that had the same before.
 
         It takes text for a sequence, too.
         """
         for number, (name, parameter) in enumerate(self._parameters.items()):
-            loaded, keeps_dtype = self._optimizer.state.get(parameter, {}), dtypes.get(name) == parameter.dtype
+            loaded, keeps_dtype = optimizer.state.get(parameter, {}), dtypes.get(name) == parameter.dtype
             for key, value in saved.get(number, {}).items():
                 now = loaded.get(key)
                 is_cast = now.dtype != value.dtype if isinstance(now, Tensor) else isinstance(now, (list, tuple, dict))
                 if type(now) is type(value) and (isinstance(now, str) or (is_cast and keeps_dtype)):
                     loaded[key] = value
 
-    def _groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _groups(self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found = []
-        for number, (group, own) in enumerate(zip(saved, self._optimizer.param_groups, strict=True)):
+        for number, (group, own) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
             packed = {k: v for k, v in own.items() if k != "params"}
             packed |= {k: from_json(v, own.get(k)) for k, v in group.items() if k != "params"}
             found.append({**packed, "params": self._numbers(number)})
@@ -308,25 +339,26 @@ class _Loader:
         saved = self._scalars.get(name, {})
         inside = {key for value in saved.values() for key in _keys_in(value)}
         parameter = self._parameters[name]
+        assert self._move is not None
         values = {k: self._move(f"{name}/{k}", k, parameter) for k in self._keys.get(name, ()) if k not in inside}
-        values |= {key: self._value(value, name) for key, value in saved.items() if not key.startswith("~")}
-        return values | self._value(saved.get(_OTHER, {}), name)
+        values |= {key: self.value(value, name) for key, value in saved.items() if not key.startswith("~")}
+        return values | self.value(saved.get(_OTHER, {}), name)
 
-    def _value(self, value: Any, of: str | None) -> Any:
+    def value(self, value: Any, of: str | None) -> Any:
         """Return what became the JSON ``value`` of a parameter, or of the whole optimizer."""
         if isinstance(value, list):
-            return [self._value(item, of) for item in value]
+            return [self.value(item, of) for item in value]
         if not isinstance(value, dict):
             return value
         tag = next(iter(value), "")
         if not tag.startswith("~"):
-            return {key: self._value(item, of) for key, item in value.items()}
+            return {key: self.value(item, of) for key, item in value.items()}
         content = value[tag]
         match tag:
             case "~tuple":
-                return tuple(self._value(item, of) for item in content)
+                return tuple(self.value(item, of) for item in content)
             case "~pairs":
-                return {self._value(key, of): self._value(item, of) for key, item in content}
+                return {self.value(key, of): self.value(item, of) for key, item in content}
             case "~parameter":
                 return self._parameters[content]
             case "~group":
@@ -337,9 +369,10 @@ class _Loader:
                 for number, name in enumerate(self._names):
                     if (saved := self._scalars.get(name, {}).get(f"~{path}")) is not None:
                         key = number if kind == "number" else self._parameters[name]
-                        found[key] = self._value(saved, name)
+                        found[key] = self.value(saved, name)
                 return found
             case "~tensor":
+                assert self._move is not None
                 key, on_host = content
                 tensor = self._move(f"{of or ''}/{key}", key, None if of is None else self._parameters[of])
                 return self._placed(tensor, on_host=on_host)

@@ -22,6 +22,7 @@ from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import Kind
 from orchestrator.state.mismatch import capped_lines, mismatches
+from orchestrator.state.model_state import MODEL_FURTHER, further_entries, load_tensors, own_tensors, pack_further
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
 from orchestrator.state.stored_tensors import StoredTensors
 
@@ -124,16 +125,12 @@ def capture(
     tied = _tied_names(model)
     parameters: dict[str, Tensor] = {}
     left_out = left_out or {}
-    for name, value in model.state_dict().items():
-        if name in left_out:
-            continue
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"{type(model).__name__}: {name} in its state_dict() is a {type(value).__name__}; "
-                "only tensors can be saved, make it a buffer"
-            )
-        same = parameters.get(tied.get(name, ""))
-        parameters[name] = value.detach() if same is None else same
+    further_tensors, further = pack_further(model)
+    for name, value in own_tensors(model).items():
+        if name not in left_out:
+            same = parameters.get(tied.get(name, ""))
+            parameters[name] = value.detach() if same is None else same
+    parameters |= further_tensors
 
     names = {p: name for name, p in model.named_parameters()}
     boxes = boxes or {}
@@ -156,6 +153,8 @@ def capture(
     }
     if packed.further:
         meta[FURTHER] = packed.further
+    if further:
+        meta[MODEL_FURTHER] = further
     if left_out:
         meta[LEFT_OUT] = dict(left_out)
     trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
@@ -198,14 +197,16 @@ def restore(
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
     """
     model = _unwrapped(model)
-    own = model.state_dict()
     boxes = boxes or {}
+    own = own_tensors(model)
     stored = {name: tensor for name, tensor in own.items() if name not in state.meta.get(LEFT_OUT, {})}
     shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in stored.items()}
-    errors = mismatches(shapes, _full_outline(state), partial=partial)
+    there = _full_outline(state)
+    further = [name for name in further_entries(model) if name in there]
+    errors = mismatches(shapes, {n: t for n, t in there.items() if n not in further}, partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
-        there = state.meta[kind]
-        saved = there["class"] if isinstance(there, Mapping) else there
+        recorded = state.meta[kind]
+        saved = recorded["class"] if isinstance(recorded, Mapping) else recorded
         wanted = None if here is None else label_of(here)
         if saved != wanted:
             errors.append(f"{kind}: the checkpoint has {saved}, the job has {wanted}")
@@ -216,8 +217,8 @@ def restore(
         raise ValueError("\n".join(errors))
 
     dtypes = {name: tensor.dtype for name, tensor in outline(state.model).items()}
-    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in stored}
-    model.load_state_dict({**own, **taken})
+    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)}
+    load_tensors(model, taken, state.meta.get(MODEL_FURTHER, {}))
     move = _mover(state, boxes, consume=consume)
     load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
     if scheduler is not None:

@@ -24,6 +24,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
+from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import blocks_note, constructor_of, lazy_names
 from orchestrator.strategies.measure.memory import TensorSize
@@ -159,6 +160,8 @@ class Strategy(LayoutRules, abc.ABC):
             )
             return ()
         notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
+        if (model := on_meta_device(job.model)) is not None:
+            errors += saving_errors(model, in_parts=plan.mesh.shard * plan.mesh.pipeline > 1)
         if not errors and config.evaluate is None:
             errors += optimizer_errors(config, job, plan)
         if (note := blocks_note(job, config.train)) is not None:

@@ -55,12 +55,16 @@ class Trial:
             for name, parameter in self.parameters.items():
                 parameter.grad = gradients[name].to(parameter.dtype) if parameter.requires_grad else None
             for one in optimizers_in(self.optimizer):
-                one.step()
+                try:
+                    one.step()
+                except Exception:  # those that compare gradients at several points need a closure
+                    one.step(lambda: 0.0)
 
     def slow_down(self) -> None:
         """Change the learning rates, as a schedule does."""
         for group in self.optimizer.param_groups:
-            group["lr"] *= 0.5
+            if "lr" in group:
+                group["lr"] *= 0.5
 
     def state(self) -> TrainState:
         """Return the state as a checkpoint has it."""
@@ -75,11 +79,11 @@ def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
     """Return why a run with the job's optimizer could not be resumed, or not be trained in stages.
 
     Empty if it could, and if the trial cannot be made, because the model cannot be built without memory, or because the
-    optimizer refuses small parameters or updates without a closure.
+    optimizer refuses small parameters.
     """
     with kept_generators():
         try:
-            whole, other = _trial(config, job, seed=0), _trial(config, job, seed=1)
+            whole, other = trial_of(config, job, seed=0), trial_of(config, job, seed=1)
             if whole is None or other is None or not whole.optimizer.param_groups:
                 return []
             shapes = {name: p.shape for name, p in whole.parameters.items()}
@@ -93,16 +97,14 @@ def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
                 return [f"strategy={config.strategy.name}: Job.optimizer: {label}: {reason}; use strategy=ddp"]
             other.load(state)
             lost = _difference(state, other.state())
+            if lost is None:
+                for trial in (whole, other):
+                    trial.slow_down()
+                    trial.update((len(_STEPS), len(_STEPS) + 1), shapes)
+                lost = _difference(_weights(whole), _weights(other))
         except Exception as e:
-            reason = (
-                str(e) if type(e) is ValueError else f"its state cannot be saved and loaded: {type(e).__name__}: {e}"
-            )
+            reason = str(e) if type(e) is ValueError else f"its state cannot be loaded: {type(e).__name__}: {e}"
             return [f"Job.optimizer: {reason}" if label in reason else f"Job.optimizer: {label}: {reason}"]
-        if lost is None:
-            for trial in (whole, other):
-                trial.slow_down()
-                trial.update((len(_STEPS), len(_STEPS) + 1), shapes)
-            lost = _difference(_weights(whole), _weights(other))
     if lost is None:
         return []
     return [
@@ -111,7 +113,7 @@ def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
     ]
 
 
-def _trial(config: Config, job: Job, *, seed: int, own: Callable[[str], bool] | None = None) -> Trial | None:
+def trial_of(config: Config, job: Job, *, seed: int, own: Callable[[str], bool] | None = None) -> Trial | None:
     """Return a trial with the parameters of the model, or with its ``own`` ones; None if it cannot be built."""
     train = config.train
     model = on_meta_device(constructor_of(job, train, Precision.named(train.precision, "cpu")))
@@ -146,7 +148,7 @@ def _why_no_stages(config: Config, job: Job, whole: TrainState, shapes: Mapping[
     states = []
     for half in halves:
         try:
-            trial = _trial(config, job, seed=0, own=half.__contains__)
+            trial = trial_of(config, job, seed=0, own=half.__contains__)
             assert trial is not None
             trial.update(_STEPS, shapes)
         except Exception:  # whatever the job raises, the workers will say it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from orchestrator.state import train_state
 from orchestrator.state.boxes import Box
 from orchestrator.state.joint import AnyScheduler, JointScheduler
 from orchestrator.state.left_out import checksum
+from orchestrator.state.model_state import dropped_names
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
@@ -168,6 +169,11 @@ class Trained:
         """Set the learning rate for the next step."""
         if self.scheduler is not None:
             self.scheduler.step()
+
+    @functools.cached_property
+    def dropped(self) -> Collection[str]:
+        """The parameters that ``state_dict()`` of the model leaves out; frozen ones are not saved either."""
+        return dropped_names(self.module())
 
     def frozen(self, wanted: Callable[[str], bool]) -> Mapping[str, int]:
         """Return the checksums of the ``wanted`` parameters that no optimizer updates, by each of their names."""

@@ -171,6 +171,13 @@ class Trainer(Strategy):
     def frozen(self) -> Mapping[str, int]:
         return self.trained.frozen(self.is_first_with)
 
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        if self.context.only_trained or self.divides_model:
+            return super().left_out
+        dropped = self.trained.dropped
+        return self.trained.frozen(lambda name: name in dropped and self.is_first_with(name)) if dropped else {}
+
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         if self.context.mesh.world_size > 1:
             state = broadcast_state(state, source=source, rank=self.context.global_rank, device=self.context.device)

@@ -72,6 +72,8 @@ def _take_back(modal: list[Any]) -> None:
     """Set optimizers to training, with exactly the weights that are in their state."""
     for one in modal:
         one.train()
-        for parameter, values in one.state.items():
+        for parameter, values in list(one.state.items()):
             if isinstance(values, dict) and (own := values.pop(TRAINED, None)) is not None:
                 parameter.copy_(own)
+                if not values:  # the optimizer has not made its own yet
+                    del one.state[parameter]

@@ -132,6 +132,24 @@ class Sharpness(Lookahead):
         self.updates = state_dict["updates"]
 
 
+class TwoPasses(Optimizer):
+    """Foret et al., ICLR 2021, as it is widely copied: the state of the inner optimizer is in no state_dict()."""
+
+    def __init__(self, params: Any, lr: float = 0.05):
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        closure()
+        self.inner.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
 class InDouble(OwnStep):
     """Its sums are more precise than the parameters, and it remembers a text of each."""
 
@@ -207,6 +225,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 REFUSED: dict[str, Callable[[Any], Optimizer]] = {
     "forgetful": Forgetful,
     "sharpness": Sharpness,
+    "two-passes": TwoPasses,
     "unsavable": Unsavable,
 }
 

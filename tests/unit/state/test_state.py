@@ -462,7 +462,9 @@ def test_what_cannot_be_saved_names_its_owner() -> None:
 
     unsavable = Unsavable(net.parameters())
     train(net, unsavable, None, start=0, steps=1)
-    with pytest.raises(ValueError, match=r"Unsavable: its state 'history' of scale has a object; .* state_dict\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Unsavable: its state 'history' of scale has a value of type object; .*_dict\(\)"
+    ):
         snapshot(net, unsavable)
     with pytest.raises(ValueError, match="not a parameter of the model"):
         snapshot(net, optim.SGD(Net(1).parameters()))
