@@ -237,16 +237,17 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def has_loading_code(model: nn.Module) -> bool:
-    """Return whether ``load_state_dict()`` of a model does more than to copy tensors."""
-    plain = nn.Module
+    """Return whether ``load_state_dict()`` of a model runs code that is not of ``torch.nn``."""
     return any(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
-        or type(module).load_state_dict is not plain.load_state_dict
-        or type(module)._load_from_state_dict is not plain._load_from_state_dict
-        or type(module).set_extra_state is not plain.set_extra_state
+        or any(not method.__module__.startswith("torch.nn.") for method in _loading(type(module)))
         for module in model.modules()
     )
+
+
+def _loading(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    return [kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state]
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

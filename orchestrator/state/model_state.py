@@ -71,12 +71,17 @@ def load_tensors(model: nn.Module, values: Mapping[str, Tensor], further: Mappin
         further: what :func:`pack_further` returned as JSON.
     """
     own = own_tensors(model)
-    for name, value in values.items():
-        if name in own:
-            own[name].copy_(value)
+
+    def copy() -> None:
+        for name, value in values.items():
+            if name in own:
+                own[name].copy_(value)
+
+    copy()
     others = {**{name: value for name, value in values.items() if name not in own}, **unpack_values(further)}
     if others or has_loading_code(model):
         model.load_state_dict({**model.state_dict(), **others}, strict=False)
+        copy()  # hooks may have rounded them
 
 
 def saving_errors(model: nn.Module, *, in_parts: bool) -> list[str]:
