@@ -342,7 +342,8 @@ class _Loader:
         assert self._move is not None
         values = {k: self._move(f"{name}/{k}", k, parameter) for k in self._keys.get(name, ()) if k not in inside}
         values |= {key: self.value(value, name) for key, value in saved.items() if not key.startswith("~")}
-        return values | self.value(saved.get(_OTHER, {}), name)
+        others: dict[Any, Any] = self.value(saved.get(_OTHER, {}), name)
+        return values | others
 
     def value(self, value: Any, of: str | None) -> Any:
         """Return what became the JSON ``value`` of a parameter, or of the whole optimizer."""

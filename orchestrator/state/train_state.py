@@ -135,7 +135,7 @@ def capture(
     names = {p: name for name, p in model.named_parameters()}
     boxes = boxes or {}
     packed = pack(optimizer, names)
-    tensors: Mapping[str, Tensor] = packed.tensors
+    tensors: MutableMapping[str, Tensor] = packed.tensors
     shapes = {name: parameter.shape for parameter, name in names.items()}
     owners = {path: path.rpartition("/")[0] for path in tensors}
     optimizer_boxes = {
