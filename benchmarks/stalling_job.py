@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset
 
 from jobs.digits import Digits
@@ -31,6 +33,7 @@ class Stalling(Digits):
         log_kb: what each training loss prints, in kB.
         noise: how much is added at random to the inputs, from the generators of Python, NumPy and torch.
         cut_json: how many characters of a sample in JSON each training loss prints, as jobs do that show their data.
+        fading: whether the optimizer has state of its own.
     """
 
     build_s: float = 0.0
@@ -42,11 +45,15 @@ class Stalling(Digits):
     log_kb: int = 0
     noise: float = 0.0
     cut_json: int = 0
+    fading: bool = False
     compiled: set[bool] = field(default_factory=set, init=False, repr=False)
 
     def model(self) -> nn.Module:
         time.sleep(self.build_s)
         return super().model()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return Fading(parameters, lr=self.lr) if self.fading else super().optimizer(parameters)
 
     def dataset(self, split: Split) -> Dataset[Any]:
         return _Slow(super().dataset(split), self, split)
@@ -62,6 +69,30 @@ class Stalling(Digits):
             if self.cut_json:
                 print(json.dumps({"id": 1, "token": "分词" * self.cut_json})[: self.cut_json])
         return super().loss(output, target)
+
+
+class Fading(SGD):
+    """Its steps become smaller, by a factor that only ``state_dict()`` tells, and a list has the last directions."""
+
+    def __init__(self, parameters: Any, lr: float):
+        self.factor = 1.0
+        super().__init__(parameters, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.factor *= 0.97
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            last = self.state[parameter].setdefault("last", [torch.zeros_like(parameter)])
+            parameter.grad.mul_(self.factor).add_(last[0], alpha=0.5)
+            last[0].copy_(parameter.grad)
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.factor = state_dict["factor"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "factor"})
 
 
 class _Slow(Dataset[Any]):

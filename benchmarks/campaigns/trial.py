@@ -58,12 +58,17 @@ class Layout:
     tolerance: float | None = 1e-5
 
 
+OWN_OPTIMIZER = ("job._target_=stalling_job.Stalling", "job.fading=true")
 LAYOUTS = {
     "single": Layout(overrides=("strategy=single",), ranks=1),
     "ddp": Layout(overrides=("strategy=ddp",), ranks=2),
     "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2, spares=1),
     "ddp, 1 to 3 workers": Layout(overrides=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
     "pipeline": Layout(overrides=("strategy=pipeline",), ranks=2),
+    "ddp, own optimizer": Layout(overrides=("strategy=ddp", *OWN_OPTIMIZER), ranks=2),
+    "pipeline with copies, own optimizer": Layout(
+        overrides=("strategy=pipeline", "recovery.peer_copy_every=4", *OWN_OPTIMIZER), ranks=2
+    ),
     "pipeline with copies": Layout(overrides=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
     "ddp_pipeline": Layout(
         overrides=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4

@@ -231,6 +231,25 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return those of the module's own buffers that its ``state_dict()`` has."""
+    return {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+
+
+def has_loading_code(model: nn.Module) -> bool:
+    """Return whether ``load_state_dict()`` of a model runs code that is not of ``torch.nn``."""
+    return any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or any(not method.__module__.startswith("torch.nn.") for method in _loading(type(module)))
+        for module in model.modules()
+    )
+
+
+def _loading(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    return [kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state]
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that a call of ``module`` itself runs, before or after its forward or backward pass."""
     before = (module._forward_pre_hooks, module._backward_pre_hooks)

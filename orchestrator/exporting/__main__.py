@@ -43,6 +43,7 @@ from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT
+from orchestrator.state.model_state import own_tensors
 from orchestrator.state.stored_tensors import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream
 from orchestrator.user_code.exits import error_text, exits_refused
@@ -136,8 +137,8 @@ def _export(job: Job, dataset: Any, tensors: Mapping[str, Tensor], folder: Path)
     inputs = prediction_inputs(split_batch(_example_batch(job, dataset))[0])
     torch.manual_seed(0)
     model = job.model()
-    own = model.state_dict()
-    tensors = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in tensors.items()}
+    own = own_tensors(model)
+    tensors = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items() if name in own}
     program = export_program(job, model, tensors, inputs)
     torch.export.save(program, folder / "model.pt2")
     named = {"": inputs} if isinstance(inputs, Tensor) else inputs

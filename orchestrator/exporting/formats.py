@@ -22,6 +22,7 @@ from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, checksum
 from orchestrator.state.manifest import CheckpointError
+from orchestrator.state.model_state import own_tensors
 from orchestrator.user_code.exits import error_text
 
 
@@ -78,7 +79,7 @@ def _whole_model(
         return stored
     seed_generators(recorded_data(run_dir.config_file).get("seed", 0))  # frozen parameters may be random
     dtype = next(t.dtype for t in stored.values() if t.is_floating_point())  # of train.precision
-    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in job.model().state_dict().items()}
+    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own_tensors(job.model()).items()}
     check_built(left_out, {n: checksum(own[n], Box.whole(own[n].shape)) for n in left_out if n in own})
     return {name: own[name] if name in left_out else stored[name] for name in own}
 

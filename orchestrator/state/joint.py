@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,33 +13,25 @@ from orchestrator.state.schedule import Schedule
 
 
 class JointOptimizer:
-    """The parameter groups and the state of several optimizers, which have no parameter in common."""
+    """The parameter groups and the state of several ``optimizers``, which have no parameter in common."""
 
     def __init__(self, optimizers: Sequence[Optimizer]):
-        self._optimizers = optimizers
+        self.optimizers = optimizers
 
     @property
     def label(self) -> str:
         """The names of their classes, as in ``Adam+SGD``."""
-        return "+".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        return "+".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the first optimizer, then of the next."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter."""
-        return {parameter: values for optimizer in self._optimizers for parameter, values in optimizer.state.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what an optimizer with these ``param_groups`` loads: each parameter stands for its number."""
-        groups, state = list(state_dict["param_groups"]), state_dict["state"]
-        for optimizer in self._optimizers:
-            own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-            numbers = {number for group in own for number in group["params"]}
-            optimizer.load_state_dict({"state": {n: state[n] for n in state if n in numbers}, "param_groups": own})
+        return {parameter: values for optimizer in self.optimizers for parameter, values in optimizer.state.items()}
 
 
 AnyOptimizer = Optimizer | JointOptimizer

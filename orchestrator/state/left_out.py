@@ -58,8 +58,9 @@ def check_built(saved: Mapping[str, int], built: Mapping[str, int]) -> None:
     unlike = [name for name, value in saved.items() if built.get(name) != value]
     if unlike:
         raise FrozenError(
-            f"checkpoint.only_trained: the job builds other frozen parameters than the checkpoint was trained with: "
-            f"{unlike[0]}, the first of {len(unlike)}; let it read the same weights as before"
+            "the job builds other frozen parameters than the checkpoint was trained with: "
+            f"{unlike[0]}, the first of {len(unlike)}; let it read the same weights as before, because the checkpoint "
+            "leaves these out (checkpoint.only_trained, or a hook of state_dict())"
         )
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from orchestrator.state.boxes import Box
 from orchestrator.state.left_out import LEFT_OUT, total
 from orchestrator.state.manifest import Kind
+from orchestrator.state.optimizer_state import FURTHER
 from orchestrator.state.train_state import NONFINITE, TrainState
 
-META_OF_PARTS = ("param_groups", "optimizer_scalars", "tied", NONFINITE, LEFT_OUT)
-"""The entries of ``meta`` that differ between stages."""
+META_OF_PARTS = ("param_groups", "optimizer_scalars", FURTHER, "tied", NONFINITE, LEFT_OUT)
+"""The entries of ``meta`` that differ between stages, or must not."""
 
 
 def merge(states: Sequence[TrainState], *, order: Sequence[str]) -> TrainState:
@@ -61,12 +62,18 @@ def merge_meta(metas: Sequence[Mapping[str, Any]], *, order: Sequence[str]) -> d
         order: the names of all parameters and buffers, in the order of the whole model.
 
     Raises:
-        ValueError: the stages give a parameter group different hyperparameters.
+        ValueError: the stages give a parameter group different hyperparameters, or their optimizers have other state of
+            the whole optimizer.
     """
     scalars: dict[str, Any] = {}
     tied: dict[str, str] = {}
     groups: list[dict[str, Any]] = []
     for meta in metas:
+        if meta.get(FURTHER) != metas[0].get(FURTHER):
+            raise ValueError(
+                f"{metas[0]['optimizer']}: what its state_dict() says of all parameters together differs between "
+                f"stages ({metas[0].get(FURTHER)} and {meta.get(FURTHER)}); use strategy=ddp"
+            )
         scalars |= meta["optimizer_scalars"]
         tied |= meta["tied"]
         for i, group in enumerate(meta["param_groups"]):

@@ -7,7 +7,7 @@ A :class:`TrainState` keeps tensors apart from all other values, which are plain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,11 +22,11 @@ from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import Kind
 from orchestrator.state.mismatch import capped_lines, mismatches
+from orchestrator.state.model_state import MODEL_FURTHER, further_entries, load_tensors, own_tensors, pack_further
+from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
 from orchestrator.state.stored_tensors import StoredTensors
 
 NONFINITE = "nonfinite"
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that select how an update is computed, not its result. The loading process chooses its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class TrainState:
         model: parameters and buffers by the model's own names; tied parameters appear under each name.
         optimizer: tensors by ``"<parameter name>/<state key>"``; a tied parameter appears under its first name.
         meta: JSON values: ``step``, ``samples_consumed``, ``param_groups``, ``optimizer``, ``optimizer_scalars``,
-            ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``nonfinite``, the name
-            of a trained parameter that holds NaN or an infinity, if there is one; ``left_out``, if ``model`` lacks
-            frozen parameters.
+            ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``optimizer_further``, if
+            the optimizer has state beside that of its parameters; ``nonfinite``, the name of a trained parameter that
+            holds NaN or an infinity, if there is one; ``left_out``, if ``model`` lacks frozen parameters.
         boxes: where the tensors are that are parts of larger ones, by ``"model"`` or ``"optimizer"`` and by name. All
             others are whole.
     """
@@ -125,48 +125,36 @@ def capture(
     tied = _tied_names(model)
     parameters: dict[str, Tensor] = {}
     left_out = left_out or {}
-    for name, value in model.state_dict().items():
-        if name in left_out:
-            continue
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"{type(model).__name__}: {name} in its state_dict() is a {type(value).__name__}; "
-                "only tensors can be saved, make it a buffer"
-            )
-        same = parameters.get(tied.get(name, ""))
-        parameters[name] = value.detach() if same is None else same
+    further_tensors, further = pack_further(model)
+    for name, value in own_tensors(model).items():
+        if name not in left_out:
+            same = parameters.get(tied.get(name, ""))
+            parameters[name] = value.detach() if same is None else same
+    parameters |= further_tensors
 
     names = {p: name for name, p in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
     boxes = boxes or {}
-    optimizer_boxes: dict[str, Box] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    label = label_of(optimizer)
-    for parameter, values in optimizer.state.items():
-        name = _name_of(parameter, names)
-        for key, value in values.items():
-            path = f"{name}/{key}"
-            if isinstance(value, Tensor):
-                tensors[path] = value.detach()
-                if name in boxes and value.shape == parameter.shape:
-                    optimizer_boxes[path] = boxes[name]
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                scalars.setdefault(name, {})[key] = value
-            else:
-                raise ValueError(
-                    f"{label}: its state {key!r} of {name} is a {type(value).__name__}; "
-                    "only tensors, numbers and text can be saved, choose another optimizer"
-                )
+    packed = pack(optimizer, names)
+    tensors: MutableMapping[str, Tensor] = packed.tensors
+    shapes = {name: parameter.shape for parameter, name in names.items()}
+    owners = {path: path.rpartition("/")[0] for path in tensors}
+    optimizer_boxes = {
+        path: boxes[name] for path, name in owners.items() if name in boxes and tensors[path].shape == shapes[name]
+    }
     meta = {
         **{key: to_json(value, key, "pass plain data") for key, value in more.items()},
         "step": step,
         "samples_consumed": samples_consumed,
-        "optimizer": label,
-        "param_groups": [_pack_group(g, names, label) for g in optimizer.param_groups],
-        "optimizer_scalars": scalars,
+        "optimizer": label_of(optimizer),
+        "param_groups": packed.groups,
+        "optimizer_scalars": packed.scalars,
         "scheduler": None if scheduler is None else _pack_scheduler(scheduler),
         "tied": tied,
     }
+    if packed.further:
+        meta[FURTHER] = packed.further
+    if further:
+        meta[MODEL_FURTHER] = further
     if left_out:
         meta[LEFT_OUT] = dict(left_out)
     trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
@@ -209,14 +197,16 @@ def restore(
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
     """
     model = _unwrapped(model)
-    own = model.state_dict()
     boxes = boxes or {}
+    own = own_tensors(model)
     stored = {name: tensor for name, tensor in own.items() if name not in state.meta.get(LEFT_OUT, {})}
     shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in stored.items()}
-    errors = mismatches(shapes, _full_outline(state), partial=partial)
+    there = _full_outline(state)
+    further = [name for name in further_entries(model) if name in there]
+    errors = mismatches(shapes, {n: t for n, t in there.items() if n not in further}, partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
-        there = state.meta[kind]
-        saved = there["class"] if isinstance(there, Mapping) else there
+        recorded = state.meta[kind]
+        saved = recorded["class"] if isinstance(recorded, Mapping) else recorded
         wanted = None if here is None else label_of(here)
         if saved != wanted:
             errors.append(f"{kind}: the checkpoint has {saved}, the job has {wanted}")
@@ -226,9 +216,11 @@ def restore(
     if errors:
         raise ValueError("\n".join(errors))
 
-    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in stored}
-    model.load_state_dict({**own, **taken})
-    optimizer.load_state_dict(_optimizer_state_dict(state, optimizer, names, boxes, consume=consume))
+    dtypes = {name: tensor.dtype for name, tensor in outline(state.model).items()}
+    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)}
+    load_tensors(model, taken, state.meta.get(MODEL_FURTHER, {}))
+    move = _mover(state, boxes, consume=consume)
+    load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
@@ -294,25 +286,6 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[p] for name, p in every if first[p] != name}
 
 
-def _name_of(parameter: Tensor, names: Mapping[nn.Parameter, str]) -> str:
-    name = names.get(cast(nn.Parameter, parameter))
-    if name is None:
-        raise ValueError(
-            f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter "
-            "of the model; Job.optimizer must use the parameters that it receives"
-        )
-    return name
-
-
-def _pack_group(group: Mapping[str, Any], names: Mapping[nn.Parameter, str], label: str) -> dict[str, Any]:
-    kept = {k: v for k, v in group.items() if k not in {"params", "param_names"} | _IMPLEMENTATION}
-    remedy = "use numbers and text"
-    return {
-        **{k: to_json(v, f"{label}: its option {k!r}", remedy) for k, v in kept.items()},
-        "params": [_name_of(p, names) for p in group["params"]],
-    }
-
-
 def _pack_scheduler(scheduler: AnyScheduler) -> dict[str, Any]:
     label = label_of(scheduler)
     remedy = "give it a state_dict() of numbers, text, lists and dicts, or use another scheduler"
@@ -353,47 +326,23 @@ def _match_groups(
     return names, errors
 
 
-def _optimizer_state_dict(
-    state: TrainState,
-    optimizer: AnyOptimizer,
-    names: Sequence[Sequence[str]],
-    boxes: Mapping[str, Box],
-    *,
-    consume: bool,
-) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, which casts to the dtypes and devices of the parameters.
+def _mover(state: TrainState, boxes: Mapping[str, Box], *, consume: bool) -> Move:
+    """Return what takes the tensors of an optimizer out of ``state``, or copies of them, because training changes them.
 
-    Args:
-        names: the saved name of each parameter, by parameter group.
-        boxes: where those parameters are that are parts of larger tensors, by saved name.
-        consume: take the tensors out of ``state``; copy them otherwise, because training would change them.
+    ``boxes``: where those parameters are that are parts of larger tensors, by saved name.
     """
 
-    def moved(path: str, key: str, parameter: Tensor) -> Tensor:
-        device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host
+    def moved(path: str, key: str, parameter: nn.Parameter | None) -> Tensor:
         box = boxes.get(path.rpartition("/")[0])
         if box is not None and state.box("optimizer", path).full != box.full:
             box = None  # it is one for the whole parameter
         value = _take(state, "optimizer", path, box, consume=consume)
+        if parameter is None:
+            return value if consume else value.clone()
+        device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host
         if value.shape == parameter.shape and value.stride() != parameter.stride():
             # A fused update goes through the memory of both in one order, whatever their formats are.
             return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
         return value.to(device) if consume else value.to(device, copy=True)
 
-    keys: dict[str, list[str]] = defaultdict(list)
-    for path in state.optimizer:
-        name, _, key = path.rpartition("/")
-        keys[name].append(key)
-    scalars = state.meta["optimizer_scalars"]
-
-    values, groups, index = {}, [], 0
-    for group, own_names, saved in zip(optimizer.param_groups, names, state.meta["param_groups"], strict=False):
-        for i, (parameter, name) in enumerate(zip(group["params"], own_names, strict=True), index):
-            if name in keys or name in scalars:
-                tensors = {key: moved(f"{name}/{key}", key, parameter) for key in keys.get(name, ())}
-                values[i] = {**tensors, **scalars.get(name, {})}
-        packed = {k: v for k, v in group.items() if k != "params"}
-        packed |= {k: from_json(v, group.get(k)) for k, v in saved.items() if k != "params"}
-        groups.append({**packed, "params": list(range(index, index + len(own_names)))})
-        index += len(own_names)
-    return {"state": values, "param_groups": groups}
+    return moved

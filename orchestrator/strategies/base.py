@@ -24,10 +24,12 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
+from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import blocks_note, constructor_of, lazy_names
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.memory_plan import memory_notes
+from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.strategies.update.job_optimizer import check_optimizer
@@ -164,6 +166,10 @@ class Strategy(LayoutRules, abc.ABC):
         if not has_training_step(job) and (model := on_meta_device(job.model)) is not None:
             check_optimizer(job, model, steps=config.train.steps)
         notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
+        if (model := on_meta_device(job.model)) is not None:
+            errors += saving_errors(model, in_parts=plan.mesh.shard * plan.mesh.pipeline > 1)
+        if not errors and config.evaluate is None:
+            errors += optimizer_errors(config, job, plan)
         if (note := blocks_note(job, config.train)) is not None:
             notes.append(note)
         if config.train.init == "fast" and plan.mesh.shard == 1:
@@ -314,6 +320,10 @@ class Strategy(LayoutRules, abc.ABC):
 
         Synchronous strategies are always in that state; asynchronous ones wait for each other.
         """
+        return contextlib.nullcontext()
+
+    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are those to evaluate, if the optimizer has modes."""
         return contextlib.nullcontext()
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:

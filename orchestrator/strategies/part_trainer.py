@@ -55,7 +55,7 @@ class PartTrainer(Trainer):
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank not in self.writers:
             return None
-        state = self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+        state = self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
         return self.own_share(state)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from orchestrator.job import Job
 from orchestrator.state import train_state
 from orchestrator.state.boxes import Box
 from orchestrator.state.left_out import checksum
+from orchestrator.state.model_state import dropped_names
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
@@ -24,6 +25,13 @@ from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_pa
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import schedule_of
 from orchestrator.strategies.update.loss_scale import LossScale
+from orchestrator.strategies.update.optimizer_modes import (
+    MODE,
+    evaluation_weights,
+    loading_in_mode,
+    to_training,
+    with_modes,
+)
 from orchestrator.strategies.update.weight_average import keep_average
 
 
@@ -67,6 +75,7 @@ class Trained:
         self.boxes = boxes or {}
         self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
         self.optimizer = cast(Optimizer, joined(optimizers))
+        to_training(self.optimizer)
         self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.in_step = self.settled = False
@@ -156,6 +165,11 @@ class Trained:
         if self.scheduler is not None:
             self.scheduler.step()
 
+    @functools.cached_property
+    def dropped(self) -> Collection[str]:
+        """The parameters that ``state_dict()`` of the model leaves out; frozen ones are not saved either."""
+        return dropped_names(self.module())
+
     def frozen(self, wanted: Callable[[str], bool]) -> Mapping[str, int]:
         """Return the checksums of the ``wanted`` parameters that no optimizer updates, by each of their names."""
         updated = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -193,17 +207,28 @@ class Trained:
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
 
+    def to_save(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, left_out: Mapping[str, int]
+    ) -> TrainState:
+        """Return this rank's part of the state for a checkpoint, with the weights to evaluate, as :meth:`snapshot`."""
+        with evaluation_weights(self.optimizer):
+            state = self.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=left_out)
+        if with_modes(self.optimizer):
+            state.meta[MODE] = "eval"
+        return state
+
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = False) -> None:
         """Load this rank's part of ``state``, which has more parts if ``partial``, as ``train_state.restore`` does."""
         self._frozen.clear()
-        train_state.restore(
-            state,
-            self.module(),
-            self.optimizer,
-            self.scheduler,
-            partial=partial,
-            consume=consume,
-            boxes=self.boxes,
-        )
+        with loading_in_mode(self.optimizer, state.meta.get(MODE)):
+            train_state.restore(
+                state,
+                self.module(),
+                self.optimizer,
+                self.scheduler,
+                partial=partial,
+                consume=consume,
+                boxes=self.boxes,
+            )
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

@@ -42,6 +42,7 @@ from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
+from orchestrator.strategies.update.optimizer_modes import evaluation_weights
 from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -167,7 +168,7 @@ class Trainer(Strategy):
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
             return None
-        return self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
+        return self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
 
     def state_to_save(self) -> TrainState | None:
         if self.context.global_rank not in self.writers:
@@ -188,6 +189,13 @@ class Trainer(Strategy):
 
     def frozen(self) -> Mapping[str, int]:
         return self.trained.frozen(self.is_first_with)
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        if self.context.only_trained or self.divides_model:
+            return super().left_out
+        dropped = self.trained.dropped
+        return self.trained.frozen(lambda name: name in dropped and self.is_first_with(name)) if dropped else {}
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         if self.context.mesh.world_size > 1:
@@ -233,6 +241,9 @@ class Trainer(Strategy):
     @property
     def full_model(self) -> nn.Module | None:
         return self.trained.module() if self.context.global_rank == 0 and not self.divides_model else None
+
+    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
+        return evaluation_weights(self.trained.optimizer)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return averaged(self.trained.optimizer)

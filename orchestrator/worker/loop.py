@@ -332,7 +332,12 @@ class Loop:
         if data.datasets.evaluated and not self._evaluation_due():
             self.trial = "evaluation"
             self.outbox.enter(self.position.step, "eval")
-            with self.strategy.quiesced(), self.strategy.kept_buffers(), kept_generators(self.device):
+            with (
+                self.strategy.quiesced(),
+                self.strategy.evaluation_weights(),
+                self.strategy.kept_buffers(),
+                kept_generators(self.device),
+            ):
                 point = self._evaluated_splits(data.trial_batches)
                 self._improvement.check(
                     point, world_size=self.assignment.plan.world_size, confirm=self.strategy.confirm
@@ -476,7 +481,7 @@ class Loop:
         if not data.datasets.evaluated and not self.job.draws_samples:
             return
         self._enter("eval")
-        with self.strategy.quiesced():
+        with self.strategy.quiesced(), self.strategy.evaluation_weights():
             if data.datasets.evaluated:
                 point = self._evaluated_splits(data.eval_batches)
                 self.outbox.put_point(point)

@@ -13,26 +13,30 @@ from helpers.records.runs import ROOT
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "layout"),
     [
-        "loader processes",
-        "slow file system",
-        "clock step",
-        "lost fence",
-        "full disk",
-        "full for one write",
-        "death in a save of the best",
-        "second driver",
-        "two resume at once",
-        "reader on a node",
-        "two users",
-        "sweep and run",
-        "busy machine",
-        "small TMPDIR",
-        "cut JSON",
+        ("loader processes", "ddp"),
+        ("slow file system", "ddp"),
+        ("clock step", "ddp"),
+        ("lost fence", "ddp"),
+        ("full disk", "ddp"),
+        ("full for one write", "ddp"),
+        ("death in a save of the best", "ddp"),
+        ("second driver", "ddp"),
+        ("two resume at once", "ddp"),
+        ("reader on a node", "ddp"),
+        ("two users", "ddp"),
+        ("sweep and run", "ddp"),
+        ("busy machine", "ddp"),
+        ("small TMPDIR", "ddp"),
+        ("cut JSON", "ddp"),
+        ("worker faults", "ddp, own optimizer"),
+        ("worker faults", "pipeline with copies, own optimizer"),
     ],
 )
-def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_run_ends_as_promised(
+    kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
     from campaigns.kinds import KINDS
@@ -42,10 +46,10 @@ def test_a_disturbed_run_ends_as_promised(kind: str, tmp_path: Path, monkeypatch
         folder = tmp_path / name
         folder.mkdir()
         uri = f"sqlite:///{tmp_path}/mlflow.db" if KINDS[kind].tracked else None
-        return Setting(layout=LAYOUTS["ddp"], folder=folder, rng=random.Random(0), tracking_uri=uri, experiment=name)
+        return Setting(layout=LAYOUTS[layout], folder=folder, rng=random.Random(0), tracking_uri=uri, experiment=name)
 
     undisturbed = train(setting("undisturbed"))
-    trial = run_trial(TrialId(0, 0, kind, "ddp"), KINDS[kind], setting("disturbed"), undisturbed.outcome)
+    trial = run_trial(TrialId(0, 0, kind, layout), KINDS[kind], setting("disturbed"), undisturbed.outcome)
     if trial.skipped:
         pytest.skip(trial.skipped)
     assert trial.passed, trial.problems

@@ -30,6 +30,7 @@ from orchestrator.state.joint import label_of
 from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.mismatch import mismatches
+from orchestrator.state.model_state import further_entries, own_tensors
 from orchestrator.state.train_state import outline
 from orchestrator.storage.remote import StorageError, is_url
 from orchestrator.strategies.training_step import joined, optimizers_of
@@ -306,9 +307,11 @@ def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str
     model = on_meta_device(job.model)
     if model is None:
         return []
-    own = {name: t for name, t in model.state_dict().items() if name not in meta.get(LEFT_OUT, {})}
+    own = {name: t for name, t in own_tensors(model).items() if name not in meta.get(LEFT_OUT, {})}
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-    errors = [f"of another model: {line}" for line in mismatches(shapes, outline(load(checkpoint).model))]
+    further = further_entries(model)
+    saved = {name: t for name, t in outline(load(checkpoint).model).items() if name not in further}
+    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:

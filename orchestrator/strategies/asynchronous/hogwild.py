@@ -27,6 +27,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
@@ -40,7 +41,9 @@ from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.optimizer_modes import with_modes
 from orchestrator.strategies.whole_model import WholeModel
 
 PROBES = 1024
@@ -77,6 +80,7 @@ class Hogwild(Trainer):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        errors += _optimizer_errors(config, job)
         return statistics_notes(job)
 
     def setup(self, train_set: Dataset[Any]) -> None:
@@ -208,6 +212,32 @@ class Hogwild(Trainer):
 
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+def _optimizer_errors(config: Config, job: Job) -> list[str]:
+    """Return why workers cannot share the optimizer's state, as a trial with small parameters shows it."""
+    what = f"strategy={config.strategy.name}: "
+    try:
+        trial = trial_of(config, job, seed=0)
+        if trial is None or not isinstance(optimizer := trial.optimizer, Optimizer):
+            return []
+    except Exception:  # whatever the job raises, the workers will say it
+        return []
+    try:
+        create_state(optimizer)
+    except ValueError as e:
+        return [f"{what}{e}"]
+    before = {*optimizer_tensors(optimizer)}
+    with contextlib.suppress(Exception):  # as above
+        trial.update(range(1), {name: p.shape for name, p in trial.parameters.items()})
+    others = sorted({path.partition("/")[2] for path in {*optimizer_tensors(optimizer)} - before})
+    others += [f"{method}()" for method in ("train", "eval") if with_modes(optimizer)]
+    if not others:
+        return []
+    return [
+        f"{what}Job.optimizer: {type(optimizer).__name__}: several workers cannot share its {first_few(others, 2)}; "
+        "use SGD, Adagrad, Adam or AdamW, or strategy=ddp"
+    ]
 
 
 def create_state(optimizer: Optimizer) -> None:

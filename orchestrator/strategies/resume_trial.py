@@ -1,0 +1,179 @@
+"""A trial on the driver with small parameters: does the job's optimizer continue from what its ``state_dict()`` says?
+
+A resume and a recovery have nothing else. The trial also shows whether the stages of a pipeline, each with an optimizer
+of its own parameters, make the updates of the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.generators import kept_generators
+from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.config.schema import Config
+from orchestrator.job import Job, has_training_step
+from orchestrator.model.meta import on_meta_device
+from orchestrator.model.precision import Precision
+from orchestrator.model.stages import module_of
+from orchestrator.planning.plan import Plan
+from orchestrator.state.joint import AnyOptimizer, label_of
+from orchestrator.state.merge import merge
+from orchestrator.state.optimizer_state import FURTHER, optimizers_in
+from orchestrator.state.train_state import TrainState, capture, restore
+from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.training_step import joined, optimizers_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part
+from orchestrator.strategies.update.optimizer_modes import to_training
+from orchestrator.strategies.update.weight_average import keep_average
+
+_STEPS = range(3)
+_PLACES = 4
+"""A dimension of a small parameter has at most so many places."""
+
+
+class Trial:
+    """An optimizer of small parameters, with the names that they have in the model."""
+
+    def __init__(self, optimizer: AnyOptimizer, parameters: Mapping[str, nn.Parameter], ema_decay: float | None):
+        if ema_decay is not None:
+            for one in optimizers_in(optimizer):
+                keep_average(one, ema_decay)
+        to_training(optimizer)
+        self.optimizer = optimizer
+        self.parameters = parameters
+
+    def update(self, steps: Iterable[int], shapes: Mapping[str, torch.Size]) -> None:
+        """Make the updates of ``steps``, with gradients that depend on the step and the name alone."""
+        for step in steps:
+            torch.manual_seed(step)
+            gradients = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+            for name, parameter in self.parameters.items():
+                parameter.grad = gradients[name].to(parameter.dtype) if parameter.requires_grad else None
+            for one in optimizers_in(self.optimizer):
+                try:
+                    one.step()
+                except Exception:  # those that compare gradients at several points need a closure
+                    one.step(lambda: 0.0)
+
+    def slow_down(self) -> None:
+        """Change the learning rates, as a schedule does."""
+        for group in self.optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] *= 0.5
+
+    def state(self) -> TrainState:
+        """Return the state as a checkpoint has it."""
+        state = capture(module_of(self.parameters), self.optimizer, None, step=len(_STEPS), samples_consumed=0)
+        return replace(state, meta=json.loads(json.dumps(state.meta)))
+
+    def load(self, state: TrainState) -> None:
+        restore(state, module_of(self.parameters), self.optimizer, None)
+
+
+def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
+    """Return why a run with the job's optimizer could not be resumed, or not be trained in stages.
+
+    Empty if it could, and if the trial cannot be made, because the model cannot be built without memory, or because the
+    optimizer refuses small parameters.
+    """
+    with kept_generators():
+        try:
+            whole, other = trial_of(config, job, seed=0), trial_of(config, job, seed=1)
+            if whole is None or other is None or not whole.optimizer.param_groups:
+                return []
+            shapes = {name: p.shape for name, p in whole.parameters.items()}
+            whole.update(_STEPS, shapes)
+        except Exception:  # whatever the job raises, the workers will say it
+            return []
+        label = label_of(whole.optimizer)
+        try:
+            state = whole.state()
+            if plan.mesh.pipeline > 1 and (reason := _why_no_stages(config, job, state, shapes)) is not None:
+                return [f"strategy={config.strategy.name}: Job.optimizer: {label}: {reason}; use strategy=ddp"]
+            other.load(state)
+            lost = _difference(state, other.state())
+            if lost is None:
+                for trial in (whole, other):
+                    trial.slow_down()
+                    trial.update((len(_STEPS), len(_STEPS) + 1), shapes)
+                lost = _difference(_weights(whole), _weights(other))
+        except Exception as e:
+            reason = str(e) if type(e) is ValueError else f"its state cannot be loaded: {type(e).__name__}: {e}"
+            return [f"Job.optimizer: {reason}" if label in reason else f"Job.optimizer: {label}: {reason}"]
+    if lost is None:
+        return []
+    return [
+        f"Job.optimizer: {label}: {lost} after load_state_dict() of what state_dict() has returned, so a resume or a "
+        "recovery would train another model; let these two methods have all of its state"
+    ]
+
+
+def trial_of(config: Config, job: Job, *, seed: int, own: Callable[[str], bool] | None = None) -> Trial | None:
+    """Return a trial with the parameters of the model, or with its ``own`` ones; None if it cannot be built."""
+    train = config.train
+    model = on_meta_device(constructor_of(job, train, Precision.named(train.precision, "cpu")))
+    if model is None:
+        return None
+    torch.manual_seed(seed)
+    _make_small(model)
+    parameters = {name: p for name, p in model.named_parameters() if own is None or own(name)}
+    if own is not None:
+        optimizer: AnyOptimizer = optimizer_of_part(job, model, module_of(parameters))
+    else:
+        optimizer = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
+    return Trial(optimizer, parameters, train.ema_decay)
+
+
+def _make_small(model: nn.Module) -> None:
+    """Replace the parameters of a model without memory by small ones with random values."""
+    small: dict[Tensor, nn.Parameter] = {}
+    for parameter in model.parameters():
+        values = torch.randn([min(size, _PLACES) for size in parameter.shape]).to(parameter.dtype)
+        small[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        adopt_user_state(small[parameter], parameter)
+    for module in model.modules():
+        held = own_parameters(module)
+        held.update({name: small[p] for name, p in held.items() if p is not None})
+
+
+def _why_no_stages(config: Config, job: Job, whole: TrainState, shapes: Mapping[str, torch.Size]) -> str | None:
+    """Return why two stages do not have the state of the whole model after the same updates; None if they do."""
+    names = list(shapes)
+    halves: list[Collection[str]] = [{*names[: len(names) // 2]}, {*names[len(names) // 2 :]}]
+    states = []
+    for half in halves:
+        try:
+            trial = trial_of(config, job, seed=0, own=half.__contains__)
+            assert trial is not None
+            trial.update(_STEPS, shapes)
+        except Exception:  # whatever the job raises, the workers will say it
+            return None
+        states.append(trial.state())
+    lost = _difference(whole, merge(states, order=names))
+    return None if lost is None else f"{lost} if each stage has an optimizer of its own parameters"
+
+
+def _weights(trial: Trial) -> TrainState:
+    return TrainState(model=dict(trial.parameters), optimizer={}, meta={})
+
+
+def _difference(a: TrainState, b: TrainState) -> str | None:
+    """Return what differs between two states, as a clause; None if nothing does."""
+    for kind in ("optimizer", "model"):
+        one, other = getattr(a, kind), getattr(b, kind)
+        for name in sorted({*one, *other}):
+            if name not in one or name not in other or not _equal(one[name], other[name]):
+                return f"{'its update of ' if kind == 'model' else ''}{name.removeprefix('/')} differs"
+    for key in ("optimizer_scalars", "param_groups", FURTHER):
+        if json.dumps(a.meta.get(key)) != json.dumps(b.meta.get(key)):
+            return "a number or an option in it differs"
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,108 @@
+"""The trial on the driver: which optimizers could not be resumed, or not be trained in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.layouts import EVERY
+from helpers.jobs.optimizers import KINDS, OptimizedDigits
+from helpers.jobs.quick_jobs import AdamDigits, QuickDigits
+from helpers.jobs.step_toys import GAN
+from orchestrator.job import Job
+from orchestrator.strategies.asynchronous.hogwild import Hogwild
+from orchestrator.strategies.resume_trial import optimizer_errors
+from orchestrator.strategies.update.elementwise import ELEMENTWISE
+
+TRAIN = having(steps=6, global_batch_size=24)
+
+
+def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
+    chosen = EVERY[layout]
+    case = chosen.of(Case(job=job, train=having(TRAIN, **train)))
+    config = config_of(case, chosen.world_size)
+    return optimizer_errors(config, job, plan_of(config))
+
+
+@pytest.mark.parametrize("layout", ["single", "1F1B-2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_state_dict_says_is_enough(kind: str, layout: str) -> None:
+    assert errors(OptimizedDigits(kind=kind), layout) == []
+    assert errors(OptimizedDigits(kind=kind), layout, ema_decay=0.9) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDigits(QuickDigits):
+    name: str
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = getattr(torch.optim, self.name)(parameters, lr=0.01)
+        return made
+
+
+@pytest.mark.parametrize("name", [*(kind.__name__ for kind in ELEMENTWISE), "Adafactor", "SparseAdam", "LBFGS"])
+def test_optimizers_of_torch_pass(name: str) -> None:
+    for precision in ("fp32", "bf16-true"):
+        assert errors(TorchDigits(name=name), precision=precision) == []
+    assert errors(TorchDigits(name=name), "1F1B-2") == [] or name == "LBFGS"
+
+
+def test_several_optimizers_pass() -> None:
+    assert errors(GAN()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("forgetful", "Job.optimizer: Forgetful: its update of "),
+        ("sharpness", "Job.optimizer: Sharpness: "),
+        ("two-passes", "Job.optimizer: TwoPasses: its update of "),
+        ("unsavable", "Job.optimizer: Unsavable: its state 'history' of "),
+    ],
+)
+def test_an_optimizer_that_keeps_something_to_itself_is_refused(kind: str, words: str) -> None:
+    (error,) = errors(OptimizedDigits(kind=kind))
+    assert error.startswith(words)
+    assert "load_state_dict()" in error or "let state_dict() return" in error
+
+
+def test_stages_refuse_an_optimizer_that_compares_parameters() -> None:
+    assert errors(OptimizedDigits(kind="global")) == []
+    (error,) = errors(OptimizedDigits(kind="global"), "1F1B-2")
+    assert error.startswith("strategy=pipeline: Job.optimizer: Global: ")
+    assert error.endswith("use strategy=ddp")
+
+
+class Steered(torch.optim.SGD):
+    """Has a tensor of its own in the state of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("trust", torch.ones(()))
+        super().step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredDigits(AdamDigits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Steered(parameters, lr=self.lr)
+
+
+def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> None:
+    for job, words in (
+        (SteeredDigits(), "Job.optimizer: Steered: several workers cannot share its trust; use SGD"),
+        (OptimizedDigits(kind="lists"), "Job.optimizer: Lists: its state cannot be shared by several workers"),
+    ):
+        found: list[str] = []
+        chosen = EVERY["hogwild-2"]
+        config = config_of(chosen.of(Case(job=job, train=TRAIN)), chosen.world_size)
+        Hogwild.check_job(config, job, plan_of(config), found)
+        assert len(found) == 1
+        assert found[0].startswith(f"strategy=hogwild: {words}")
