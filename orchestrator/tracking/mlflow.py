@@ -222,7 +222,8 @@ def _artifacts(uri: str, experiment: str) -> str | None:
     if database is None:
         return None
     folder = re.sub(r"^\.+$|[^\w.-]", "_", experiment)[:_MAX_FOLDER_LENGTH]
-    return (database.absolute().parent / "mlartifacts" / folder).as_uri()
+    path = database.absolute().parent / "mlartifacts" / folder
+    return path.as_uri() if "%" in str(path) else str(path)  # MLflow decodes a path, too
 
 
 def _find(client: MlflowClient, experiment_id: str, tag: str, value: str) -> Run | None:
