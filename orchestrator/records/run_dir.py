@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from orchestrator.protocol.events import RunState
-from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.json_file import Types, read_json, write_json
 from orchestrator.records.listing import folders_in
 from orchestrator.records.lock import changed_at, locked, now_on
 from orchestrator.records.process import is_alive, is_visible
@@ -30,7 +30,7 @@ WHAT_DIED = "its driver has died; the same command with resume=auto continues th
 STATES_WITHOUT_END = (*ACTIVE_STATES, DIED)
 """The states of a run that has not ended."""
 
-_TYPES = {
+_TYPES: Types = {
     **dict.fromkeys(("name", "uid", "state", "command", "location"), str),
     **dict.fromkeys(("driver", "plan", "plan.mesh", "params", "tags", "source", "tracking", "sweep", "summary"), dict),
     **dict.fromkeys(("plan.steps", "plan.global_batch_size", "plan.world_size"), int),

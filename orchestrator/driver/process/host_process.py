@@ -49,7 +49,8 @@ def unchanged() -> Iterator[None]:
     variables = _ray_variables(os.environ)
     excepthook, random_state = sys.excepthook, random.getstate()
     torch = sys.modules.get("torch")
-    torch_state = None if torch is None else (torch.get_rng_state(), torch.get_default_dtype())
+    rng_state = None if torch is None else torch.get_rng_state()
+    dtype = None if torch is None else torch.get_default_dtype()
     had_working_dir = (working_dir := str(Path.cwd())) in sys.path
     had_dynamo = "torch._dynamo" in sys.modules
     try:
@@ -67,8 +68,8 @@ def unchanged() -> Iterator[None]:
         sys.excepthook = excepthook
         random.setstate(random_state)
         if torch is not None:
-            torch.set_rng_state(torch_state[0])
-            torch.set_default_dtype(torch_state[1])
+            torch.set_rng_state(rng_state)
+            torch.set_default_dtype(dtype)
         if not had_working_dir and working_dir in sys.path:
             sys.path.remove(working_dir)
         if not had_dynamo and "orchestrator.compat.deferred_dynamo" in sys.modules:

@@ -360,7 +360,7 @@ def test_a_run_of_another_user_goes_before_further_ones_of_a_user_with_a_share(p
 
 
 def test_a_run_whose_driver_is_silent_blocks_nobody(parts: Parts) -> None:
-    first, second = entry("first", at=1), entry("second", at=2)
+    first, second = entry("first", at=1, workers=3), entry("second", at=2, workers=3)
     assert parts.queue.poll(first).may_reserve
     parts.now += STALE_S
     assert not parts.queue.poll(second).may_reserve

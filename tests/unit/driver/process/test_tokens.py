@@ -80,7 +80,9 @@ def test_auto_is_what_ray_itself_would_take_unless_it_is_embedded_in_a_run(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     first, second, embedded = (f"127.0.0.1:{port}" for port in (61001, 61002, 61003))
-    with raylet(first), raylet(second), raylet(embedded, **EMBEDDED_ENVIRONMENT):
+    with raylet(first), raylet(embedded, **EMBEDDED_ENVIRONMENT), contextlib.ExitStack() as later:
+        time.sleep(0.1)  # the kernel counts in hundredths of a second when a process starts
+        later.enter_context(raylet(second))
         wait_for(lambda: {first, second} <= set(found := addresses()) and embedded not in found)
         assert [address for address in addresses() if address in (first, second)] == [second, first]
         (tmp_path / "ray").mkdir()
