@@ -118,6 +118,7 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
         restart_group_numbers()
         raise
     if assignment.backend == "nccl":
+        assert dist.group.WORLD is not None
         nccl_backend(dist.group.WORLD)  # an unknown one is refused before it would have to be aborted
 
 
