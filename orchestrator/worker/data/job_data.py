@@ -220,10 +220,12 @@ class JobData:
             is_own: whether it is a checkpoint of this run, which reads the same data to its end.
 
         Raises:
-            DatasetError: the training set has another size now, so that samples would be repeated or left out.
+            DatasetError: the training set has another size now, so that samples would be repeated or left out. A stream
+                with a saved position is read on from there.
         """
         before, now = metadata.get(SAMPLES), known_length(self.datasets.train)
-        if is_own and before is not None and now is not None and before != now:
+        reads_on = is_stream(self.datasets.train) and STREAM in metadata
+        if is_own and not reads_on and before is not None and now is not None and before != now:
             raise DatasetError(
                 f"job.dataset('train') has {now:,} samples, and had {before:,} at step {metadata['step']} of this run, "
                 "which would repeat some samples and leave out others; give it the data of before, or let a new run go "

@@ -22,7 +22,7 @@ from helpers.jobs.toys import Cliff, Dropped, Normed, Poisoned, Tokens, Toy, Two
 from helpers.ranks.discarded import Abandoning
 from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import evaluation, loop_of, losses_by_step, run_loop
-from helpers.ranks.streams import Measured
+from helpers.ranks.streams import Measured, Stateful
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.events import BestFound, Warned
@@ -164,6 +164,26 @@ def test_another_number_of_samples_is_refused_in_the_same_run_and_taken_by_a_new
     assert "has 1,200 samples, and had 200 at step 2 of this run" in why
     assert why.endswith(f"start_from={saved}")
     assert gang.run(refused, grown, 1, str(tmp_path / "new"), saved, world_size=1) == [None]
+
+
+class GrowingStream(Stateful):
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing(Toy):
+    def dataset(self, split):
+        rows = super().dataset(split)
+        return GrowingStream(rows.items) if split == "train" else rows
+
+
+def test_a_stream_that_has_grown_is_read_on_from_its_saved_position(gang, tmp_path):
+    train, run_dir = having(steps=2, global_batch_size=16, eval_splits=()), str(tmp_path)
+    gang.run(run_loop, Case(job=Growing(samples=40), train=train), 1, run_dir, None, 0, world_size=1)
+    (saved,) = map(str, (tmp_path / "checkpoints").iterdir())
+    grown = Case(job=Growing(samples=50), train=replace(train, steps=3))
+    assert gang.run(refused, grown, 1, run_dir, saved, world_size=1) == [None]
 
 
 def test_workers_that_read_data_of_different_sizes_are_refused(gang, tmp_path):
