@@ -20,6 +20,7 @@ from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text
+from orchestrator.worker.data.loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
@@ -61,7 +62,7 @@ def describe_failure(
         collateral=collateral,
         log_tail=log_tail(log),
         final=not collateral
-        and (_is_tried(loop) or isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError))),
+        and (_will_come_again(error, loop) or isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError))),
     )
 
 
@@ -88,12 +89,22 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             has_training_step=loop is not None and has_training_step(loop.job),
         )
     text = str(error) if isinstance(error, EXPLAINED) else error_text(error)
-    return f"{text} (in a trial of the {loop.trial}, which would fail later)" if loop and loop.trial else text
+    if loop is not None and _will_come_again(error, loop):
+        return f"{text} (in a trial of the {loop.trial}, which would fail later)"
+    return text
 
 
-def _is_tried(loop: Loop | None) -> bool:
-    """Return whether the error was raised in a trial of what follows, where it would be raised again."""
-    return loop is not None and loop.trial is not None
+def _will_come_again(error: BaseException, loop: Loop | None) -> bool:
+    """Return whether the error was raised in a trial of what follows, by the job and not by the machine."""
+    if loop is None or loop.trial is None:
+        return False
+    causes = [e for e in (error, error.__cause__) if e is not None]
+    return not any(_is_device_error(e) or isinstance(e, LoaderError) or _is_of_disk(e) for e in causes)
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Return whether a disk or a file server has failed. A missing file has another type, a damaged one no number."""
+    return isinstance(error, OSError) and type(error) in (OSError, TimeoutError) and error.errno is not None
 
 
 def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:

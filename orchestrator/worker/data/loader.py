@@ -30,6 +30,10 @@ class DataError(RuntimeError):
     """A sample could not be read. The message names the split, the index and the cause."""
 
 
+class LoaderError(DataError):
+    """A loader process has died or hangs."""
+
+
 def checked_batch(batch: Any) -> Any:
     """Return what the job's ``collate`` has made.
 
@@ -224,7 +228,8 @@ class Loader:
                 iterates over them, ahead of the loader processes.
 
         Raises:
-            DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+            DataError: while iterating, if a sample cannot be read.
+            LoaderError: while iterating, if a loader process has died or hangs.
         """
         self._pass.elements = elements
         finished = False
@@ -287,15 +292,15 @@ def _next(iterator: Iterator[Any], timeout_s: float) -> Any:
         except DataError:
             raise
         except (ConnectionError, EOFError) as e:  # the process has ended before its batch was received
-            raise DataError(_death(iterator, f"its batch was not received: {type(e).__name__}")) from e
+            raise LoaderError(_death(iterator, f"its batch was not received: {type(e).__name__}")) from e
         except RuntimeError as e:
             failure = loader_failure(e)
             if failure is None:
                 raise
             if failure == "died":
-                raise DataError(_death(iterator, str(e))) from e
+                raise LoaderError(_death(iterator, str(e))) from e
             if time.monotonic() >= deadline:
-                raise DataError(
+                raise LoaderError(
                     f"no batch within {timeout_s:g} s: the dataset is too slow or hangs; "
                     "raise data.num_workers, or set data.num_workers=0 to see where it hangs"
                 ) from e

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import loop_of, run_loop
 from helpers.ranks.streams import Counting
 from orchestrator.job import Split
-from orchestrator.protocol.messages import EvalPoint, TrainPoint
+from orchestrator.protocol.messages import EvalPoint, Failure, TrainPoint
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
 from orchestrator.worker.control.context import context_of
@@ -141,16 +143,34 @@ class Failing(Toy):
 def test_what_would_fail_later_ends_the_run_after_the_first_step(tmp_path, what, message):
     checkpoint = replace(CHECKPOINT, best="val/acc", best_direction="maximize") if what == "best" else CHECKPOINT
     train = having(steps=40, global_batch_size=6, eval_every=0)
-    case = Case(job=Failing(what=what), train=train, checkpoint=checkpoint)
+    failure = failure_of(Case(job=Failing(what=what), train=train, checkpoint=checkpoint), tmp_path)
+    assert failure.message.startswith(message)
+    assert failure.final
+
+
+def failure_of(case: Case, tmp_path: Path) -> Failure:
+    """What the driver is told of an error after the first step."""
     orders = assignment(rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case)
     loop = loop_of(orders, case, registry.load("single").create(context_of(orders, CPU), case.job))
     with pytest.raises(Exception) as raised:  # noqa: PT011
         loop.run({})
     loop.finish(timeout_s=60)
     assert loop.position.step == 1
-    failure = describe_failure(raised.value, orders, loop, tmp_path / "log", after_abort=False)
-    assert failure.message.startswith(message)
-    assert failure.final
+    return describe_failure(raised.value, orders, loop, tmp_path / "log", after_abort=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnBadDisk(Failing):
+    def fail(self, what: str, now: bool) -> None:
+        if now and what == self.what:
+            raise OSError(errno.EIO, "planned")
+
+
+def test_a_machine_that_fails_in_a_trial_does_not_end_the_run(tmp_path):
+    case = Case(job=OnBadDisk(what="loss"), train=having(steps=40, global_batch_size=6, eval_every=0))
+    failure = failure_of(case, tmp_path)
+    assert not failure.final
+    assert failure.message == "OSError: [Errno 5] planned"
 
 
 @pytest.mark.parametrize(
