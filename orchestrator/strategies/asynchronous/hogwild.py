@@ -40,6 +40,7 @@ from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
+from orchestrator.strategies.constructor import outline_of
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.trainer import Trainer
@@ -218,7 +219,8 @@ def _optimizer_errors(config: Config, job: Job) -> list[str]:
     """Return why workers cannot share the optimizer's state, as a trial with small parameters shows it."""
     what = f"strategy={config.strategy.name}: "
     try:
-        trial = trial_of(config, job, seed=0)
+        model = outline_of(job, config.train)
+        trial = None if model is None else trial_of(model, job, config.train, seed=0)
         if trial is None or not isinstance(optimizer := trial.optimizer, Optimizer):
             return []
     except Exception:  # whatever the job raises, the workers will say it
