@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError, W
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.process import allocator
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.evaluation import evaluate_splits
+from orchestrator.worker.reports.evaluation import evaluate
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
@@ -421,16 +422,25 @@ class Loop:
 
     def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
         """Return this rank's part of an evaluation; ``batches_of``: returns what to read of a split."""
+
+        def evaluated(split: str) -> EvalPoint:
+            point = evaluate(
+                self.strategy,
+                batches_of(split),
+                step=self.position.step,
+                device=self.device,
+                split=split,
+                perplexity=self.job.reports_perplexity,
+            )
+            self.strategy.confirm()
+            return point
+
         assert self._data is not None
-        return evaluate_splits(
-            self.strategy,
-            self._data.datasets.evaluated,
-            batches_of,
-            step=self.position.step,
-            device=self.device,
-            averages=self.config.train.ema_decay is not None,
-            perplexity=self.job.reports_perplexity,
-        )
+        points = [evaluated(split) for split in self._data.datasets.evaluated]
+        if self.config.train.ema_decay is not None:
+            with self.strategy.averaged_weights():
+                points = [replace(point, ema=evaluated(point.split)) for point in points]
+        return replace(points[0], others=tuple(points[1:]))
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""

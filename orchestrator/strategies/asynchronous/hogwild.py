@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
@@ -81,8 +81,10 @@ class Hogwild(Trainer):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        errors += _optimizer_errors(config, job)
-        return statistics_notes(job)
+        if (model := outline_of(job, config.train)) is None:
+            return ()
+        errors += _optimizer_errors(config, job, model)
+        return statistics_notes(model)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -215,13 +217,12 @@ class Hogwild(Trainer):
         return contextlib.nullcontext()
 
 
-def _optimizer_errors(config: Config, job: Job) -> list[str]:
+def _optimizer_errors(config: Config, job: Job, model: nn.Module) -> list[str]:
     """Return why workers cannot share the optimizer's state, as a trial with small parameters shows it."""
     what = f"strategy={config.strategy.name}: "
     try:
-        model = outline_of(job, config.train)
-        trial = None if model is None else trial_of(model, job, config.train, seed=0)
-        if trial is None or not isinstance(optimizer := trial.optimizer, Optimizer):
+        trial = trial_of(model, job, config.train, seed=0)
+        if not isinstance(optimizer := trial.optimizer, Optimizer):
             return []
     except Exception:  # whatever the job raises, the workers will say it
         return []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,36 +11,6 @@ import torch
 from orchestrator.config.evaluated import VAL
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
-
-
-def evaluate_splits(
-    strategy: Strategy,
-    splits: Iterable[str],
-    batches_of: Callable[[str], Iterable[tuple[Any, int]]],
-    *,
-    step: int,
-    device: torch.device,
-    averages: bool,
-    perplexity: bool,
-) -> EvalPoint:
-    """Evaluate several splits; arguments and result as of :func:`evaluate`.
-
-    Args:
-        batches_of: returns the batches of a split.
-        averages: whether to evaluate the moving average of the weights, too.
-    """
-
-    def evaluated(split: str) -> EvalPoint:
-        batches = batches_of(split)
-        point = evaluate(strategy, batches, step=step, device=device, split=split, perplexity=perplexity)
-        strategy.confirm()
-        return point
-
-    points = [evaluated(split) for split in splits]
-    if averages:
-        with strategy.averaged_weights():
-            points = [replace(point, ema=evaluated(point.split)) for point in points]
-    return replace(points[0], others=tuple(points[1:]))
 
 
 def evaluate(
