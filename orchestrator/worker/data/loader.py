@@ -38,7 +38,7 @@ def checked_batch(batch: Any) -> Any:
     """
     if batch is None or isinstance(batch, (str, bytes)):
         kind = kind_of(batch)
-        raise JobError([f"the function of job.collate returns {kind}; return a pair (input, target) or a dict"])
+        raise JobError(f"the function of job.collate returns {kind}; return a pair (input, target) or a dict")
     return batch
 
 
