@@ -52,9 +52,11 @@ class Schedule:
         self.made_for = {"steps": steps, "steps_per_epoch": steps_per_epoch}
         self.updates = 0
         self._make = make
+        rates = [[copy.deepcopy(group.get("lr")) for group in optimizer.param_groups] for optimizer in optimizers]
         made = [(optimizer, make(optimizer, **self.made_for)) for optimizer in optimizers]
         self._optimizers = [optimizer for optimizer, scheduler in made if scheduler is not None]
         self._schedulers = [scheduler for _, scheduler in made if scheduler is not None]
+        self._rates = [r for one, (_, scheduler) in zip(rates, made, strict=True) if scheduler is not None for r in one]
 
     @property
     def label(self) -> str:
@@ -109,11 +111,13 @@ class Schedule:
 
     def _repeat(self, made_for: Mapping[str, Any]) -> None:
         """Make the schedulers anew from the initial learning rates, and follow all updates again."""
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            initial = float(group.get("initial_lr", rate))  # only schedulers of torch enter it
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(float(group["initial_lr"]))
+                group["lr"].fill_(initial)
             else:
-                group["lr"] = float(group["initial_lr"])
+                group["lr"] = initial
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has not seen the updates
             made = [self._make(optimizer, **made_for) for optimizer in self._optimizers]

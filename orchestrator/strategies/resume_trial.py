@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.generators import kept_generators
+from orchestrator.compat.generators import kept_generators, seed_on_cpu
 from orchestrator.compat.torch import adopt_user_state, own_parameters
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.job import Job, has_training_step
@@ -45,13 +45,17 @@ class Trial:
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def update(self, steps: Iterable[int], shapes: Mapping[str, torch.Size]) -> None:
-        """Make the updates of ``steps``, with gradients that depend on the step and the name alone."""
+    def update(self, steps: Iterable[int], shapes: Mapping[str, torch.Size], *, noise: int = 0) -> None:
+        """Make the updates of ``steps``, with gradients that depend on the step and the name alone.
+
+        ``noise``: the seed of what the optimizer draws.
+        """
         for step in steps:
             torch.manual_seed(step)
             gradients = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
             for name, parameter in self.parameters.items():
                 parameter.grad = gradients[name].to(parameter.dtype) if parameter.requires_grad else None
+            seed_on_cpu(noise)
             for one in optimizers_in(self.optimizer):
                 try:
                     one.step()
@@ -62,7 +66,7 @@ class Trial:
         """Change the learning rates, as a schedule does."""
         for group in self.optimizer.param_groups:
             if "lr" in group:
-                group["lr"] *= 0.5
+                group["lr"] = group["lr"] * 0.5  # not in place, because a tensor may be the job's own
 
     def state(self) -> TrainState:
         """Return the state as a checkpoint has it."""
@@ -139,7 +143,10 @@ def _make_small(model: nn.Module) -> None:
 
 
 def _why_no_stages(make: Callable[..., Trial], whole: TrainState, shapes: Mapping[str, torch.Size]) -> str | None:
-    """Return why two stages do not have the state of the whole model after the same updates; None if they do."""
+    """Return why two stages do not have the state of the whole model after the same updates; None if they do.
+
+    None also if the state depends on random numbers, which are others in each layout.
+    """
     names = list(shapes)
     halves: list[Collection[str]] = [{*names[: len(names) // 2]}, {*names[len(names) // 2 :]}]
     states = []
@@ -151,7 +158,16 @@ def _why_no_stages(make: Callable[..., Trial], whole: TrainState, shapes: Mappin
             return None
         states.append(trial.state())
     lost = _difference(whole, merge(states, order=names))
-    return None if lost is None else f"{lost} if each stage has an optimizer of its own parameters"
+    if lost is None or _draws(make, whole, shapes):
+        return None
+    return f"{lost} if each stage has an optimizer of its own parameters"
+
+
+def _draws(make: Callable[..., Trial], whole: TrainState, shapes: Mapping[str, torch.Size]) -> bool:
+    """Return whether the same updates lead to another state if the optimizer draws other random numbers."""
+    trial = make(seed=0)
+    trial.update(_STEPS, shapes, noise=1)
+    return _difference(whole, trial.state()) is not None
 
 
 def _weights(trial: Trial) -> TrainState:

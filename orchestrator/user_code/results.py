@@ -119,7 +119,7 @@ def _is_weight(value: Any) -> bool:
     from torch import Tensor
 
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()  # its value may be on a GPU, or nowhere
+        return value.ndim == 0 and not value.is_complex()  # its value may be on a GPU, or nowhere
     return value is None or (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf)
 
 
@@ -141,7 +141,7 @@ _CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "collate": _expects("a function that makes a batch of samples, or None", lambda v: v is None or callable(v)),
     "weight": _expects("the number of units in the batch, at least 0, as a number or a scalar tensor", _is_weight),
     "tokens_per_sample": _expects(
-        "a whole number above 0, or None", lambda v: v is None or (isinstance(v, numbers.Integral) and int(v) > 0)
+        "a number above 0, or None", lambda v: v is None or (isinstance(v, numbers.Real) and 0 < float(v) < math.inf)
     ),
     "check": _expects("nothing, and raise a ValueError that says what is wrong", lambda v: v is None),
 }

@@ -180,11 +180,11 @@ def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
             if isinstance(e, RuntimeError) and "equal size" not in str(e):
                 raise  # such as shared memory that is full
             remedy = "let Job.dataset return tensors or numbers, the same for each sample, or write Job.collate"
-            raise JobError([f"torch cannot make a batch of these samples ({error_text(e)}); {remedy}"]) from e
+            raise JobError(f"torch cannot make a batch of these samples ({error_text(e)}); {remedy}") from e
     batch = collate(items)
     if batch is None or isinstance(batch, (str, bytes)):
         kind = kind_of(batch)
-        raise JobError([f"the function of job.collate returns {kind}; return a pair (input, target) or a dict"])
+        raise JobError(f"the function of job.collate returns {kind}; return a pair (input, target) or a dict")
     return batch
 
 

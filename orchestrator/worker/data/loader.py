@@ -143,7 +143,7 @@ class ReadFailure:
 
     def error(self) -> DataError | JobError:
         """Return the error to raise in the training thread."""
-        error = JobError([self.message]) if self.is_of_job else DataError(self.message)
+        error = JobError(self.message) if self.is_of_job else DataError(self.message)
         error.__cause__ = RuntimeError(f"while reading ahead:\n{self.traceback}")
         return error
 
@@ -273,7 +273,7 @@ class Loader:
 
 
 def _read_error(text: str, cause: Exception) -> DataError | JobError:
-    return JobError([text]) if isinstance(cause, JobError) else DataError(text)
+    return JobError(text) if isinstance(cause, JobError) else DataError(text)
 
 
 def _collated(collate: Collate, items: Any, numbers: Sequence[int], what: str) -> Any:
@@ -286,7 +286,7 @@ def _collated(collate: Collate, items: Any, numbers: Sequence[int], what: str) -
         if empty:
             why = "" if isinstance(e, JobError) else f" ({error_text(e)})"
             remedy = "return a sample, or leave it out in the function of job.collate"
-            raise JobError([f"{what}: the dataset returns None for sample {empty[0]}{why}; {remedy}"]) from e
+            raise JobError(f"{what}: the dataset returns None for sample {empty[0]}{why}; {remedy}") from e
         raise _read_error(f"{what}: {error_text(e)}", e) from e
 
 

@@ -15,7 +15,7 @@ from orchestrator.state.checkpoint import load, save
 from orchestrator.state.schedule import Schedule, ScheduleError, without_length
 from orchestrator.state.train_state import capture, restore
 
-Make = Callable[[optim.Optimizer, int], lr.LRScheduler]
+Make = Callable[[optim.Optimizer, int], Any]
 REACHED = 6
 
 
@@ -38,6 +38,27 @@ class Halving(lr.LRScheduler):
 
     def get_lr(self) -> list[float]:
         return [group["lr"] / (2 if self.last_epoch == self.at else 1) for group in self.optimizer.param_groups]
+
+
+class Plain:
+    """No scheduler of torch: it enters no initial rate into the groups."""
+
+    def __init__(self, optimizer: optim.Optimizer, steps: int):
+        self.optimizer = optimizer
+        self.steps = steps
+        self.rate = optimizer.param_groups[0]["lr"]
+        self.updates = 0
+
+    def step(self) -> None:
+        self.updates += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * (1 - self.updates / self.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
 
 
 class Moody(lr.LRScheduler):
@@ -65,6 +86,7 @@ SCHEDULES: dict[str, Make] = {
     "milestones": lambda o, n: lr.MultiStepLR(o, [n // 2, n - 1]),
     "restarts": lambda o, n: lr.CosineAnnealingWarmRestarts(o, T_0=n),
     "own": Halving,
+    "no class of torch": Plain,
     "sequence": lambda o, n: lr.SequentialLR(
         o, [lr.LinearLR(o, 0.1, total_iters=2), lr.CosineAnnealingLR(o, n - 2)], milestones=[2]
     ),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.conformance.layouts import EVERY
-from helpers.jobs.optimizers import KINDS, OptimizedDigits
+from helpers.jobs.optimizers import KINDS, OptimizedDigits, OwnStep
 from helpers.jobs.quick_jobs import AdamDigits, QuickDigits
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
@@ -80,6 +82,39 @@ def test_stages_refuse_an_optimizer_that_compares_parameters() -> None:
     (error,) = errors(OptimizedDigits(kind="global"), "1F1B-2")
     assert error.startswith("strategy=pipeline: Job.optimizer: Global: ")
     assert error.endswith("use strategy=ddp")
+
+
+class Noisy(OwnStep):
+    """Adds noise to gradients, as Langevin dynamics do."""
+
+    def direction(self, p: nn.Parameter) -> torch.Tensor:
+        assert p.grad is not None
+        return p.grad + torch.randn_like(p) + random.random() + np.random.rand()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyDigits(QuickDigits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Noisy(parameters)
+
+
+@pytest.mark.parametrize("layout", ["single", "1F1B-2"])
+def test_what_an_optimizer_draws_is_no_difference(layout: str) -> None:
+    assert errors(NoisyDigits(), layout) == []
+
+
+RATE = torch.tensor(0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRateDigits(QuickDigits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=RATE)
+
+
+def test_a_trial_leaves_a_learning_rate_that_is_a_tensor_of_the_job() -> None:
+    assert errors(OwnRateDigits()) == []
+    assert torch.equal(RATE, torch.tensor(0.1))
 
 
 class Steered(torch.optim.SGD):
