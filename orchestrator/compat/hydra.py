@@ -110,9 +110,15 @@ def compose_files(directory: Path, words: Sequence[str], keep: KeepText) -> Dict
 
     class Source(FileConfigSource):
         def load_config(self, config_path: str) -> ConfigResult:
-            result = super().load_config(config_path)
-            result.config = read_yaml(Path(self.path, self._normalize_file_name(config_path)), keep)
-            return result
+            path = Path(self.path, self._normalize_file_name(config_path))
+            if not path.is_file():
+                return super().load_config(config_path)  # which says so
+            return ConfigResult(
+                config=read_yaml(path, keep),
+                path=f"{self.scheme()}://{self.path}",
+                provider=self.provider,
+                header=self._get_header_dict(path.read_text(encoding="utf-8")),
+            )
 
     Plugins.instance()  # registers the sources
     sources = SourcesRegistry.instance().types

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MARKED = re.compile("\0([^\0]*)\0([^\0]*)\0")
@@ -41,27 +41,26 @@ class Typed(str):
 
 def plain(data: Any) -> Any:
     """Return nested mappings and lists with values in place of typed texts."""
-    if isinstance(data, Typed):
-        return data.value
-    if isinstance(data, Mapping):
-        return {plain(key): plain(value) for key, value in data.items()}
-    return type(data)(map(plain, data)) if type(data) in (list, tuple) else data
+    return _mapped(data, lambda value: value.value if isinstance(value, Typed) else value)
 
 
 def mark(data: Any) -> Any:
     """Return nested mappings and lists with typed texts as strings of a form of their own, which OmegaConf can hold."""
-    if isinstance(data, Typed):
-        return f"\0{data}\0{json.dumps(data.value)}\0"
-    if isinstance(data, Mapping):
-        return {mark(key): mark(value) for key, value in data.items()}
-    return list(map(mark, data)) if isinstance(data, list) else data
+    return _mapped(data, lambda v: f"\0{v}\0{json.dumps(v.value)}\0" if isinstance(v, Typed) else v)
 
 
 def unmark(data: Any) -> Any:
     """Undo :func:`mark`. A mark that an interpolation has put into a longer text becomes the typed text."""
-    if isinstance(data, str):
-        whole = _MARKED.fullmatch(data)
-        return _MARKED.sub(r"\1", data) if whole is None else Typed(whole[1], json.loads(whole[2]))
+    return _mapped(data, lambda value: _unmarked(value) if isinstance(value, str) else value)
+
+
+def _unmarked(text: str) -> str:
+    whole = _MARKED.fullmatch(text)
+    return _MARKED.sub(r"\1", text) if whole is None else Typed(whole[1], json.loads(whole[2]))
+
+
+def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested mappings, lists and tuples with ``change`` of all else, also of keys."""
     if isinstance(data, Mapping):
-        return {unmark(key): unmark(value) for key, value in data.items()}
-    return list(map(unmark, data)) if isinstance(data, list) else data
+        return {_mapped(key, change): _mapped(value, change) for key, value in data.items()}
+    return type(data)(_mapped(v, change) for v in data) if type(data) in (list, tuple) else change(data)

@@ -41,7 +41,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
             return inputs, target
     kind = kind_of(batch) + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise JobError(
-        [f"the batch is {kind}: let the items of Job.dataset, or Job.collate, be pairs (input, target) or dicts"]
+        f"the batch is {kind}: let the items of Job.dataset, or Job.collate, be pairs (input, target) or dicts"
     )
 
 

@@ -25,12 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.protocol.events import (
-    Continued,
     Event,
     MetricsLogged,
     RankProgress,
     RunEnded,
-    RunStarted,
     SampleSaved,
     SystemMetricsLogged,
 )
@@ -92,7 +90,7 @@ class Journal:
             else:
                 if isinstance(event, RunEnded):
                     self._metrics.flush()  # what is uploaded at the end must be there before the end
-                elif (continued := _continued_from(event)) is not None:
+                elif (continued := _continuation({"event": event.kind, **vars(event)})) is not None:
                     self._discard_after(continued, event.time)
                 error = self._events.write(_event_line(event))
                 if isinstance(event, SampleSaved):
@@ -291,23 +289,13 @@ def read_samples(run_dir: RunDir, offset: int = 0) -> Iterator[tuple[Sample, int
             path = run_dir.path / record["path"]
             if run_dir.holds(path):
                 found.append((Sample(record["name"], int(record["step"]), float(record["time"]), path), line_end))
-        elif (step := _recorded_continuation(record)) is not None:
+        elif (step := _continuation(record)) is not None:
             found = [(sample, end) for sample, end in found if sample.step <= step]
     yield from found
 
 
-def _continued_from(event: Event) -> int | None:
-    """Return the step that the run goes on from with an event, None if it does not say so."""
-    match event:
-        case Continued(step=step):
-            return step
-        case RunStarted(resumed_from_step=int(step), source=None):
-            return step
-    return None
-
-
-def _recorded_continuation(record: Mapping[str, Any]) -> int | None:
-    """Return what :func:`_continued_from` returned for a line of ``events.jsonl``."""
+def _continuation(record: Mapping[str, Any]) -> int | None:
+    """Return the step that the run goes on from by a line of ``events.jsonl``; None if it does not say so."""
     match record:
         case {"event": "continued", "step": int(step)}:
             return step

@@ -226,30 +226,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((p for p in root.iterdir() if STEP.fullmatch(p.name)), key=lambda p: step_of(p.name))
 
 
-def find_newest(
-    root: Path, on_damaged: Callable[[CheckpointError], None], *, accept: Callable[[Path], Path] | None = None
-) -> Path | None:
-    """Return the newest intact checkpoint in ``root``, or None.
-
-    Calls ``on_damaged`` for each newer checkpoint that is damaged. ``accept`` verifies one and returns what to use, as
-    :func:`hold` does; None for itself.
-    """
-    tried: set[Path] = set()
-    # Listed again each time: a run that trains may have replaced the last one meanwhile.
-    while paths := [path for path in list_checkpoints(root) if path not in tried]:
-        tried.add(path := paths[-1])
-        try:
-            if accept is not None:
-                return accept(path)
-            verify(path)
-        except CheckpointError as e:
-            if path.exists():
-                on_damaged(e)
-        else:
-            return path
-    return None
-
-
 def hold(path: Path) -> Path:
     """Verify the checkpoint in directory ``path``, and return one that a run which trains does not remove.
 

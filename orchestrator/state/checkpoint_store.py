@@ -17,7 +17,6 @@ from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import (
     STEP,
     complete_manifests,
-    find_newest,
     hold,
     list_checkpoints,
     path_of,
@@ -77,16 +76,18 @@ class CheckpointStore:
 
         Calls ``on_damaged`` for each newer checkpoint that is damaged. ``held``: see :meth:`hold`.
         """
-        if self._remote is None:
-            return find_newest(self._root, on_damaged, accept=hold if held else None)
         tried: set[str] = set()
         while names := [name for name in self.list() if name not in tried]:  # a run that trains may replace them
             tried.add(name := names[-1])
             try:
-                return self.fetch(name)
+                if held or self._remote is not None:
+                    return self.hold(name)
+                verify(self._root / name)
             except CheckpointError as e:
                 if name in self.list():
                     on_damaged(e)
+            else:
+                return self._root / name
         return None
 
     def hold(self, name: str) -> Path:

@@ -113,6 +113,8 @@ class Schedule:
         """Make the schedulers anew from the initial learning rates, and follow all updates again."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         for group, rate in zip(groups, self._rates, strict=True):
+            if rate is None:
+                continue
             initial = float(group.get("initial_lr", rate))  # only schedulers of torch enter it
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(initial)

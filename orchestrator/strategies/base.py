@@ -16,7 +16,6 @@ from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
-from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -26,7 +25,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.constructor import blocks_note, constructor_of, lazy_names
+from orchestrator.strategies.constructor import blocks_note, lazy_names, outline_of
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
@@ -156,35 +155,37 @@ class Strategy(LayoutRules, abc.ABC):
                 return ()
         if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
             errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        if lazy := lazy_names(job):
+        model = on_meta_device(job.model)
+        if model is not None and (lazy := lazy_names(model)):
             errors.append(
                 f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
                 "checkpoints need it; give the sizes, as in nn.Linear(in_features, out_features), or call the model "
                 "once in Job.model"
             )
             return ()
-        if not has_training_step(job) and (model := on_meta_device(job.model)) is not None:
+        if model is not None and not has_training_step(job):
             check_optimizer(job, model, steps=config.train.steps)
-        notes = [*cls.check_job(config, job, plan, errors), *cls._memory_notes(config, job, plan, errors)]
-        if (model := on_meta_device(job.model)) is not None:
+        notes = [*cls.check_job(config, job, plan, errors)]
+        outline = None if errors else outline_of(job, config.train)
+        if outline is not None:
+            notes += cls._memory_notes(config, job, plan, outline, errors)
+        if model is not None:
             errors += saving_errors(model, in_parts=plan.mesh.shard * plan.mesh.pipeline > 1)
-        if not errors and config.evaluate is None:
-            errors += optimizer_errors(config, job, plan)
-        if (note := blocks_note(job, config.train)) is not None:
+        if outline is not None and not errors and config.evaluate is None:
+            errors += optimizer_errors(config, job, plan, outline)
+        if model is not None and (note := blocks_note(model, config.train)) is not None:
             notes.append(note)
         if config.train.init == "fast" and plan.mesh.shard == 1:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
         return tuple(notes)
 
     @classmethod
-    def _memory_notes(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Compute the memory of a worker; nothing after an error, or if the strategy or the model tells nothing."""
+    def _memory_notes(
+        cls, config: Config, job: Job, plan: Plan, model: nn.Module, errors: list[str]
+    ) -> tuple[str, ...]:
+        """Compute the memory of a worker, if the strategy tells how it divides a ``model``, which has none here."""
         division = cls.division(config.strategy, plan.mesh)
-        if errors or division is None or has_training_step(job):
-            return ()
-        precision = Precision.named(config.train.precision, "cpu")
-        model = on_meta_device(constructor_of(job, config.train, precision))
-        if model is None:
+        if division is None or has_training_step(job):
             return ()
         gathered = cls.gathered_bytes(config.strategy, model)
         return memory_notes(config, job, plan, model, division, gathered, errors)

@@ -69,12 +69,14 @@ def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:
     return run
 
 
-def blocks_note(job: Job, train: TrainConfig) -> str | None:
-    """Return a note if the model lacks the blocks that ``train`` asks for; None if it has some, or cannot be built."""
-    if not _uses_blocks(train):
-        return None
-    model = on_meta_device(job.model)
-    if model is None or blocks_of(model):
+def outline_of(job: Job, train: TrainConfig) -> nn.Module | None:
+    """Return the job's model as it is trained, without memory; None if it cannot be built so."""
+    return on_meta_device(constructor_of(job, train, Precision.named(train.precision, "cpu")))
+
+
+def blocks_note(model: nn.Module, train: TrainConfig) -> str | None:
+    """Return a note if the model lacks the blocks that ``train`` asks for; None if it has some."""
+    if not _uses_blocks(train) or blocks_of(model):
         return None
     keys = [f"train.compile={to_cli(train.compile)}"] if train.compiles_blocks else []
     if train.activation_checkpointing != "none":
@@ -85,13 +87,9 @@ def blocks_note(job: Job, train: TrainConfig) -> str | None:
     )
 
 
-def lazy_names(job: Job) -> list[str]:
-    """Return the names of the parameters that get their shapes in the first forward pass, as in ``LazyLinear``.
-
-    Empty if the model cannot be built without memory.
-    """
-    model = on_meta_device(job.model)
-    return [] if model is None else [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+def lazy_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that get their shapes in the first forward pass, as in ``LazyLinear``."""
+    return [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
 
 
 def _uses_blocks(train: TrainConfig) -> bool:

@@ -6,6 +6,7 @@ of its own parameters, make the updates of the whole model.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -15,17 +16,14 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_on_cpu
 from orchestrator.compat.torch import adopt_user_state, own_parameters
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
-from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.plan import Plan
 from orchestrator.state.joint import AnyOptimizer, label_of
 from orchestrator.state.merge import merge
 from orchestrator.state.optimizer_state import FURTHER, optimizers_in
 from orchestrator.state.train_state import TrainState, capture, restore
-from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part
 from orchestrator.strategies.update.optimizer_modes import to_training
@@ -79,16 +77,17 @@ class Trial:
         restore(state, module_of(self.parameters), self.optimizer, None)
 
 
-def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
+def optimizer_errors(config: Config, job: Job, plan: Plan, model: nn.Module) -> list[str]:
     """Return why a run with the job's optimizer could not be resumed, or not be trained in stages.
 
-    Empty if it could, and if the trial cannot be made, because the model cannot be built without memory, or because the
-    optimizer refuses small parameters.
+    Empty if it could, and if the trial cannot be made, because the optimizer refuses small parameters. ``model`` is one
+    without memory, whose parameters are replaced.
     """
+    make = functools.partial(trial_of, model, job, config.train)
     with kept_generators():
         try:
-            whole, other = trial_of(config, job, seed=0), trial_of(config, job, seed=1)
-            if whole is None or other is None or not whole.optimizer.param_groups:
+            whole, other = make(seed=0), make(seed=1)
+            if not whole.optimizer.param_groups:
                 return []
             shapes = {name: p.shape for name, p in whole.parameters.items()}
             whole.update(_STEPS, shapes)
@@ -97,7 +96,7 @@ def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
         label = label_of(whole.optimizer)
         try:
             state = whole.state()
-            if plan.mesh.pipeline > 1 and (reason := _why_no_stages(config, job, state, shapes)) is not None:
+            if plan.mesh.pipeline > 1 and (reason := _why_no_stages(make, state, shapes)) is not None:
                 return [f"strategy={config.strategy.name}: Job.optimizer: {label}: {reason}; use strategy=ddp"]
             other.load(state)
             lost = _difference(state, other.state())
@@ -117,12 +116,10 @@ def optimizer_errors(config: Config, job: Job, plan: Plan) -> list[str]:
     ]
 
 
-def trial_of(config: Config, job: Job, *, seed: int, own: Callable[[str], bool] | None = None) -> Trial | None:
-    """Return a trial with the parameters of the model, or with its ``own`` ones; None if it cannot be built."""
-    train = config.train
-    model = on_meta_device(constructor_of(job, train, Precision.named(train.precision, "cpu")))
-    if model is None:
-        return None
+def trial_of(
+    model: nn.Module, job: Job, train: TrainConfig, *, seed: int, own: Callable[[str], bool] | None = None
+) -> Trial:
+    """Return a trial with new small parameters of ``model``, or with its ``own`` ones."""
     torch.manual_seed(seed)
     _make_small(model)
     parameters = {name: p for name, p in model.named_parameters() if own is None or own(name)}
@@ -134,7 +131,7 @@ def trial_of(config: Config, job: Job, *, seed: int, own: Callable[[str], bool] 
 
 
 def _make_small(model: nn.Module) -> None:
-    """Replace the parameters of a model without memory by small ones with random values."""
+    """Replace the parameters of a model, which may have no memory, by small ones with random values."""
     small: dict[Tensor, nn.Parameter] = {}
     for parameter in model.parameters():
         values = torch.randn([min(size, _PLACES) for size in parameter.shape]).to(parameter.dtype)
@@ -145,7 +142,7 @@ def _make_small(model: nn.Module) -> None:
         held.update({name: small[p] for name, p in held.items() if p is not None})
 
 
-def _why_no_stages(config: Config, job: Job, whole: TrainState, shapes: Mapping[str, torch.Size]) -> str | None:
+def _why_no_stages(make: Callable[..., Trial], whole: TrainState, shapes: Mapping[str, torch.Size]) -> str | None:
     """Return why two stages do not have the state of the whole model after the same updates; None if they do.
 
     None also if the state depends on random numbers, which are others in each layout.
@@ -155,22 +152,20 @@ def _why_no_stages(config: Config, job: Job, whole: TrainState, shapes: Mapping[
     states = []
     for half in halves:
         try:
-            trial = trial_of(config, job, seed=0, own=half.__contains__)
-            assert trial is not None
+            trial = make(seed=0, own=half.__contains__)
             trial.update(_STEPS, shapes)
         except Exception:  # whatever the job raises, the workers will say it
             return None
         states.append(trial.state())
     lost = _difference(whole, merge(states, order=names))
-    if lost is None or _draws(config, job, whole, shapes):
+    if lost is None or _draws(make, whole, shapes):
         return None
     return f"{lost} if each stage has an optimizer of its own parameters"
 
 
-def _draws(config: Config, job: Job, whole: TrainState, shapes: Mapping[str, torch.Size]) -> bool:
+def _draws(make: Callable[..., Trial], whole: TrainState, shapes: Mapping[str, torch.Size]) -> bool:
     """Return whether the same updates lead to another state if the optimizer draws other random numbers."""
-    trial = trial_of(config, job, seed=0)
-    assert trial is not None
+    trial = make(seed=0)
     trial.update(_STEPS, shapes, noise=1)
     return _difference(whole, trial.state()) is not None
 

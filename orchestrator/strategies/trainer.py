@@ -118,7 +118,7 @@ class Trainer(Strategy):
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, reduction, trained = self.context, self.reduction, self.trained
         with self.around_step(logged=want_metrics):
-            metrics = BatchMetrics(self.job, wanted=want_metrics, measure=self._train_metrics)
+            metrics = BatchMetrics(self._train_metrics if want_metrics else None)
             slices = [self._on_device(batch) for batch in microbatches]
             trained.begin_step(has_peers=context.mesh.world_size > 1)
             factor = trained.loss_factor * reduction.averages_over

@@ -30,29 +30,25 @@ def optimizers_of(job: Job, model: nn.Module) -> dict[str, Optimizer]:
     """
     made = job.optimizers(models_of(model))
     if not isinstance(made, Mapping) or not all(isinstance(o, Optimizer) for o in made.values()):
-        raise JobError([f"Job.optimizers returned {kind_of(made)}; return a dict of optimizers by name"])
+        raise JobError(f"Job.optimizers returned {kind_of(made)}; return a dict of optimizers by name")
     for label, optimizer in made.items():
         if (problem := optimizer_problem(optimizer)) is not None:
-            raise JobError([f"Job.optimizers: {label!r} {problem}"])
+            raise JobError(f"Job.optimizers: {label!r} {problem}")
     if not made:
-        raise JobError(["Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some"])
+        raise JobError("Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some")
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[Tensor, str] = {}
     for label, optimizer in made.items():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter not in names:
                 raise JobError(
-                    [
-                        f"Job.optimizers: {label!r} holds a tensor of shape {list(parameter.shape)} that is not a "
-                        "parameter of the model; add it to a module of Job.model"
-                    ]
+                    f"Job.optimizers: {label!r} holds a tensor of shape {list(parameter.shape)} that is not a "
+                    "parameter of the model; add it to a module of Job.model"
                 )
             if parameter in owners:
                 raise JobError(
-                    [
-                        f"Job.optimizers: {names[parameter]} is in the optimizers {owners[parameter]!r} and {label!r}; "
-                        "put it into one of them"
-                    ]
+                    f"Job.optimizers: {names[parameter]} is in the optimizers {owners[parameter]!r} and {label!r}; "
+                    "put it into one of them"
                 )
             owners[parameter] = label
     return dict(made)
@@ -74,18 +70,14 @@ def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     if not isinstance(values, Mapping) or "loss" not in values:
         kind = kind_of(values) + (" without 'loss'" if isinstance(values, Mapping) else "")
         raise JobError(
-            [
-                f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
-                "with the loss under 'loss'"
-            ]
+            f"job.training_step returned {kind}; return the loss, a scalar tensor, or a dict of scalar tensors "
+            "with the loss under 'loss'"
         )
     further = {name: value for name, value in values.items() if name != "loss"}
     metrics = checked_metrics(further, "training_step")
     loss = values["loss"]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise JobError(
-            [f"job.training_step: the loss is {kind_of(loss)}; return a scalar tensor, a mean over the batch"]
-        )
+        raise JobError(f"job.training_step: the loss is {kind_of(loss)}; return a scalar tensor, a mean over the batch")
     return loss.detach().reshape(()), {name: value.detach() for name, value in metrics.items()}
 
 

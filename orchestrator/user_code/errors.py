@@ -18,3 +18,7 @@ class ConfigError(ValueError):
 
 class JobError(ConfigError):
     """The code of the job does what it must not."""
+
+    def __init__(self, error: str):
+        super().__init__([error])
+        self.args = (error,)  # as pickle calls the class

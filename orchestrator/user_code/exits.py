@@ -30,7 +30,7 @@ def exits_refused() -> Iterator[None]:
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
         if (text := _exit_text(e)) is None:
             raise
-        raise JobError([text]) from e
+        raise JobError(text) from e
 
 
 def user_frames(error: BaseException) -> list[TracebackType]:

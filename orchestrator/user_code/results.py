@@ -40,7 +40,7 @@ def _checking(name: str, function: Any) -> Callable[..., Any]:
         outermost = inspect.getattr_static(type(self), name)
         is_outermost = method in (outermost, getattr(outermost, "fget", None))  # others are called by super()
         if is_outermost and (problem := _CHECKS[name](result)) is not None:
-            raise JobError([f"job.{name} {problem}"])
+            raise JobError(f"job.{name} {problem}")
         return result
 
     setattr(method, _MARK, True)
@@ -61,7 +61,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def needs_argument(function: Any) -> str | None:
+def _needed_argument(function: Any) -> str | None:
     """Return the name of an argument that has to be given to ``function``; None if it needs none."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -73,25 +73,32 @@ def needs_argument(function: Any) -> str | None:
 
 def optimizer_problem(result: Any) -> str | None:
     """Return why ``result`` is no optimizer that can be used, as a predicate; None if it is one."""
-    if isinstance(result, type) or not all(hasattr(result, name) for name in ("param_groups", "step", "zero_grad")):
-        return f"returns {kind_of(result)}; return a torch.optim.Optimizer of the parameters"
-    if (argument := needs_argument(result.step)) is not None:
-        return (
-            f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
-            "use another optimizer, such as AdamW"
-        )
-    return None
+    return _stepping_problem(
+        result,
+        ("param_groups", "step", "zero_grad"),
+        wanted="a torch.optim.Optimizer of the parameters",
+        remedy="another optimizer, such as AdamW",
+    )
 
 
 def _scheduler_problem(result: Any) -> str | None:
     if result is None:
         return None
-    if isinstance(result, type) or not all(hasattr(result, name) for name in ("step", "state_dict")):
-        return f"returns {kind_of(result)}; return an LRScheduler of the optimizer, or None for a constant rate"
-    if (argument := needs_argument(result.step)) is not None:
+    return _stepping_problem(
+        result,
+        ("step", "state_dict"),
+        wanted="an LRScheduler of the optimizer, or None for a constant rate",
+        remedy="a schedule over the steps, such as CosineAnnealingLR(optimizer, steps)",
+    )
+
+
+def _stepping_problem(result: Any, attributes: Iterable[str], *, wanted: str, remedy: str) -> str | None:
+    if isinstance(result, type) or not all(hasattr(result, name) for name in attributes):
+        return f"returns {kind_of(result)}; return {wanted}"
+    if (argument := _needed_argument(result.step)) is not None:
         return (
             f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
-            "use a schedule over the steps, such as CosineAnnealingLR(optimizer, steps)"
+            f"use {remedy}"
         )
     return None
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,13 @@ from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import load
-from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT, check_built, total
+from orchestrator.state.left_out import total
 from orchestrator.state.part_writers import Store
-from orchestrator.state.schedule import without_length
-from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.fault_injection import inject_fault
@@ -48,18 +43,11 @@ from orchestrator.worker.reports.evaluation import evaluate
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
+from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
 gradients would otherwise be the largest part of the cost of logging every step."""
-
-
-@dataclass
-class Position:
-    """The progress of the run: optimizer steps, and samples over all ranks."""
-
-    step: int = 0
-    samples_consumed: int = 0
 
 
 def no_validation_warning(eval_every: int, *, samples: bool) -> str:
@@ -201,7 +189,7 @@ class Loop:
             if is_stream(sample_source):
                 sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
             self.strategy.setup(sample_source)
-        checkpoint = self._loaded_checkpoint()
+        checkpoint = loaded_checkpoint(self.assignment, self.strategy, on_progress=self.outbox.progress)
         wait_for_others()
         self.strategy.attach()
         self._checkpoints.attach(store)
@@ -209,7 +197,15 @@ class Loop:
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
-        self._restore_state(checkpoint)
+        restore_state(
+            checkpoint,
+            self.assignment,
+            self.position,
+            strategy=self.strategy,
+            data=self._data,
+            improvement=self._improvement,
+            device=self.device,
+        )
         self._data.check_equal(confirm=self.strategy.confirm)
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
@@ -338,7 +334,7 @@ class Loop:
                 self.strategy.kept_buffers(),
                 kept_generators(self.device),
             ):
-                point = self._evaluated_splits(data.trial_batches)
+                point = self._evaluated(data.trial_batches)
                 self._improvement.check(
                     point, world_size=self.assignment.plan.world_size, confirm=self.strategy.confirm
                 )
@@ -378,73 +374,6 @@ class Loop:
         train = self.config.train
         return step % train.log_every == 0 or step in (1, train.steps)
 
-    def _loaded_checkpoint(self) -> TrainState | None:
-        """Load the checkpoint that the generation starts from, after its download if it is on a store.
-
-        Returns:
-            Its state, on rank 0 and on ranks that read their own part; None on the others, and without a checkpoint.
-        """
-        assignment = self.assignment
-        if assignment.checkpoint is None or assignment.sources is not None:
-            return None
-        if self.rank != 0 and not self._reads_own_part:
-            return None
-        checkpoint = Path(assignment.checkpoint)
-        store = CheckpointStore(checkpoint.parent, assignment.checkpoint_remote)
-        state = load(store.fetch(checkpoint.name, on_progress=self.outbox.progress))
-        if self.config.train.ema_decay is None:
-            forget_average(state)
-        if self._only_evaluates:
-            without_length(state.meta)
-        return state
-
-    @property
-    def _reads_own_part(self) -> bool:
-        """Whether this rank reads its part of a checkpoint, from a directory that all ranks share."""
-        return self.assignment.remote is None and len(self.strategy.writers) > 1
-
-    def _restore_state(self, checkpoint: TrainState | None) -> None:
-        """Bring every rank to one state: of the surviving source ranks, of the checkpoint, or the initial one.
-
-        ``checkpoint``: what :meth:`_loaded_checkpoint` returned.
-        """
-        assert self._data is not None
-        assignment, position = self.assignment, self.position
-        if assignment.sources is not None:
-            meta = self.strategy.recover_state(
-                assignment.sources,
-                source_step=assignment.source_step,
-                step=position.step,
-                samples_consumed=position.samples_consumed,
-            )
-        elif assignment.checkpoint is not None:
-            only_trained = self.config.checkpoint.only_trained
-            built = self._frozen() if only_trained else {}
-            if self._reads_own_part:
-                assert checkpoint is not None
-                meta = self.strategy.restore_part(checkpoint)
-            else:
-                meta = self.strategy.restore(checkpoint, source=0)
-            if (left_out := meta.get(LEFT_OUT)) is not None or only_trained:
-                found = self._frozen()
-                check_built(*((found, built) if left_out is None else (left_out, found)))
-            is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
-            self._data.restore(meta, is_own=is_own)
-            self._improvement.restore(meta if is_own else {}, rank=self.rank)
-        else:
-            self.strategy.sync_initial_state()
-            self._improvement.restore({})
-            return
-        position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
-        if assignment.sources is not None:
-            self._data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
-            self._improvement.share(assignment.sources, source_step=position.step, rank=self.rank)
-
-    def _frozen(self) -> dict[str, int]:
-        """Return the checksums of the frozen parameters of the whole model. A collective operation."""
-        world_size = self.assignment.plan.world_size
-        return total(gather_json(dict(self.strategy.frozen()), world_size=world_size, device=self.device))
-
     def _enter(self, phase: Phase) -> None:
         self.outbox.enter(self.position.step, phase)
         if phase != "train":  # a fault in training is injected after the batch is read
@@ -483,7 +412,7 @@ class Loop:
         self._enter("eval")
         with self.strategy.quiesced(), self.strategy.evaluation_weights():
             if data.datasets.evaluated:
-                point = self._evaluated_splits(data.eval_batches)
+                point = self._evaluated(data.eval_batches)
                 self.outbox.put_point(point)
                 world_size = self.assignment.plan.world_size
                 self._improvement.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
@@ -491,26 +420,27 @@ class Loop:
                 self._reports.sample(step=self.position.step)
         self._enter("train")
 
-    def _evaluated_splits(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
+    def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
         """Return this rank's part of an evaluation; ``batches_of``: returns what to read of a split."""
+
+        def evaluated(split: str) -> EvalPoint:
+            point = evaluate(
+                self.strategy,
+                batches_of(split),
+                step=self.position.step,
+                device=self.device,
+                split=split,
+                perplexity=self.job.reports_perplexity,
+            )
+            self.strategy.confirm()
+            return point
+
         assert self._data is not None
-        points = [self._evaluated(split, batches_of(split)) for split in self._data.datasets.evaluated]
+        points = [evaluated(split) for split in self._data.datasets.evaluated]
         if self.config.train.ema_decay is not None:
             with self.strategy.averaged_weights():
-                points = [replace(p, ema=self._evaluated(p.split, batches_of(p.split))) for p in points]
+                points = [replace(point, ema=evaluated(point.split)) for point in points]
         return replace(points[0], others=tuple(points[1:]))
-
-    def _evaluated(self, split: str, batches: Iterator[tuple[Any, int]]) -> EvalPoint:
-        point = evaluate(
-            self.strategy,
-            batches,
-            step=self.position.step,
-            device=self.device,
-            split=split,
-            perplexity=self.job.reports_perplexity,
-        )
-        self.strategy.confirm()
-        return point
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
@@ -40,6 +40,7 @@ from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
+from orchestrator.strategies.constructor import outline_of
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.trainer import Trainer
@@ -80,8 +81,10 @@ class Hogwild(Trainer):
 
     @classmethod
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        errors += _optimizer_errors(config, job)
-        return statistics_notes(job)
+        if (model := outline_of(job, config.train)) is None:
+            return ()
+        errors += _optimizer_errors(config, job, model)
+        return statistics_notes(model)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -214,12 +217,12 @@ class Hogwild(Trainer):
         return contextlib.nullcontext()
 
 
-def _optimizer_errors(config: Config, job: Job) -> list[str]:
+def _optimizer_errors(config: Config, job: Job, model: nn.Module) -> list[str]:
     """Return why workers cannot share the optimizer's state, as a trial with small parameters shows it."""
     what = f"strategy={config.strategy.name}: "
     try:
-        trial = trial_of(config, job, seed=0)
-        if trial is None or not isinstance(optimizer := trial.optimizer, Optimizer):
+        trial = trial_of(model, job, config.train, seed=0)
+        if not isinstance(optimizer := trial.optimizer, Optimizer):
             return []
     except Exception:  # whatever the job raises, the workers will say it
         return []

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
-from orchestrator.model.meta import on_meta_device
 from orchestrator.model.sharding import extents_of, optimizer_error
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 
-def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
-    """Return why the job's parameters and optimizer cannot be divided into ``num_shards`` shards.
-
-    Empty if they can, or if the workers have to find out because the model cannot be built without memory.
-    """
-    model = on_meta_device(job.model)
-    if model is None:
-        return []
+def sharding_errors(strategy: str, job: Job, model: nn.Module, num_shards: int) -> list[str]:
+    """Return why the parameters of the ``model`` and their optimizer cannot be divided into ``num_shards`` shards."""
     errors = []
     max_shards = sum(extent.units for extent in extents_of(model))
     if num_shards > max_shards:
@@ -26,10 +21,9 @@ def sharding_errors(strategy: str, job: Job, num_shards: int) -> list[str]:
     return errors
 
 
-def statistics_notes(job: Job) -> tuple[str, ...]:
+def statistics_notes(model: nn.Module) -> tuple[str, ...]:
     """Return a note if the model has running statistics, which asynchronous workers do not share."""
-    model = on_meta_device(job.model)
-    if model is None or not any(isinstance(module, BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BatchNorm) for module in model.modules()):
         return ()
     return (
         "BatchNorm: each worker has the running statistics of its own batches, and those of rank 0 are saved; "

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.text import first_few
@@ -25,7 +24,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.settled import Passed, passed
-from orchestrator.strategies.data.datasets import check_dataset, is_stream
+from orchestrator.strategies.data.datasets import check_dataset, is_stream, make_batch
 from orchestrator.user_code.exits import error_text
 
 FEWEST, MOST = 4, 32
@@ -203,7 +202,7 @@ def _parts(
     job: Job, items: Sequence[Any], number: int, *, cut: bool, device: torch.device, precision: Precision
 ) -> list[BatchPart]:
     """Return the samples in that many parts. They are copied, because ``Job.collate`` may change them."""
-    collate = job.collate or default_collate
+    collate = functools.partial(make_batch, job.collate)
     bounds = [len(items) * i // number for i in range(number + 1)]
     if cut:
         whole = collate(copy.deepcopy(list(items)))

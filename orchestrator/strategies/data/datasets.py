@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from orchestrator.compat.generators import drawing
 from orchestrator.config.evaluated import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.exits import error_text
 from orchestrator.user_code.results import kind_of
 
 
@@ -165,6 +167,27 @@ def first_item(dataset: Any) -> Any:
     raise DatasetError("job.dataset('train'): the stream has no samples; give it at least one")
 
 
+def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
+    """Return the batch of ``items`` that ``collate`` of the job makes, or torch's ``default_collate`` if it is None.
+
+    Raises:
+        JobError: there is none; the samples, or ``collate``, are to blame.
+    """
+    if collate is None:
+        try:
+            return default_collate(items)
+        except (TypeError, KeyError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and "equal size" not in str(e):
+                raise  # such as shared memory that is full
+            remedy = "let Job.dataset return tensors or numbers, the same for each sample, or write Job.collate"
+            raise JobError(f"torch cannot make a batch of these samples ({error_text(e)}); {remedy}") from e
+    batch = collate(items)
+    if batch is None or isinstance(batch, (str, bytes)):
+        kind = kind_of(batch)
+        raise JobError(f"the function of job.collate returns {kind}; return a pair (input, target) or a dict")
+    return batch
+
+
 def example_batch(job: Job, train_set: Any, rows: int) -> tuple[Any, Any]:
     """Return the input and the target of a batch that has the first sample ``rows`` times.
 
@@ -172,8 +195,7 @@ def example_batch(job: Job, train_set: Any, rows: int) -> tuple[Any, Any]:
         DatasetError: see :func:`first_item`.
         ValueError: the batch is neither a pair nor a mapping.
     """
-    collate = job.collate or default_collate
-    return split_batch(collate([first_item(train_set)] * rows))
+    return split_batch(make_batch(job.collate, [first_item(train_set)] * rows))
 
 
 def is_ragged(tree: Any, rows: int) -> bool:

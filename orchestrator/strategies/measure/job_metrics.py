@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -105,13 +104,11 @@ class SumCheck:
 
 
 class BatchMetrics:
-    """The sums of the job's metrics over the parts of a training batch; nothing is measured unless ``wanted``."""
+    """The sums of the job's metrics over the parts of a training batch; without ``measure``, of none."""
 
-    def __init__(self, job: Job, *, wanted: bool, measure: Measure | None = None):
-        """``measure``: returns the metrics of a part; ``Job.train_metrics`` by default."""
+    def __init__(self, measure: Measure | None = None):
         self.sums: dict[str, Tensor] = {}
-        measure = measure or functools.partial(train_metrics, job)
-        self._measure = measure if wanted and type(job).train_metrics is not Job.train_metrics else None
+        self._measure = measure
 
     def of(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         """Return the metrics of a part of the batch."""
@@ -130,7 +127,7 @@ def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "tr
     """
     where = f"job.{method}"
     if not isinstance(values, Mapping):
-        raise JobError([f"{where} returned {kind_of(values)}; return a dict of scalar tensors by name"])
+        raise JobError(f"{where} returned {kind_of(values)}; return a dict of scalar tensors by name")
     kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
     return {_checked_name(n, where, _RESERVED[method]): _scalar(v, n, where, kind) for n, v in values.items()}
 
@@ -161,16 +158,14 @@ def loss_of(job: Job, output: Any, target: Any, *, scalar: bool = True) -> Tenso
         loss = job.loss(output, target)
     except Exception as e:
         if output is None:
-            raise JobError(["the output of the model is None; return it from forward()"]) from e
+            raise JobError("the output of the model is None; return it from forward()") from e
         raise
     if scalar and loss.numel() != 1:
-        raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
+        raise JobError(f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor")
     if torch.is_grad_enabled() and not loss.requires_grad and any(t.requires_grad for t in tensors_in(output)):
         raise JobError(
-            [
-                "job.loss returns a tensor without a gradient; compute it from the output without detach(), item() or "
-                "torch.no_grad()"
-            ]
+            "job.loss returns a tensor without a gradient; compute it from the output without detach(), item() or "
+            "torch.no_grad()"
         )
     return loss
 
@@ -182,20 +177,17 @@ def is_scalar(tensor: Tensor) -> bool:
 
 def _checked_name(name: Any, where: str, reserved: re.Pattern[str]) -> str:
     if not isinstance(name, str):
-        raise JobError([f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings"])
+        raise JobError(f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings")
     if reserved.fullmatch(name):
-        raise JobError([f"{where}: the run itself logs a metric named {name!r}; choose another name"])
+        raise JobError(f"{where}: the run itself logs a metric named {name!r}; choose another name")
     if not (name and name.isprintable()):
-        raise JobError([f"{where}: {name!r} cannot be the name of a metric; give it one without control characters"])
+        raise JobError(f"{where}: {name!r} cannot be the name of a metric; give it one without control characters")
     return name
 
 
 def _scalar(value: Any, name: str, where: str, wanted: str) -> Tensor:
     if isinstance(value, (bool, int, float)):
         value = torch.as_tensor(float(value))
-    if not isinstance(value, Tensor):
-        raise JobError([f"{where}: {name!r} is a {type(value).__name__}; return a scalar tensor, {wanted}"])
-    if value.numel() != 1 or value.is_complex():
-        kind = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a complex number"
-        raise JobError([f"{where}: {name!r} is {kind}; return a scalar tensor, {wanted}"])
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        raise JobError(f"{where}: {name!r} is {kind_of(value)}; return a scalar tensor of real numbers, {wanted}")
     return summable(value.reshape(()))

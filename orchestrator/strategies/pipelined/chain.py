@@ -85,7 +85,7 @@ class Chain:
         self._targets: list[Any] = []
         self._weights: Sequence[Weight] = []
         self._divisor: Weight = 1.0
-        self._metrics = BatchMetrics(job, wanted=False)
+        self._metrics = BatchMetrics()
         self._loss_sum = torch.zeros(())
         self.timed_stages = [
             TimedStage(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.schema import Config
@@ -29,7 +28,7 @@ from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import spread
-from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, ragged_error
+from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
@@ -173,7 +172,7 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
 def _of_other_shape(job: Job, train_set: Any, inputs: Any, rows: int, precision: Precision) -> Any:
     """Return the inputs of a micro-batch of another shape, from some training samples; None if there is none."""
     for item in spread(train_set, SAMPLES_OF_SHAPES):
-        other = precision.inputs(split_batch((job.collate or default_collate)([item] * rows))[0])
+        other = precision.inputs(split_batch(make_batch(job.collate, [item] * rows))[0])
         if [t.shape for t in tensors_in(other)] != [t.shape for t in tensors_in(inputs)]:
             return other
     return None

@@ -94,7 +94,7 @@ class Scattered(WholeModel):
             return loss
         weights = self.replicas.collect([self._weight_of(piece) for piece in self.replicas.scatter(target)])
         if loss.shape != (len(weights),):
-            raise JobError([f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor"])
+            raise JobError(f"job.loss returns {kind_of(loss)}; return the mean over the batch, a scalar tensor")
         for output, weight in zip(outputs, weights, strict=True):
             without_gradient(output, weight)
         total: Tensor = torch.stack([weighted(mean, w) for mean, w in zip(loss, weights, strict=True)]).sum()

@@ -152,7 +152,7 @@ class JobStep(Trainer):
         """Average the gradients of one optimizer over the ranks, measure and clip them. A hook of its ``step()``."""
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise JobError(
-                [f"job.training_step: optimizers[{name!r}].step() was given a closure; call backward() before step()"]
+                f"job.training_step: optimizers[{name!r}].step() was given a closure; call backward() before step()"
             )
         train = self.context.train
         parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
@@ -23,7 +22,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.data.datasets import example_batch, is_stream
+from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.dp import DP, DPConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
@@ -323,10 +322,11 @@ def _arrangements(
 
 def _batch(job: Job, train_set: Any, rows: int) -> Any:
     """Return a batch of the first ``rows`` samples of the training set, repeated if it has fewer."""
-    collate = job.collate or default_collate
     if is_stream(train_set):
-        return collate(list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(train_set)), rows)))
-    return collate([train_set[i % len(train_set)] for i in range(rows)])
+        items = list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(train_set)), rows))
+    else:
+        items = [train_set[i % len(train_set)] for i in range(rows)]
+    return make_batch(job.collate, items)
 
 
 def _bytes_of(gradient: Tensor) -> int:

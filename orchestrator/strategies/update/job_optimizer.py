@@ -112,10 +112,10 @@ def _groups_of(job: Job, model: nn.Module) -> list[Any]:
     if not (trained := trained_parameters(model)):
         frozen = any(True for _ in model.parameters())
         what = "whose parameters are all frozen; unfreeze some" if frozen else "which has no parameters to train"
-        raise JobError([f"job.model returns {kind_of(model)}, {what}"])
+        raise JobError(f"job.model returns {kind_of(model)}, {what}")
     groups = list(job.parameter_groups(trained))
     if any(isinstance(group, Mapping) and "params" not in group for group in groups):
-        raise JobError(["job.parameter_groups returns a dict without 'params'; put the parameters of the group there"])
+        raise JobError("job.parameter_groups returns a dict without 'params'; put the parameters of the group there")
     return groups
 
 
@@ -133,7 +133,7 @@ def _made(job: Job, entries: Iterable[Any]) -> Optimizer:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if foreign := [parameter for parameter in held if parameter not in given]:
             what = f"{kind_of(optimizer)} of {kind_of(foreign[0])} that it was not given"
-            raise JobError([f"job.optimizer returns {what}; make it of its argument"])
+            raise JobError(f"job.optimizer returns {what}; make it of its argument")
     return optimizer
 
 

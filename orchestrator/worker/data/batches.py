@@ -14,6 +14,7 @@ the next sample.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import traceback
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
 from orchestrator.config.evaluated import VAL, how_to_leave_out
@@ -36,6 +37,7 @@ from orchestrator.strategies.data.datasets import (
     epoch_generator,
     is_ragged,
     is_stream,
+    make_batch,
     mix,
 )
 from orchestrator.user_code.exits import error_text
@@ -208,6 +210,7 @@ def train_batches(
 
     Raises:
         DataError: while iterating, if a sample cannot be read, or if a loader process has died or hangs.
+        JobError: while iterating, if no attempt could make a batch of the samples.
     """
     global_batch_size, batches = share.global_batch_size, sampling.batches
     shares = even_shares(global_batch_size, share.data_parallel_size)
@@ -237,7 +240,7 @@ def train_batches(
             try:
                 items = stream.read(global_batch_size, first=first, end=offsets[-1])
             except DataError as e:
-                yield 0, ReadFailure(str(e), traceback.format_exc())
+                yield 0, ReadFailure.of(e)
                 return
             for offset, size in zip(offsets, sizes, strict=False):
                 samples = Slice(items[offset - first : offset - first + size], start + offset)
@@ -246,7 +249,7 @@ def train_batches(
     if not read:
         yield from itertools.repeat([None] * share.grad_accumulation, steps)
         return
-    function = loading.collate or default_collate
+    function = functools.partial(make_batch, loading.collate)
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
     if isinstance(dataset, StreamReader):
@@ -308,7 +311,7 @@ class EvalBatches:
         self._dp_rank = dp_rank
         self._read = read
         self._streamed = is_stream(dataset)
-        function = Padded(loading.collate or default_collate, batch_size, pad_ragged)
+        function = Padded(functools.partial(make_batch, loading.collate), batch_size, pad_ragged)
         self.num_batches: int | None = None
         if not self._streamed:
             self.num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
@@ -374,7 +377,7 @@ class EvalBatches:
                     remedy = how_to_leave_out(self._split)
                     text = f"{self._split} data: the stream has no samples; for no evaluation, {remedy}"
                     counts.append(0)
-                    yield 0, ReadFailure(text, "")
+                    yield 0, ReadFailure(text)
                 return
             own = items[first : first + self._batch_size]
             counts.append(len(own))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from orchestrator.job import Split
 from orchestrator.records.process import end_with_parent
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text, exits_refused
-from orchestrator.user_code.results import kind_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -34,18 +33,6 @@ class LoaderError(DataError):
     """A loader process has died or hangs."""
 
 
-def checked_batch(batch: Any) -> Any:
-    """Return what the job's ``collate`` has made.
-
-    Raises:
-        JobError: it is no batch.
-    """
-    if batch is None or isinstance(batch, (str, bytes)):
-        kind = kind_of(batch)
-        raise JobError([f"the function of job.collate returns {kind}; return a pair (input, target) or a dict"])
-    return batch
-
-
 @dataclass(frozen=True)
 class BatchReader(Dataset[Any]):
     """A dataset whose item for a list of indices is the collated batch.
@@ -56,7 +43,8 @@ class BatchReader(Dataset[Any]):
     A loader process returns an error as a :class:`ReadFailure`, because only its text can be pickled safely.
 
     Raises:
-        DataError: on access, if a sample cannot be read or the samples cannot be collated.
+        DataError: on access, if reading a sample or collating fails.
+        JobError: on access, if no attempt could make a batch of the samples.
     """
 
     dataset: Dataset[Any]
@@ -66,11 +54,13 @@ class BatchReader(Dataset[Any]):
 
     def __getitem__(self, indices: list[int]) -> Any:
         try:
-            return self._collated(self._items(indices), indices)
-        except DataError as e:
+            return _collated(
+                self.collate, self._items(indices), indices, f"{self.split} data, collating samples {indices}"
+            )
+        except (DataError, JobError) as e:
             if get_worker_info() is None:
                 raise
-            return ReadFailure(str(e), traceback.format_exc())
+            return ReadFailure.of(e)
 
     def _items(self, indices: list[int]) -> list[Any]:
         dataset = self.dataset
@@ -103,17 +93,8 @@ class BatchReader(Dataset[Any]):
                     raise self._error(f"sample {index}", cause) from cause
             raise self._error(f"samples {indices}", e) from e
 
-    def _collated(self, items: list[Any], indices: list[int]) -> Any:
-        try:
-            with exits_refused():
-                return checked_batch(self.collate(items))
-        except Exception as e:
-            empty = [index for index, item in zip(indices, items, strict=False) if item is None]
-            hint = f"; the dataset returns None for sample {empty[0]}" if empty else ""
-            raise self._error(f"collating samples {indices}{hint}", e) from e
-
-    def _error(self, what: str, cause: Exception) -> DataError:
-        return DataError(f"{self.split} data, {what}: {error_text(cause)}")
+    def _error(self, what: str, cause: Exception) -> DataError | JobError:
+        return _read_error(f"{self.split} data, {what}: {error_text(cause)}", cause)
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,8 @@ class Collator(Dataset[Any]):
     The stream itself is read by the training thread; loader processes only collate.
 
     Raises:
-        DataError: on access, if the samples cannot be collated.
+        DataError: on access, if collating fails.
+        JobError: on access, if no attempt could make a batch of the samples.
     """
 
     collate: Collate
@@ -140,23 +122,34 @@ class Collator(Dataset[Any]):
     def __getitem__(self, samples: Slice | ReadFailure) -> Any:
         if isinstance(samples, ReadFailure):
             return samples
+        numbers = range(samples.start, samples.start + len(samples.items))
+        what = f"{self.split} data, collating samples {numbers[0]} to {numbers[-1]} of the stream"
         try:
-            with exits_refused():
-                return checked_batch(self.collate(samples.items))
-        except Exception as e:
-            where = f"samples {samples.start} to {samples.start + len(samples.items) - 1} of the stream"
-            message = f"{self.split} data, collating {where}: {error_text(e)}"
+            return _collated(self.collate, samples.items, numbers, what)
+        except (DataError, JobError) as e:
             if get_worker_info() is None:
-                raise DataError(message) from e
-            return ReadFailure(message, traceback.format_exc())
+                raise
+            return ReadFailure.of(e)
 
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """A :class:`DataError` as text, in place of a batch: of a loader process, or of a batch that is read ahead."""
+    """An error as text, in place of a batch: of a loader process, or of a batch that is read ahead."""
 
     message: str
-    traceback: str
+    traceback: str = ""
+    is_of_job: bool = False
+
+    @classmethod
+    def of(cls, error: DataError | JobError) -> ReadFailure:
+        """Return the error that is handled as text."""
+        return cls(str(error), traceback.format_exc(), isinstance(error, JobError))
+
+    def error(self) -> DataError | JobError:
+        """Return the error to raise in the training thread."""
+        error = JobError(self.message) if self.is_of_job else DataError(self.message)
+        error.__cause__ = RuntimeError(f"while reading ahead:\n{self.traceback}")
+        return error
 
 
 @dataclass(frozen=True)
@@ -230,6 +223,7 @@ class Loader:
         Raises:
             DataError: while iterating, if a sample cannot be read.
             LoaderError: while iterating, if a loader process has died or hangs.
+            JobError: while iterating, if no attempt could make a batch of the samples.
         """
         self._pass.elements = elements
         finished = False
@@ -242,7 +236,7 @@ class Loader:
                     finished = True
                     return
                 if isinstance(batch, ReadFailure):
-                    raise DataError(batch.message) from RuntimeError(f"while reading ahead:\n{batch.traceback}")
+                    raise batch.error()
                 yield batch
         finally:
             # Now, because a traceback may keep the last reference for a long time.
@@ -281,6 +275,24 @@ class Loader:
             # A separate generator: starting a loader must not advance the global one, which dropout draws from.
             generator=torch.Generator().manual_seed(self._seed),
         )
+
+
+def _read_error(text: str, cause: Exception) -> DataError | JobError:
+    return JobError(text) if isinstance(cause, JobError) else DataError(text)
+
+
+def _collated(collate: Collate, items: Any, numbers: Sequence[int], what: str) -> Any:
+    """Return the batch of ``items``, the samples ``numbers``. ``what`` begins the message of an error."""
+    try:
+        with exits_refused():
+            return collate(items)
+    except Exception as e:
+        empty = [n for n, item in zip(numbers, items, strict=False) if item is None] if isinstance(items, list) else []
+        if empty:
+            why = "" if isinstance(e, JobError) else f" ({error_text(e)})"
+            remedy = "return a sample, or leave it out in the function of job.collate"
+            raise JobError(f"{what}: the dataset returns None for sample {empty[0]}{why}; {remedy}") from e
+        raise _read_error(f"{what}: {error_text(e)}", e) from e
 
 
 def _next(iterator: Iterator[Any], timeout_s: float) -> Any:

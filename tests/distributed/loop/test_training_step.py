@@ -271,7 +271,8 @@ class Returning(Distillation):
         ),
         (
             Returning(value={"loss": torch.ones(()), "parts": torch.ones(2)}),
-            "job.training_step: 'parts' is a tensor of shape (2,); return a scalar tensor, a mean over the batch",
+            "job.training_step: 'parts' is a tensor of shape (2,) and type torch.float32; return a scalar tensor of "
+            "real numbers, a mean over the batch",
         ),
         (Returning(closure=True), "job.training_step: optimizers['student'].step() was given a closure; "),
     ],

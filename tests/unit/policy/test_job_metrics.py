@@ -37,8 +37,16 @@ def test_a_scalar_may_have_any_name(name: str, value: Any) -> None:
         ("metrics", {"a\nb": 1.0}, r"'a\nb' cannot be the name of a metric; give it one without control characters"),
         ("metrics", {"a\udcff": 1.0}, r"'a\udcff' cannot be the name of a metric"),
         ("metrics", {3: 1.0}, "the name 3 is a int"),
-        ("metrics", {"a": torch.ones(2)}, "'a' is a tensor of shape (2,); return a scalar tensor, a sum"),
-        ("metrics", {"a": torch.ones((), dtype=torch.complex64)}, "'a' is a complex number"),
+        (
+            "metrics",
+            {"a": torch.ones(2)},
+            "'a' is a tensor of shape (2,) and type torch.float32; return a scalar tensor of real numbers, a sum",
+        ),
+        (
+            "metrics",
+            {"a": torch.ones((), dtype=torch.complex64)},
+            "'a' is a tensor of shape () and type torch.complex64; return a scalar tensor of real numbers",
+        ),
         ("train_metrics", {"a": "1"}, "'a' is a str; return a scalar tensor"),
         ("train_metrics", [1.0], "returned a list; return a dict of scalar tensors by name"),
         ("metrics", None, "returned None; return a dict"),

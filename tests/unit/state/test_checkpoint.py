@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import nn, optim
 
 from helpers.files.checkpoints import best_at, make_state, never
-from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, prune, save, verify
+from orchestrator.state.checkpoint import list_checkpoints, load, prune, save, verify
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState, capture
@@ -184,13 +185,13 @@ def test_damage_is_named_and_the_checkpoint_before_it_taken(
         assert caught.value.path == newer
         assert str(newer) in str(caught.value)
     reported: list[CheckpointError] = []
-    assert find_newest(tmp_path, reported.append) == older
+    assert CheckpointStore(tmp_path, None).find_newest(reported.append) == older
     assert [e.path for e in reported] == ([newer] if newer.exists() else [])
 
 
 def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert find_newest(tmp_path, never) is None
-    assert find_newest(tmp_path / "absent", never) is None
+    assert CheckpointStore(tmp_path, None).find_newest(never) is None
+    assert CheckpointStore(tmp_path / "absent", None).find_newest(never) is None
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_
     for step in (43, 46):
         writer.submit(make_state(step))
         assert writer.drain(10) is None
-        newest = find_newest(tmp_path, never)
+        newest = CheckpointStore(tmp_path, None).find_newest(never)
         assert newest is not None
         assert load(newest).step == step
     assert writer.close(10) is None
@@ -302,7 +303,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path
         writer.wait(timeout=30)
     (leftover,) = tmp_path.glob(".step-*")
     assert not (leftover / "manifest.json").exists(), "killed too late to show anything"
-    assert find_newest(tmp_path, never) == first
+    assert CheckpointStore(tmp_path, None).find_newest(never) == first
     assert load(first).step == 1
     prune(tmp_path, 1, saved_step=1)
     assert list(tmp_path.iterdir()) == [first]
@@ -356,6 +357,7 @@ import torch
 from torch import nn, optim
 from orchestrator.state import checkpoint
 from orchestrator.state import train_state as state
+from orchestrator.state.checkpoint_store import CheckpointStore
 import _pickle, pickle
 
 model = nn.Linear(3, 4)
@@ -369,7 +371,7 @@ for module in (pickle, _pickle):
     for name in ("load", "loads", "Unpickler"):
         setattr(module, name, refuse)
 pickle._Unpickler = torch.load = refuse
-path = checkpoint.find_newest(Path(sys.argv[1]), print)
+path = CheckpointStore(Path(sys.argv[1]), None).find_newest(print)
 state.restore(checkpoint.load(path), model, optimizer, scheduler)
 print(model.weight.sum().item(), optimizer.state[model.weight]["step"].item())
 """

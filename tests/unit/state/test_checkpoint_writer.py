@@ -16,7 +16,7 @@ from helpers.files.checkpoints import best_at, make_state, never
 from helpers.machines.disks import freezable_disk
 from orchestrator.state import checkpoint_writer
 from orchestrator.state.best import BEST, BestSoFar
-from orchestrator.state.checkpoint import find_newest, list_checkpoints, load, save, step_of
+from orchestrator.state.checkpoint import list_checkpoints, load, save, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter, WriteFailed, Written
 from orchestrator.state.fence import Fence, FencedError
@@ -81,7 +81,7 @@ def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(
     permits.release()
     assert writer.close(60) is None, "close() waits for what was submitted"
     assert [r.step for r in writer.results()] == [1]
-    assert find_newest(tmp_path, never) == tmp_path / "step-00000001"
+    assert CheckpointStore(tmp_path, None).find_newest(never) == tmp_path / "step-00000001"
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(
         assert time.monotonic() - began > stall_s, "the write was too fast to show anything"
         assert signs
         assert writer.close(30) is None
-        assert find_newest(disk.folder, never) == disk.folder / "step-00000001"
+        assert CheckpointStore(disk.folder, None).find_newest(never) == disk.folder / "step-00000001"
 
 
 def test_the_writer_goes_on_after_an_error(tmp_path: Path) -> None:

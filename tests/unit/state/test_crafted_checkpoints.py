@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from orchestrator.state import checkpoint
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.digests import HASH
 from orchestrator.state.manifest import MANIFEST, CheckpointError
 from orchestrator.state.train_state import TrainState
@@ -51,7 +52,7 @@ def refusal(path: Path) -> str:
     try:
         checkpoint.verify(path)
     except CheckpointError:
-        assert checkpoint.find_newest(path.parent, found.append) is None
+        assert CheckpointStore(path.parent, None).find_newest(found.append) is None
         assert len(found) == 1
     return error.value.reason
 

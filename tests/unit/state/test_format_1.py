@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from orchestrator.state.checkpoint import find_newest, load, save, verify
+from orchestrator.state.checkpoint import load, save, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import restore
@@ -58,6 +58,6 @@ def test_damage_of_one_is_noticed(tmp_path: Path, file: str) -> None:
     data[-1] ^= 1
     (path / file).write_bytes(data)
     found: list[CheckpointError] = []
-    assert find_newest(tmp_path, found.append) is None
+    assert CheckpointStore(tmp_path, None).find_newest(found.append) is None
     assert [e.reason for e in found] == [f"{file} changed since it was written: its sha256 differs from the manifest's"]
     assert json.loads((path / "manifest.json").read_text())["format"] == 1

@@ -20,7 +20,8 @@ from torch import Tensor, nn, optim
 from helpers.records.runs import in_campaign
 from orchestrator.state import digests
 from orchestrator.state.boxes import Box
-from orchestrator.state.checkpoint import commit, find_newest, load, staging, verify, write_part
+from orchestrator.state.checkpoint import commit, load, staging, verify, write_part
+from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.digests import CHUNK_BYTES
 from orchestrator.state.manifest import CheckpointError, Kind
 from orchestrator.state.train_state import TrainState, capture, restore
@@ -271,5 +272,5 @@ def test_what_is_wrong_is_named_and_the_checkpoint_before_it_used(
     before, path = save_parts(tmp_path, QUARTERS, step=1), save_parts(tmp_path, QUARTERS, step=2)
     reason = damage(path)
     found: list[CheckpointError] = []
-    assert find_newest(tmp_path, found.append) == before
+    assert CheckpointStore(tmp_path, None).find_newest(found.append) == before
     assert [str(e) for e in found] == [f"checkpoint {path}: {reason}"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -40,6 +40,27 @@ class Lazy(Toy):
 def test_parameters_without_a_shape(options: StrategyConfig) -> None:
     [error] = errors_of(Lazy(), options, world_size=1 if options is SINGLE else 4 if options is PARAMETER_SERVER else 2)
     assert error.startswith("job.model(): 0.weight, 0.bias have no shape before the first call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Toy):
+    calls: list[str] = field(default_factory=list)
+
+    def model(self) -> nn.Module:
+        self.calls.append("model")
+        return super().model()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        self.calls.append("optimizer")
+        return super().optimizer(parameters)
+
+
+@pytest.mark.parametrize(("options", "models"), [(SINGLE, 2), (DDP, 4)], ids=["single", "ddp"])
+def test_the_checks_of_a_start_share_a_model(options: StrategyConfig, models: int) -> None:
+    """A model takes seconds to build. The optimizers: as it is, for its memory, and two for the trial of a resume."""
+    job = Counted()
+    assert errors_of(job, options, world_size=1 if options is SINGLE else 2) == []
+    assert (job.calls.count("model"), job.calls.count("optimizer")) == (models, 4)
 
 
 class Halves(nn.Module):

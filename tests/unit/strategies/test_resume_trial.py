@@ -19,6 +19,7 @@ from helpers.jobs.quick_jobs import AdamDigits, QuickDigits
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
 from orchestrator.strategies.asynchronous.hogwild import Hogwild
+from orchestrator.strategies.constructor import outline_of
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
 
@@ -29,7 +30,9 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
     chosen = EVERY[layout]
     case = chosen.of(Case(job=job, train=having(TRAIN, **train)))
     config = config_of(case, chosen.world_size)
-    return optimizer_errors(config, job, plan_of(config))
+    model = outline_of(job, config.train)
+    assert model is not None
+    return optimizer_errors(config, job, plan_of(config), model)
 
 
 @pytest.mark.parametrize("layout", ["single", "1F1B-2"])

@@ -64,7 +64,7 @@ class ShardPieces:
         model = job.model()
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
-            raise JobError([f"Job.optimizer: {error}"])
+            raise JobError(f"Job.optimizer: {error}")
         self.scheduler = schedule_of(job, [optimizer], steps=steps, steps_per_epoch=steps_per_epoch)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
+from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
@@ -70,11 +71,13 @@ class ParameterServer(Strategy):
     def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options = config.strategy
         assert isinstance(options, ParameterServerConfig)
-        errors += sharding_errors(options.name, job, options.num_shards)
+        model = on_meta_device(job.model)
+        if model is not None:  # otherwise the workers find out
+            errors += sharding_errors(options.name, job, model, options.num_shards)
         errors += diverging_errors(job, plan)
         if cls.is_synchronous(options):
             return check_batchnorm(job, plan, synchronized=False, errors=errors)
-        return statistics_notes(job)
+        return () if model is None else statistics_notes(model)
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:

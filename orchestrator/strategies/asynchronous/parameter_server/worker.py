@@ -77,7 +77,7 @@ class ParameterWorker(Trainer, Reduction):
         super().setup(train_set)
         optimizer, model = self.trained.optimizer, self.passes.model
         if error := optimizer_error(optimizer):
-            raise JobError([f"Job.optimizer: {error}"])
+            raise JobError(f"Job.optimizer: {error}")
         optimizer.state.clear()  # the shards have it; the worker needs only the settings
         extents = extents_of(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

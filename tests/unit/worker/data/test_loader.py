@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 
 from helpers.ranks.batches import Numbers, eval_batches, evaluate, train
 from helpers.records.runs import PYTHONPATH, wait_for
+from orchestrator.user_code.errors import JobError
 from orchestrator.worker.data import loader
 from orchestrator.worker.data.loader import DataError
 
@@ -115,6 +116,26 @@ def test_a_collate_that_raises_is_named(num_workers: int) -> None:
         next(train(Numbers(8), collate=collate, num_workers=num_workers))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("items", "collate", "message"),
+    [
+        ([1, None, 2], None, r"the dataset returns None for sample 1; return a sample, or leave it out in the "),
+        ([1, None, 2], max, r"the dataset returns None for sample 1 \(TypeError: .*\); return a sample"),
+        ([(1, None)] * 3, None, r"torch cannot make a batch .*NoneType.*; let Job.dataset return tensors or numbers, "),
+        (
+            [torch.ones(n) for n in range(3)],
+            None,
+            r"torch cannot make a batch .*stack expects .*, or write Job.collate$",
+        ),
+        ([1, 2, 3], lambda items: None, "the function of job.collate returns None; return a pair"),
+    ],
+)
+def test_samples_that_make_no_batch_are_an_error_of_the_job(items, collate, message, num_workers) -> None:
+    with pytest.raises(JobError, match=rf"^train data, collating samples \[.*\]: {message}"):
+        next(train(items, collate=collate, num_workers=num_workers, global_batch_size=3))
+
+
 def test_a_batched_dataset_is_asked_once_per_batch() -> None:
     dataset = Batched(32, -1, "")
     batches = list(train(dataset, steps=3))
@@ -157,7 +178,7 @@ def test_a_killed_loader_process_is_reported_soon() -> None:
 )
 def test_a_loader_process_that_the_dataset_ends_is_an_error_of_the_data(how: str, text: str) -> None:
     error = in_thread(lambda: list(train(Broken(32, 13, how), num_workers=2)))
-    assert isinstance(error, DataError), error
+    assert isinstance(error, (DataError, JobError)), error
     assert re.match(text, str(error)), error
     assert not multiprocessing.active_children()
 
