@@ -85,7 +85,7 @@ def weighted(loss: Tensor, weight: Weight) -> Tensor:
     loss = summable(loss)
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
-    return loss * weight if weight else loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
+    return loss * weight if weight else torch.zeros_like(loss)
 
 
 def without_gradient(output: Any, weight: Weight) -> None:
@@ -102,15 +102,14 @@ def without_gradient(output: Any, weight: Weight) -> None:
             tensor.register_hook(functools.partial(_without, counts.logical_not()))
     elif tensors and not counts:
         for node in _nodes(tensors):
-            node.register_hook(_zeros)
+            node.register_prehook(_zeros)
 
 
 def _without(empty: Tensor, gradient: Tensor) -> Tensor:
     return gradient.masked_fill(empty, 0)  # torch.where would copy the 0 to the device, and wait for it
 
 
-def _zeros(gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return zeros for the ``gradients`` that an operation has computed: a compiled one makes NaN of zeros, too."""
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 

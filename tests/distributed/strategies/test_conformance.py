@@ -115,10 +115,9 @@ def test_parts_without_weight_do_not_skip_a_step_in_fp16(gang: Gang) -> None:
     torch.testing.assert_close(losses([parts]), losses([whole]), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(("layout", "changes"), [("single", {}), ("dp-2", {"loss_on": "replicas"})])
-def test_a_count_of_zero_that_is_no_tensor(gang: Gang, layout: str, changes: dict[str, str]) -> None:
+def test_a_count_of_zero_that_is_no_tensor(gang: Gang) -> None:
     case = Case(job=Unlabelled(build=of.plain, counts=int), train=having(steps=1, global_batch_size=8))
-    (alone,) = gang.run(train, EVERY[layout].of(case, **changes), True, world_size=1)
+    (alone,) = gang.run(train, case, True, world_size=1)
     assert alone.norms == [0.0]
 
 
