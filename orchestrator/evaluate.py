@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     if options.address is not None:
         raise ValueError(f"--address={options.address}: on a cluster, use `orchestrator submit` with evaluate=<run>")
-    run_dir = RunSearch.of(options.output_dir).look_up(options.run)
+    run_dir = RunSearch.of(options.output_dir).look_up(options.run, trained=True)
     fetch(run_dir, [run_dir.config_file.name])
     # Imported here because --help must not wait for Hydra.
     from orchestrator import launch

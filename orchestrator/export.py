@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> int:
     if options.address is not None:
         raise ValueError(f"--address={options.address}: run `orchestrator export` where the run is, or with its URL")
-    run_dir = RunSearch.of(options.output_dir).look_up(options.run)
+    run_dir = RunSearch.of(options.output_dir).look_up(options.run, trained=True)
     fetch(run_dir, [run_dir.config_file.name])
     directory = options.to or Path(f"{run_dir.read_record().get('name', 'run')}-{options.format}")
     # Imported here because --help must not wait for torch.

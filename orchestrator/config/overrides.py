@@ -60,6 +60,7 @@ def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
 
 
 def _parse(text: str) -> Override:
+    text.encode()  # an argument of other bytes is an error, because neither Ray nor the records can hold it
     override = parse_override(text, Typed, plain)
     value, typed = override.value(), text.partition("=")[2]
     # Hydra drops the spaces around a value.
@@ -219,6 +220,8 @@ def _parse_error(text: str, error: Exception) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return f"{text}: expected key=value"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{key.encode(errors='backslashreplace').decode()}: not UTF-8; for a file, type a link with another name"
     try:
         parse_override(f"{key}=", Typed, plain)
     except HydraException:

@@ -68,19 +68,21 @@ class RunSearch:
         is_first = OutputDir.containing(run_dir).path == self.outputs[0].path.resolve()
         return name_of(run_dir) if is_first else run_dir.location
 
-    def look_up(self, text: str) -> RunDir:
+    def look_up(self, text: str, *, trained: bool = False) -> RunDir:
         """Return the run that a user names, with its present record.
 
         Args:
             text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below one of the directories, or ``last``
                 for the newest run there.
+            trained: whether ``last`` passes over runs that have only evaluated another.
 
         Raises:
             NoSuchRunError: there is no such run.
             StorageError: a store cannot be used.
         """
         if text == NEWEST:
-            found = next(self.runs(), None)
+            runs = (run for run in self.runs() if not (trained and run.read_record().get("evaluated")))
+            found = next(runs, None)
         elif (found := find_run(text)) is None and not is_url(text):
             names = [(name, output) for output in self.outputs for name in output.names()]
             named = [(n, output) for n, output in names if text in (n, n.partition("/")[2])]

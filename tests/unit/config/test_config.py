@@ -204,7 +204,16 @@ def test_what_is_refused(golden: Golden) -> None:
     "word",
     [
         *("ünï=5", "train..steps=5", ".train=5", "train.=5", "train[0]=5", "a b=3", "a:b=3", "=", "+=3", "job.größe=5"),
-        *("train.steps==5", "job.s=[", "job.s={a", "job.s=a[b", "train.steps=${", "seed=" + "9" * 5000, "job.s=\n"),
+        *(
+            "train.steps==5",
+            "job.s=[",
+            "job.s={a",
+            "job.s=a[b",
+            "train.steps=${",
+            "seed=" + "9" * 5000,
+            "job.s=\n",
+            "job.s=\udcff",
+        ),
     ],
 )
 def test_what_no_grammar_has_is_refused_in_one_sentence(word: str) -> None:

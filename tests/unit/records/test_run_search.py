@@ -53,6 +53,16 @@ def test_runs_of_submitted_jobs_are_found_from_any_directory(home: Path, capsys:
         RunSearch.of("outputs").look_up("12-30-01-a")
 
 
+def test_the_last_run_that_trained_is_the_one_before_its_evaluation(home: Path) -> None:
+    trained = make_run(Path("outputs"), "2026-05-01/12-30-01-a")
+    evaluation = make_run(Path("outputs"), "2026-05-01/12-31-01-a-evaluation")
+    evaluation.update_record(evaluated={"run": trained.location, "step": 6})
+    search = RunSearch.of(None)
+    assert search.look_up("last", trained=True).path.resolve() == trained.path.resolve()
+    assert search.look_up("last").path.resolve() == evaluation.path.resolve()
+    assert search.look_up(evaluation.location, trained=True).path.resolve() == evaluation.path.resolve()
+
+
 def test_a_directory_that_is_known_twice_is_searched_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = home / "orchestrator" / "outputs"
     run_dir = make_run(outputs, "2026-05-01/12-30-01-a")
