@@ -59,8 +59,7 @@ def divided(
     """
     if context.device.type == "cuda" and backend is None:  # in one call for all parts
         split = dist.split_group(split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context))
-        assert isinstance(split, dist.ProcessGroup)
-        return split
+        return cast(dist.ProcessGroup, split)  # this rank is in one of the parts
     groups = [new_group(context, ranks, backend=backend) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)
 

@@ -224,7 +224,7 @@ def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
 ) -> None:
     seen = Recorder()
     namesake = place(entry("first", uid="second", at=2), timeout_s=1, sink=seen)
-    with place(entry("first", at=1)) as first:
+    with place(entry("first", at=1, workers=2)) as first:  # which leaves no CPU
         first.wait_for_turn(lambda: None)
         with namesake as second:
             wait_for(lambda: second._answered is not None, "its first answer")

@@ -298,5 +298,5 @@ def test_each_report_and_checkpoint_has_its_own_confirmation(tmp_path: Path) -> 
     calls, everything = run_until_ended(tmp_path / "whole", at=1000)
     reported = [run_until_ended(tmp_path / str(at), at=at)[1] for at in range(1, calls + 1)]
     assert everything == 4 + 2 + 2, "points, evaluations and checkpoints"
-    assert calls == 4 + everything + 2, "the updates, the reports, the initial state and the end"
+    assert calls == 4 + everything + 3, "the updates, the reports, the initial state, the trial and the end"
     assert {after - before for before, after in itertools.pairwise([0, *reported, everything])} == {0, 1}
