@@ -28,6 +28,7 @@ from helpers.servers.object_store import (  # noqa: F401 - s3 is a fixture
 from orchestrator import compare
 from orchestrator.config.compose import compose
 from orchestrator.driver.preflight.paths import environment_errors
+from orchestrator.records.journal import read_points
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote, StorageError
@@ -45,9 +46,9 @@ def last_step(run: Remote | None) -> int:
 
 
 def losses(run: Remote) -> dict[int, float]:
-    lines = [line for line in stored_lines(run, "metrics.jsonl") if "train/loss" in line]
-    assert len({line["step"] for line in lines}) == len(lines), "double points"
-    return {line["step"]: line["train/loss"] for line in lines}
+    points = [p for p in read_points(run.read("metrics.jsonl")) if "train/loss" in p.metrics]
+    assert len({point.step for point in points}) == len(points), "double points"
+    return {point.step: point.metrics["train/loss"] for point in points}
 
 
 def saved(run: Remote | None) -> list[str]:

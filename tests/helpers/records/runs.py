@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.records.journal import read_metrics
+from orchestrator.records.run_dir import RunDir
+
 TESTS = Path(__file__).resolve().parents[2]
 ROOT = TESTS.parent
 PYTHONPATH = os.pathsep.join(map(str, (TESTS, ROOT)))
@@ -34,10 +37,9 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def series(run_dir: Path, name: str) -> dict[int, float]:
     """A metric by step, from ``metrics.jsonl``."""
-    lines = _lines(run_dir / "metrics.jsonl")
-    steps = [line["step"] for line in lines if name in line]
-    assert len(steps) == len(set(steps)), f"double points of {name}"
-    return {line["step"]: line[name] for line in lines if name in line}
+    points = [(step, metrics[name]) for step, _, metrics in read_metrics(RunDir(run_dir)) if name in metrics]
+    assert len({step for step, _ in points}) == len(points), f"double points of {name}"
+    return dict(points)
 
 
 def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:

@@ -253,7 +253,7 @@ def test_the_variables_of_mlflow_count_where_nothing_is_typed(monkeypatch: pytes
     assert tracking() == ("sqlite:///mlflow.db", "orchestrator")
 
 
-@pytest.mark.parametrize("experiment", ["''", "x" * 251, "'a\0b'", "'a\udcffb'"])
+@pytest.mark.parametrize("experiment", ["''", "x" * 251, "'a\0b'"])
 def test_an_experiment_has_a_name_that_mlflow_can_store(experiment: str) -> None:
     assert "expected 1 to 250 characters" in only_error(f"tracking.experiment={experiment}")
 
