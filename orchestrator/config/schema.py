@@ -227,7 +227,8 @@ class ClusterConfig:
     dashboard: bool = option("start the Ray dashboard along with an embedded Ray")
     env: Mapping[str, str | None] = option(
         "environment variables to set on the workers, as in cluster.env.NCCL_DEBUG=INFO; null: the value here. NCCL_*, "
-        "TORCH_*, PYTORCH_* and HF_* are forwarded without being named, unless Ray was started with another value"
+        "OFI_NCCL_*, FI_*, UCX_*, GLOO_*, TORCH_*, TORCHINDUCTOR_*, PYTORCH_* and HF_* are forwarded without being "
+        "named, unless Ray was started with another value"
     )
     queue: bool = option(
         "wait for the turn of the run in the queue of a cluster that several commands share; false: reserve at once"

@@ -6,9 +6,22 @@ from collections.abc import Mapping
 
 from orchestrator.config.build import ConfigError
 from orchestrator.protocol.messages import Variables
+from orchestrator.worker.process import interfaces
 
-FORWARDED_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "HF_")
+FORWARDED_PREFIXES = (
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "NCCL_",
+    "OFI_NCCL_",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "UCX_",
+)
 """Variables of the driver with these prefixes need not be named in ``cluster.env``."""
+OF_A_NODE = frozenset({interfaces.GLOO})
+"""Variables that each worker sets for its own node, where a value of the driver's may be wrong, unless it is named."""
 
 
 def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) -> Variables:
@@ -29,5 +42,7 @@ def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) ->
         )
     return Variables(
         values={name: own[name] if value is None else value for name, value in named.items()},
-        defaults={name: value for name, value in own.items() if name.startswith(FORWARDED_PREFIXES)},
+        defaults={
+            name: value for name, value in own.items() if name.startswith(FORWARDED_PREFIXES) and name not in OF_A_NODE
+        },
     )

@@ -23,6 +23,12 @@ from orchestrator.worker.process.nccl_variables import nccl_variables
 OWN = {
     "HOME": "/home/me",
     "NCCL_DEBUG": "INFO",
+    "FI_PROVIDER": "efa",
+    "OFI_NCCL_PROTOCOL": "RDMA",
+    "UCX_TLS": "rc",
+    "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+    "GLOO_SOCKET_IFNAME": "eth7",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
     "HF_TOKEN": "hf-Tt00Uu11",
     "TORCHELASTIC_RUN_ID": "7",
     "WANDB_MODE": "off",
@@ -33,8 +39,20 @@ def test_variables_of_the_libraries_are_forwarded_and_others_if_they_are_named()
     found = worker_variables({"WANDB_MODE": None, "NCCL_IB_DISABLE": "1"}, OWN)
     assert found == Variables(
         values={"WANDB_MODE": "off", "NCCL_IB_DISABLE": "1"},
-        defaults={"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf-Tt00Uu11"},
+        defaults={
+            "NCCL_DEBUG": "INFO",
+            "FI_PROVIDER": "efa",
+            "OFI_NCCL_PROTOCOL": "RDMA",
+            "UCX_TLS": "rc",
+            "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "HF_TOKEN": "hf-Tt00Uu11",
+        },
     )
+
+
+def test_an_interface_of_the_driver_is_forwarded_only_if_it_is_named() -> None:
+    assert worker_variables({interfaces.GLOO: None}, OWN).values == {interfaces.GLOO: "eth7"}
 
 
 def test_a_variable_that_nobody_has_set_is_an_error() -> None:
