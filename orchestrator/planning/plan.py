@@ -155,6 +155,12 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
         processes = "workers and shards" if layout.mesh.num_servers else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
+    division = rules.division(config.strategy, layout.mesh)
+    if division is not None and division.on_host and num_threads <= 1 and not oversubscribe_cpus:
+        notes.append(
+            "strategy.cpu_offload=true: each worker makes its updates on the CPU, with 1 thread; "
+            "cluster.cpus_per_worker=8 gives it 8 CPUs and as many threads"
+        )
     loader_processes = _loader_processes(config, nodes, device)
     if loader_processes and config.data.num_workers == "auto":
         notes.append(f"data.num_workers=auto: {loader_processes} data-loading processes per worker")

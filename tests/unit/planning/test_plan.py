@@ -205,6 +205,20 @@ def test_on_a_cluster_a_worker_uses_the_cpus_it_asked_for(share: str, threads: i
     assert plan_of(UNEVEN, f"cluster.cpus_per_worker={share}", "strategy.num_workers=2").threads_per_worker == threads
 
 
+@pytest.mark.parametrize(
+    ("words", "embedded", "noted"),
+    [
+        (["strategy.cpu_offload=true"], False, True),
+        (["strategy.cpu_offload=true", "cluster.cpus_per_worker=2"], False, False),
+        (["strategy.cpu_offload=true"], True, False),  # there, the key changes nothing
+        ([], False, False),
+    ],
+)
+def test_updates_by_one_thread_are_noted(words: list[str], embedded: bool, noted: bool) -> None:
+    plan = plan_of(UNEVEN, "strategy=fsdp", "strategy.num_workers=2", *words, embedded=embedded)
+    assert any("cluster.cpus_per_worker" in note for note in plan.notes) == noted
+
+
 def test_auto_is_noted_where_it_may_be_bfloat16() -> None:
     note = "train.precision=auto: bf16 if all GPUs have it, else fp32"
     assert note in plan_of(GPU_BOX).notes
