@@ -104,7 +104,7 @@ def record(strategy: Strategy, config: Config) -> WorkerTrace:
     loader = DataLoader(strategy.job.dataset("train"), config.train.global_batch_size)
     steps = []
     for _, batch in zip(range(config.train.steps), loader, strict=False):
-        strategy.train_step([batch], want_grad_norm=False, want_metrics=False)
+        strategy.train_step([batch], want_grad_norm=False, want_metrics=True)
         steps.append(strategy.spans())
     return WorkerTrace(steps=steps[1:], live=strategy.timed_stages[0].live)
 

@@ -60,14 +60,22 @@ class WaitTimer:
     def __init__(self, device: torch.device):
         self._clock = clock_of(device)
         self._blocks: list[tuple[Any, Any]] = []
+        self._counts = True
 
-    def restart(self) -> None:
-        """Forget the blocks so far."""
-        self._blocks = []
+    def restart(self, *, counts: bool = True) -> None:
+        """Forget the blocks so far; ``counts``: whether those that follow are counted, which takes marks."""
+        self._blocks, self._counts = [], counts
+
+    def pause(self) -> None:
+        """Count no blocks until the next :meth:`restart`."""
+        self._counts = False
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the block."""
+        if not self._counts:
+            yield
+            return
         start = self._clock.mark()
         yield
         self._blocks.append((start, self._clock.mark()))

@@ -80,7 +80,7 @@ class Chain:
         self._group: dist.ProcessGroup | None = group
         self._precision = precision
         self._sums = sums
-        self._clock = Clock(device)
+        self.clock = Clock(device)
         self._inputs = InputBuffer()
         self._targets: list[Any] = []
         self._weights: Sequence[Weight] = []
@@ -93,7 +93,7 @@ class Chain:
                 num_stages=layout.num_stages,
                 device=device,
                 group=group,
-                clock=self._clock,
+                clock=self.clock,
                 inputs=self._inputs,
                 precision=precision,
                 passed=sums.passed,
@@ -119,13 +119,12 @@ class Chain:
             targets = [part for _, target in slices for part in self.microbatches(target)]
             weights, total = reduction.weigh(self._job, targets, [self._rows] * len(targets))
             self._divisor = total / factor
-        self._clock.restart()
         self._loss_sum = torch.zeros((), device=self._device)
         self._metrics = metrics
         m = self._layout.num_microbatches
         self._sums.begin_step(passes=len(slices) * m)
         for number, batch in enumerate(slices):
-            self._clock.first_microbatch = number * m
+            self.clock.first_microbatch = number * m
             if self.feeds:
                 self._inputs.microbatches = self.microbatches(batch[0])
             if self.has_loss:
@@ -178,7 +177,7 @@ class Chain:
 
     def spans(self) -> tuple[Span, ...]:
         """Return what the stages did in the last :meth:`train`."""
-        return self._clock.spans()
+        return self.clock.spans()
 
     def close(self) -> None:
         """Release everything that refers to the process group. The chain cannot be used afterwards."""
@@ -197,7 +196,7 @@ class Chain:
         """Return the weighted loss of the micro-batch that the last stage has just processed."""
         last = self.timed_stages[-1]
         target, weight = self._targets[int(number)], self._weights[int(number)]
-        with self._clock.span("F", last.stage_index, int(number)), self._precision.autocast():
+        with self.clock.span("F", last.stage_index, int(number)), self._precision.autocast():
             without_gradient(last.output, weight)
             loss = self._job.loss(last.output, target)
             self._metrics.add(self._metrics.of(last.output, target))

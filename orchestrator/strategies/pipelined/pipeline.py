@@ -13,7 +13,8 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -192,6 +193,14 @@ class Pipeline(PartTrainer):
             sums=sums,
             backward_group=backward,
         )
+
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        """Record when the stages compute, and what they wait for, if the step is logged."""
+        self._connected.waits.restart(counts=logged)
+        self.passes.clock.restart(records=logged)
+        with super().around_step(logged=logged):
+            yield
 
     def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
         """Return the sums over the ranks that compute the same stages."""

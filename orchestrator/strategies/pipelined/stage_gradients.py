@@ -55,7 +55,6 @@ class StageGradients(Reduction):
         return own if self.peers is None else weight_sum(own, device=self.context.device, group=self.peers)
 
     def finish(self) -> None:
-        self.waits.restart()
         self.sums.finish(self.waits)
         with self.waits.waiting():
             self.sharing.add_gradients()

@@ -37,11 +37,12 @@ class Clock:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[ActionKind, int, int, Any, Any]] = []
+        self._records = True
         self.first_microbatch = 0
 
-    def restart(self) -> None:
-        """Discard the spans of the last step."""
-        self._marks = []
+    def restart(self, *, records: bool = True) -> None:
+        """Discard the spans of the last step; ``records``: whether those of the next one are recorded."""
+        self._marks, self._records = [], records
 
     @contextlib.contextmanager
     def span(self, kind: ActionKind, stage: int, microbatch: int) -> Iterator[None]:
@@ -50,6 +51,9 @@ class Clock:
         Consecutive blocks of the same kind, stage and micro-batch form one span: the loss counts as part of the
         last stage's forward pass.
         """
+        if not self._records:
+            yield
+            return
         microbatch += self.first_microbatch
         start = self._now()
         yield

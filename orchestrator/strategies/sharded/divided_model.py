@@ -28,8 +28,8 @@ class DividedModel:
         distinct: the parts, each once.
         boxes: where the parts are, by each name of a parameter.
         scalars: the parts that are whole parameters, because they have no dimension.
-        gathers: the time that gathering parameters takes.
-        scatters: the time that summing gradients into the parts takes.
+        gathers: the time that gathering parameters takes; paused until a step restarts it.
+        scatters: the time that summing gradients into the parts takes; the same.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class DividedModel:
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
+        for timer in (self.gathers, self.scatters):
+            timer.pause()
         self._build = build
         self._device = context.device
         self._wrapped: FullySharded | None = None

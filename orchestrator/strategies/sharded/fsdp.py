@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -131,10 +131,18 @@ class FSDP(ShardTrainer):
             boxes=passes.divided.boxes,
         )
 
-    def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
-        for timer in self._timers.values():
-            timer.restart()
-        return super().around_step(logged=logged)
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        """Count what a step waits for, if it is logged; evaluations gather too, and nobody reads that."""
+        timers = self._timers.values()
+        for timer in timers:
+            timer.restart(counts=logged)
+        try:
+            with super().around_step(logged=logged):
+                yield
+        finally:
+            for timer in timers:
+                timer.pause()
 
     def comm_ms(self) -> float | None:
         return math.fsum(timer.total_ms() for timer in self._timers.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
+from orchestrator.strategies.pipelined.timed_stage import Clock
 from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.fsdp import FSDP
 
@@ -312,6 +313,39 @@ def test_the_time_of_communication_is_told_by_operation(gang: Gang, name: str) -
         assert parts.keys() == {f"perf/{what}_ms" for what in ("all_gather", "reduce_scatter", "all_reduce")}
         assert min(parts.values()) > 0
         assert total == pytest.approx(sum(parts.values()))
+
+
+def marked(rank: int, case: Case) -> list[bool]:
+    """Whether marks are made in an evaluation, in a step that is not logged, in one that is, and in an evaluation."""
+    strategy = make(case, rank)
+    marks: list[object] = []
+    batch = default_collate([case.job.dataset("val")[i] for i in range(strategy.eval_batch_size)])
+    found = []
+
+    def marking(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda clock: (marks.append(read), read(clock))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((type(clock_of(torch.device("cpu"))), "mark"), (Clock, "_now")):
+            patch.setattr(owner, name, marking(getattr(owner, name)))
+        for work in (
+            lambda: strategy.evaluate(batch, 8),
+            lambda: list(steps(strategy, first=1, last=1, log_every=2)),
+            lambda: list(steps(strategy, first=2, last=2, log_every=2)),
+            lambda: strategy.evaluate(batch, 8),
+        ):
+            marks.clear()
+            work()
+            found.append(bool(marks))
+    return found
+
+
+@pytest.mark.parametrize("name", ["fsdp-2", "fsdp-1F1B-2x2", "1F1B-2x2"])
+def test_only_a_step_that_is_logged_is_timed(gang: Gang, name: str) -> None:
+    """On a GPU, a mark is an event, which would be kept up to the next step."""
+    case = LAYOUTS[name].of(Case(job=Toy(), train=having(global_batch_size=32)))
+    world_size = LAYOUTS[name].world_size
+    assert gang.run(marked, case, world_size=world_size) == [[False, False, True, False]] * world_size
 
 
 class Meaned(nn.Module):

@@ -25,6 +25,26 @@ def test_blocks_add_up_until_the_restart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert timer.total_ms() == 0
 
 
+def test_nothing_is_marked_while_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    timer, clock = WaitTimer(device), Clock(device)
+    timer.restart(counts=False)
+    clock.restart(records=False)
+
+    def read() -> float:
+        raise AssertionError("a clock was read")
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    monkeypatch.setattr(time, "time", read)
+    with timer.waiting(), clock.span("F", 0, 0):
+        pass
+    timer.restart()
+    timer.pause()
+    with timer.waiting():
+        pass
+    assert timer.total_ms() == 0
+
+
 class BusyDevice:
     """A device that this machine lacks: it reaches a mark when its own work is done, but not before the host is there.
 
