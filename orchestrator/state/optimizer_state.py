@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
 from orchestrator.state.json_values import from_json, to_json
+from orchestrator.state.optimizer_casts import load_without_casts
 
 FURTHER = "optimizer_further"
 """The entry of ``meta`` with what optimizers say beside the state of each parameter and the parameter groups."""
@@ -97,8 +98,7 @@ def load(
         by_name = dict(zip((name for group in names[own] for name in group), parameters, strict=True))
         loader = _Loader(by_name, [*map(len, names[own])], meta["optimizer_scalars"], keys, move)
         said = loader.state_dict(one, meta["param_groups"][own], meta.get(FURTHER, {}).get(str(number), {}))
-        one.load_state_dict(said)
-        loader.undo_casts(one, said.get("state", {}), dtypes)
+        load_without_casts(one, said, by_name, dtypes)
 
 
 def pack_values(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,19 +309,6 @@ class _Loader:
         if "param_groups" in own and "param_groups" not in said:
             said["param_groups"] = self._groups(optimizer, groups)
         return said
-
-    def undo_casts(self, optimizer: Optimizer, saved: Mapping[Any, Any], dtypes: Mapping[str, torch.dtype]) -> None:
-        """Put back what ``Optimizer.load_state_dict`` has cast to the dtype of a parameter that had the same before.
-
-        It takes text for a sequence, too.
-        """
-        for number, (name, parameter) in enumerate(self._parameters.items()):
-            loaded, keeps_dtype = optimizer.state.get(parameter, {}), dtypes.get(name) == parameter.dtype
-            for key, value in saved.get(number, {}).items():
-                now = loaded.get(key)
-                is_cast = now.dtype != value.dtype if isinstance(now, Tensor) else isinstance(now, (list, tuple, dict))
-                if type(now) is type(value) and (isinstance(now, str) or (is_cast and keeps_dtype)):
-                    loaded[key] = value
 
     def _groups(self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found = []

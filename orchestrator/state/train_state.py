@@ -6,6 +6,7 @@ A :class:`TrainState` keeps tensors apart from all other values, which are plain
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from orchestrator.state.manifest import Kind
 from orchestrator.state.mismatch import capped_lines, mismatches
 from orchestrator.state.model_state import MODEL_FURTHER, further_entries, load_tensors, own_tensors, pack_further
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
+from orchestrator.state.own_memory import with_own_memory
 from orchestrator.state.stored_tensors import StoredTensors
 
 NONFINITE = "nonfinite"
@@ -181,7 +183,8 @@ def restore(
 ) -> None:
     """Load ``state`` in place, keeping the devices and dtypes of ``model``, and the parameters that it leaves out.
 
-    The model does not share memory with ``state`` afterwards.
+    The model does not share memory with ``state`` afterwards. The tensors of the optimizer are replaced one by one in
+    their own memory where dtypes and shapes fit, because a GPU may have no room for those of two states.
 
     Args:
         state: the snapshot to load.
@@ -217,9 +220,14 @@ def restore(
         raise ValueError("\n".join(errors))
 
     dtypes = {name: tensor.dtype for name, tensor in outline(state.model).items()}
-    taken = {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)}
-    load_tensors(model, taken, state.meta.get(MODEL_FURTHER, {}))
-    move = _mover(state, boxes, consume=consume)
+    load_tensors(
+        model,
+        {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)},
+        state.meta.get(MODEL_FURTHER, {}),
+    )
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    packed = pack(optimizer, dict(zip(updated, itertools.chain(*names), strict=True)))
+    move = _mover(state, boxes, with_own_memory(packed.tensors, own.values()), consume=consume)
     load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
@@ -326,10 +334,14 @@ def _match_groups(
     return names, errors
 
 
-def _mover(state: TrainState, boxes: Mapping[str, Box], *, consume: bool) -> Move:
+def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor], *, consume: bool) -> Move:
     """Return what takes the tensors of an optimizer out of ``state``, or copies of them, because training changes them.
 
-    ``boxes``: where those parameters are that are parts of larger tensors, by saved name.
+    Args:
+        state: the saved state.
+        boxes: where those parameters are that are parts of larger tensors, by saved name.
+        own: the tensors that the optimizer has now, by their saved paths. Their memory is used again.
+        consume: whether the tensors are removed from ``state``.
     """
 
     def moved(path: str, key: str, parameter: nn.Parameter | None) -> Tensor:
@@ -337,6 +349,9 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], *, consume: bool) -> Mov
         if box is not None and state.box("optimizer", path).full != box.full:
             box = None  # it is one for the whole parameter
         value = _take(state, "optimizer", path, box, consume=consume)
+        old = own.get(path)
+        if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
+            return old.copy_(value)
         if parameter is None:
             return value if consume else value.clone()
         device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host

@@ -30,6 +30,7 @@ def broadcast_state(
     rank: int,
     device: torch.device,
     onto: torch.device = CPU,
+    into: TrainState | None = None,
     keep: Callable[[str], bool] = lambda name: True,
     boxes: Mapping[str, Box] | None = None,
 ) -> TrainState:
@@ -41,6 +42,7 @@ def broadcast_state(
         rank: this rank.
         device: the device that the backend sends from and receives on, one tensor at a time.
         onto: the device on which this rank keeps what it receives.
+        into: whose memory receives what is kept, where device, shape and dtype fit.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
             one as they are sent or arrive.
         boxes: which parts of parameters this rank keeps, by name, and of the optimizer's tensors of the same shape.
@@ -55,11 +57,13 @@ def broadcast_state(
     where: dict[Kind, dict[str, Box]] = {"model": {}, "optimizer": {}}
     for part, tensors in parts.items():
         own = getattr(state, part) if rank == source else {}
+        old = getattr(into, part) if into else {}
         for path, shape, dtype in header[part]:
-            moved = own[path].to(device) if rank == source else _empty(shape, dtype, device)
-            dist.broadcast(_as_bytes(moved), src=source)
             name = path if part == "model" else path.rpartition("/")[0]
             kept = keep(name)
+            buffer = old.get(path) if kept else None
+            moved = own[path].to(device) if rank == source else _buffer(buffer, shape, dtype, device)
+            dist.broadcast(_as_bytes(moved), src=source)
             if rank == source and (boxes or not kept):
                 del own[path]
             if not kept or (rank == source and not boxes):
@@ -180,7 +184,7 @@ def receive_state(
         sender: the sending rank.
         device: the device that the backend receives on.
         onto: the device on which the state is kept.
-        into: an old state in host memory whose memory is reused where shapes and dtypes fit.
+        into: a state whose memory is reused where it is on ``onto`` and shapes and dtypes fit.
         group: None for the default group.
     """
     header = _receive_json(sender, device=device, group=group)
@@ -237,13 +241,12 @@ def _spec(name: str, tensor: Tensor) -> tuple[str, list[int], str]:
     return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _empty(shape: list[int], dtype: str, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-
-
 def _buffer(old: Tensor | None, shape: list[int], dtype: str, device: torch.device) -> Tensor:
-    fits = old is not None and list(old.shape) == shape and old.dtype == getattr(torch, dtype)
-    return old if fits and old is not None else _empty(shape, dtype, device)
+    wanted = shape, getattr(torch, dtype), device
+    # Of a tensor that is not contiguous, the bytes would be received in a copy.
+    if old is not None and old.is_contiguous() and (list(old.shape), old.dtype, old.device) == wanted:
+        return old
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

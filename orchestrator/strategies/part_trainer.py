@@ -103,8 +103,8 @@ class PartTrainer(Trainer):
     ) -> dict[str, Any]:
         """Fetch the state of each rank from the rank that provides it, or from this rank's own copy.
 
-        A replica sends its tensors from where they are. A new worker receives where its parameters are, a survivor in
-        host memory, because on its device there may be no room for two states.
+        A replica sends its tensors from where they are. A new worker receives where its parameters are, the model in
+        place; a survivor in host memory, because on its device there may be no room for two states.
         """
         self._settle(source_step, step + self._ahead)
         step += self._ahead
@@ -118,7 +118,8 @@ class PartTrainer(Trainer):
             elif own == receiver != sender:
                 on_device = all(parameter.device == device for parameter in self.trained.parameters)
                 onto = device if step == 0 and on_device else CPU
-                meta = self._load(receive_state(sender, device=device, onto=onto))
+                into = self.initial_model() if step == 0 else None
+                meta = self._load(receive_state(sender, device=device, onto=onto, into=into))
         if sources[own] == own and step != source_step:
             meta = self._load(self.state_of(own, source_step, **here), consume=False)
         assert meta["step"] == source_step
@@ -164,6 +165,7 @@ class PartTrainer(Trainer):
             self._ahead += 1
         elif trained.in_step:
             trained.undo_step()
+        trained.drop_gradients()
 
     def _load(self, state: TrainState, *, consume: bool = True) -> dict[str, Any]:
         self.load(state, consume=consume)

@@ -150,6 +150,12 @@ class Trained:
         """Clip the gradients of this rank, if the configuration asks for it."""
         clip(self.parameters, self._train, norm)
 
+    def drop_gradients(self) -> None:
+        """Free the gradients, also those of the modules that have not become gradients of the parameters."""
+        of_modules = (parameter for module in self.modules for parameter in module.parameters())
+        for parameter in (*self.parameters, *of_modules):
+            parameter.grad = None
+
     def undo_step(self) -> None:
         """Undo a step that made no update: restore the buffers that its forward passes changed."""
         copy_all(self._buffers_before, to=self.buffers)

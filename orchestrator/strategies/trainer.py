@@ -29,6 +29,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
+from orchestrator.state.model_state import own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
@@ -112,8 +113,12 @@ class Trainer(Strategy):
         return self._warnings
 
     def attach(self) -> None:
-        if self.trained.in_step and not self.trained.settled:
-            self.trained.undo_step()
+        """Undo an interrupted step, and free gradients, for which a recovery may have no room."""
+        trained = self.trained
+        if trained.in_step and not trained.settled:
+            trained.undo_step()
+        if not trained.settled:
+            trained.drop_gradients()
 
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, reduction, trained = self.context, self.reduction, self.trained
@@ -213,8 +218,9 @@ class Trainer(Strategy):
         """Continue from the state of a survivor.
 
         The tensors are sent from where they are, so that the time hardly grows with the state. Ranks that have the
-        state keep it. A new worker receives on its device. A survivor that is behind receives in host memory: on its
-        device there may be no room for two states, and until all has arrived, it must not lose its own.
+        state keep it. A new worker receives on its device, the model in place. A survivor that is behind receives in
+        host memory: on its device there may be no room for two states, and until all has arrived, it must not lose its
+        own.
         """
         context, source = self.context, sources[0]
         rank, has_state = context.global_rank, sources[context.global_rank] == context.global_rank
@@ -227,11 +233,17 @@ class Trainer(Strategy):
             rank=rank,
             device=context.device,
             onto=context.device if step == 0 else CPU,
+            into=self.initial_model() if step == 0 else None,
             keep=lambda name: not has_state,
         )
         if not has_state:
             self.load(state)
         return state.meta
+
+    def initial_model(self) -> TrainState:
+        """Return the tensors in which a worker that has made no step receives those of its model."""
+        own = own_tensors(self.trained.module())
+        return TrainState(model={name: tensor.detach() for name, tensor in own.items()}, optimizer={}, meta={})
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
         """Load this rank's part of ``state`` as ``Trained.load`` does, once it has arrived."""

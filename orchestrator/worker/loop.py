@@ -197,6 +197,7 @@ class Loop:
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
+        self._has_state &= self.position.step > 0  # initial values are replaced in place, as the tensors arrive
         restore_state(
             checkpoint,
             self.assignment,

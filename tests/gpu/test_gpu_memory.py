@@ -1,5 +1,5 @@
-"""The memory of a GPU: generations and discarded loops give back what they take, and a resume needs no more than
-training."""
+"""The memory of a GPU: generations and discarded loops give back what they take, and a resume or a recovery needs no
+more than training."""
 
 from __future__ import annotations
 
@@ -75,3 +75,30 @@ def test_a_resume_takes_no_more_memory_than_training(gang: Gang, tmp_path: Path,
     trained, resumed = (gang.run(peak_of_two_steps, case, of, world_size=layout.world_size) for of in (None, path))
     for rank, peak in enumerate(resumed):
         assert peak < 1.1 * trained[rank], f"rank {rank}"
+
+
+def peaks_of_steps_and_recovery(rank: int, case: Case) -> tuple[int, int]:
+    """The most bytes that a rank has taken for two steps, and then as rank 1, a step behind, recovers from rank 0."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    strategy = make(case, rank)
+    list(steps(strategy, last=2))
+    trained = torch.cuda.max_memory_allocated() - before
+    strategy.close()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    strategy.attach()
+    done = 2 - rank
+    strategy.recover_state((0, 0), source_step=2, step=done, samples_consumed=done * case.train.global_batch_size)
+    return trained, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_recovery_takes_no_more_memory_than_training(gang: Gang) -> None:
+    """If it fails, a run that fits cannot recover. On CPUs, ``tests/unit/state/test_load_memory.py``."""
+    layout = LAYOUTS["ddp-2"]
+    case = layout.of(Case(job=AdamDigits(hidden=2048, depth=9), train=having(steps=2, global_batch_size=32)))
+    found = gang.run(peaks_of_steps_and_recovery, case, world_size=layout.world_size)
+    for rank, (trained, recovered) in enumerate(found):
+        assert recovered <= trained, f"rank {rank}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -157,11 +157,15 @@ class Hogwild(Trainer):
         for receiver, sender in enumerate(sources):
             if rank == sender != receiver:
                 scheduled = self._scheduled
-                state = self.trained.snapshot(step=scheduled, samples_consumed=samples_before + scheduled * batch_size)
-                send_state(state, to=receiver, device=device)
+                samples = samples_before + scheduled * batch_size
+                own = self.trained.snapshot(step=scheduled, samples_consumed=samples, live=True)
+                parameters = dict(self.passes.model.named_parameters(remove_duplicate=False))
+                others = {name: tensor for name, tensor in own.model.items() if name not in parameters}
+                send_state(replace(own, model=others, optimizer={}), to=receiver, device=device)
             elif rank == receiver != sender:
+                own = self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
                 state = receive_state(sender, device=device)
-                self._load(state)
+                self._load(replace(own, model={**own.model, **state.model}, meta=state.meta))
                 self._scheduled = state.step
                 samples_before = state.samples_consumed - state.step * batch_size
         with self.quiesced():
@@ -176,7 +180,7 @@ class Hogwild(Trainer):
         """Copy ``state`` into the shared memory."""
         shared = optimizer_tensors(self.trained.optimizer)
         self.load(state)
-        # Loading replaces the optimizer's tensors by new ones outside the shared memory.
+        # Loading may replace the optimizer's tensors by new ones outside the shared memory.
         for path, loaded in optimizer_tensors(self.trained.optimizer).items():
             shared[path].copy_(loaded)
         share_state(self.trained.optimizer, shared)

@@ -304,8 +304,6 @@ class InBackwardShards(InBackward):
         """Wrap the model. Collective."""
         super().__init__(passes, trained, context, None)
         self._shards = shards
-        for parameter in self._parameters:
-            parameter.grad = None  # of an interrupted step
 
     def finish(self) -> None:
         super().finish()

@@ -72,7 +72,9 @@ class JobStep(Trainer):
         """The job makes its own updates, so nobody else can compute its loss."""
 
     def attach(self) -> None:
-        if not self._partly_updated:
+        if self._partly_updated:
+            self.trained.drop_gradients()
+        else:
             super().attach()
 
     def sync_initial_state(self) -> None:
@@ -85,7 +87,7 @@ class JobStep(Trainer):
         batch = to_device(batch, self.context.device)
         self._frozen_versions_before = self._frozen_versions()
         self._wants_norm, self._norms = want_grad_norm, {}
-        self._waits.restart()
+        self._waits.restart(counts=want_metrics)
         self.trained.begin_step(has_peers=self._has_peers)
         with self.precision.autocast(), gather.training_step():
             result = self.job.training_step(self.models, batch, self.optimizers)

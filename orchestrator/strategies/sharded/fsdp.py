@@ -108,14 +108,13 @@ class FSDP(ShardTrainer):
         shards = own_group(context, context.mesh.groups("shard"))
         replicas = own_group(context, context.mesh.groups("replicate"))
         assert shards is not None
-        passes.divide(shards)
-        if self._train_set is None:
-            self.trained.use([passes.model])
-        else:
+        if self._train_set is not None:
             self.trained = self._trained(self._train_set)
             self._train_set = None
+        super().attach()  # frees gradients before the model is divided
+        passes.divide(shards)
+        self.trained.use([passes.model])
         self.reduction = InParts(passes.divided, self.trained, context, replicas)
-        super().attach()
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
         context, passes = self.context, self.passes

@@ -49,7 +49,8 @@ class ShardPieces:
 
         Args:
             job: builds model, optimizer and scheduler.
-            state: a saved state of the whole model, or None for the initial one.
+            state: a saved state of the whole model, whose tensors are removed as they are loaded; None for the initial
+                one.
             shard: the index of this shard.
             num_shards: the number of shards.
             num_workers: the number of workers.
@@ -67,7 +68,7 @@ class ShardPieces:
             raise JobError(f"Job.optimizer: {error}")
         self.scheduler = schedule_of(job, [optimizer], steps=steps, steps_per_epoch=steps_per_epoch)
         if state is not None:
-            train_state.restore(state, model, optimizer, self.scheduler)
+            train_state.restore(state, model, optimizer, self.scheduler, consume=True)
         parameters = dict(model.named_parameters())
         self.parts = parts_of(extents_of(model), parameters, num_shards)[shard]
         taken = dense_bytes(self.parts)
@@ -134,15 +135,28 @@ class ShardPieces:
         for unseen in self._unseen.values():
             unseen.fill_(True)
 
-    def snapshot(self, *, step: int, samples_consumed: int, into: TrainState | None = None) -> TrainState:
-        """Return the state of the pieces; ``into`` is an old state whose memory may be reused."""
+    def drop_gradients(self) -> None:
+        """Free the gradients."""
+        for piece in self._pieces.values():
+            piece.grad = None
+
+    def snapshot(
+        self, *, step: int, samples_consumed: int, into: TrainState | None = None, live: bool = False
+    ) -> TrainState:
+        """Return the state of the pieces: the ``live`` tensors, or a copy that reuses the memory of ``into``."""
         return train_state.capture(
-            self._module, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, into=into
+            self._module,
+            self.optimizer,
+            self.scheduler,
+            step=step,
+            samples_consumed=samples_consumed,
+            into=into,
+            live=live,
         )
 
-    def load(self, state: TrainState) -> None:
-        """Load a state of :meth:`snapshot`."""
-        train_state.restore(state, self._module, self.optimizer, self.scheduler)
+    def load(self, state: TrainState, *, consume: bool = False) -> None:
+        """Load a state of :meth:`snapshot`; ``consume``: remove each tensor from it as it is loaded."""
+        train_state.restore(state, self._module, self.optimizer, self.scheduler, consume=consume)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors under ``"<parameter name>/<state key>"``."""

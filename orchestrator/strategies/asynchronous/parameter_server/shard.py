@@ -93,6 +93,7 @@ class Shard(Strategy):
 
     def attach(self) -> None:
         mesh = self.context.mesh
+        self._pieces.drop_gradients()  # they may be the memory of pushes of another generation
         groups = Groups.form(self.context)
         pushes = {w: Push(self._pieces.parts, compression=self._options.compression) for w in self._workers}
         self._connections = _Connected(
@@ -129,7 +130,7 @@ class Shard(Strategy):
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:
-            copies.submit(lambda into: self._snapshot(samples_consumed, into=into))
+            copies.submit(lambda into: self._pieces.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
@@ -171,14 +172,14 @@ class Shard(Strategy):
                 assert copies is not None
                 send_state(copies.neighbours(source_step), to=receiver, device=CPU)
             elif rank == receiver != sender:
-                self._load(receive_state(sender, device=CPU))
+                self._load(receive_state(sender, device=CPU), consume=True)
         if copies is not None:
             if sources[rank] == rank and self._step != source_step and source_step in copies.own_steps:
                 self._load(copies.own(source_step))
             copies.forget_after(source_step)
         assert self._step is not None
         samples_consumed += (self._step - step) * self.context.train.global_batch_size
-        own = self._snapshot(samples_consumed)
+        own = self._pieces.snapshot(step=self._step, samples_consumed=samples_consumed, live=True)
         meta = share_meta(own.meta if self._step == source_step else None, mesh=mesh, rank=rank)
         if self._step != source_step:
             self._load(with_settings(own, meta))
@@ -252,12 +253,8 @@ class Shard(Strategy):
         if self._pieces.scheduler is not None and not skipped:
             self._pieces.scheduler.step()
 
-    def _snapshot(self, samples_consumed: int, *, into: TrainState | None = None) -> TrainState:
-        assert self._step is not None
-        return self._pieces.snapshot(step=self._step, samples_consumed=samples_consumed, into=into)
-
-    def _load(self, state: TrainState) -> None:
-        self._pieces.load(state)
+    def _load(self, state: TrainState, *, consume: bool = False) -> None:
+        self._pieces.load(state, consume=consume)
         self._step = state.step
 
     def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:

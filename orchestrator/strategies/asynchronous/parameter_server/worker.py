@@ -202,7 +202,8 @@ class ParameterWorker(Trainer, Reduction):
         rank, num_workers = self.context.global_rank, self.context.mesh.num_workers
         meta = share_meta(None, mesh=self.context.mesh, rank=rank)
         trained = self.trained
-        own = trained.snapshot(step=step, samples_consumed=samples_consumed)
+        trained.drop_gradients()
+        own = trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
         train_state.restore(with_settings(own, meta), trained.module(), trained.optimizer, trained.scheduler)
         if self._step is not None and source_step < self._step + trained.in_step:
             trained.undo_step()  # the shards have not applied the update of this worker's last step
@@ -286,7 +287,7 @@ class ParameterWorker(Trainer, Reduction):
             self._exchange()
         if self._sync:
             self._share(self.trained.buffers)
-            self._clear_gradients()  # the shards clip and apply them
+            self.trained.drop_gradients()  # the shards clip and apply them
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         if not self._sync:
@@ -301,7 +302,7 @@ class ParameterWorker(Trainer, Reduction):
         if self._changes_gradient:
             self._put_gradients()
             self._exchange()
-        self._clear_gradients()
+        self.trained.drop_gradients()
         super().apply()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -316,10 +317,6 @@ class ParameterWorker(Trainer, Reduction):
             for name in connection.missing:
                 if (gradient := self._parameters[name].grad) is not None:
                     connection.put(name, gradient)
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def _exchange(self) -> None:
         """Send what has not been pushed yet, and start to receive the answers."""
