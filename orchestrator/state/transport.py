@@ -164,9 +164,9 @@ def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.
         group: None for the default group.
     """
     _send_json(_header(state), to=to, device=device, group=group)
-    tensors = [_as_bytes(t) for t in (*state.model.values(), *state.optimizer.values())]
+    tensors = [*state.model.values(), *state.optimizer.values()]
     for message in messages_of([t.nbytes for t in tensors]):
-        parts = [t.to(device) for t in tensors[message]]
+        parts = [_as_bytes(t).to(device) for t in tensors[message]]
         dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), dst=to, group=group)
 
 

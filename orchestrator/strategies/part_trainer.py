@@ -111,7 +111,7 @@ class PartTrainer(Trainer):
         samples_consumed += self._ahead * self.context.train.global_batch_size
         own, device = self.context.global_rank, self.context.device
         here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
-        meta: dict[str, Any] = here
+        received: TrainState | None = None
         for receiver, sender in enumerate(sources):
             if own == sender != receiver:
                 send_state(self.state_of(receiver, source_step, **here), to=receiver, device=device)
@@ -119,8 +119,11 @@ class PartTrainer(Trainer):
                 on_device = all(parameter.device == device for parameter in self.trained.parameters)
                 onto = device if step == 0 and on_device else CPU
                 into = self.initial_model() if step == 0 else None
-                meta = self._load(receive_state(sender, device=device, onto=onto, into=into))
-        if sources[own] == own and step != source_step:
+                received = receive_state(sender, device=device, onto=onto, into=into)
+        meta: dict[str, Any] = here
+        if received is not None:  # not before this rank has sent what others need, which may fail
+            meta = self._load(received)
+        elif step != source_step:
             meta = self._load(self.state_of(own, source_step, **here), consume=False)
         assert meta["step"] == source_step
         self._ahead = 0

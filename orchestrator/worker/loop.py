@@ -197,7 +197,9 @@ class Loop:
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
             self._warner.warn(text, topic=text)
-        self._has_state &= self.position.step > 0  # initial values are replaced in place, as the tensors arrive
+        sources = self.assignment.sources
+        if sources is not None and sources[self.rank] != self.rank and self.position.step == 0:
+            self._has_state = False  # initial values are replaced in place, as others arrive
         restore_state(
             checkpoint,
             self.assignment,

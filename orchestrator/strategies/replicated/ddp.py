@@ -289,7 +289,9 @@ class ShardedDDP(ShardTrainer, DDP):
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
         meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
+        self._ahead = source_step - step  # if the exchange fails, the step is not counted
         self._shards.exchange()
+        self._ahead = 0
         return meta
 
     def tensor_sizes(self) -> Iterable[TensorSize]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -224,6 +225,40 @@ def test_a_part_without_replicas_comes_from_the_memory_of_a_neighbour(gang: Gang
         assert step == 4
         assert seen.loss_sums == undisturbed.loss_sums[4:]
         assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+
+
+def recovered_twice(rank: int, case: Case) -> tuple[set[int], Steps]:
+    """Continue from the copies of the fourth step after five, which fails in the exchange of the parts. The steps that
+    are then offered, and the end."""
+
+    def fail(*args: object) -> None:
+        raise AbandonedError("another rank was lost")
+
+    strategy = make(case, rank, peer_copy_every=2)
+    batch = case.train.global_batch_size
+    for step, _ in enumerate(steps(strategy, last=5), 1):
+        strategy.after_step(step=step, samples_consumed=step * batch)
+    recover = functools.partial(strategy.recover_state, (0, 1), source_step=4, step=5, samples_consumed=5 * batch)
+    strategy.close()
+    strategy.attach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_shards, "all_gather_single", fail)
+        with pytest.raises(AbandonedError):
+            recover()
+    offered = {step for of_rank in strategy.recoverable_steps(5).values() for step in of_rank}
+    strategy.close()
+    strategy.attach()
+    assert recover() == {"step": 4, "samples_consumed": 4 * batch}
+    return offered, watched(strategy, steps(strategy, first=5))
+
+
+def test_a_recovery_that_fails_after_parts_are_loaded_offers_what_they_are(gang: Gang) -> None:
+    case = LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT))
+    expected = gang.run(train, case, world_size=2)
+    for (offered, seen), undisturbed in zip(gang.run(recovered_twice, case, world_size=2), expected, strict=True):
+        assert 4 in offered
+        assert 5 not in offered
+        assert seen.loss_sums == undisturbed.loss_sums[4:]
 
 
 STAGES = CASES["replicas of stages"]
