@@ -51,7 +51,8 @@ def _spared(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any
     """
 
     def spared(value: Any) -> Any:
-        is_cast = isinstance(value, Tensor) and value.dtype != parameter.dtype and parameter.is_floating_point()
+        is_tensor = isinstance(value, Tensor) and value.layout == torch.strided
+        is_cast = is_tensor and value.dtype != parameter.dtype and parameter.is_floating_point()
         return value.new_empty(0) if is_cast else value
 
     return {key: value if key == "step" else pytree.tree_map(spared, value) for key, value in values.items()}

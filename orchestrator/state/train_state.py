@@ -350,7 +350,7 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor
             box = None  # it is one for the whole parameter
         value = _take(state, "optimizer", path, box, consume=consume)
         old = own.get(path)
-        if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
+        if old is not None and (type(old), old.shape, old.dtype) == (type(value), value.shape, value.dtype):
             return old.copy_(value)
         if parameter is None:
             return value if consume else value.clone()
