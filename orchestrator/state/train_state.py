@@ -225,9 +225,11 @@ def restore(
         {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)},
         state.meta.get(MODEL_FURTHER, {}),
     )
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    packed = pack(optimizer, dict(zip(updated, itertools.chain(*names), strict=True)))
-    move = _mover(state, boxes, with_own_memory(packed.tensors, own.values()), consume=consume)
+    saved_names = {parameter: name for name, parameter in model.named_parameters()}
+    updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    saved_names |= zip(updated, itertools.chain(*names), strict=True)
+    there_is = with_own_memory(pack(optimizer, saved_names).tensors, own.values())
+    move = _mover(state, boxes, there_is, consume=consume)
     load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
     if scheduler is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
