@@ -320,10 +320,14 @@ def marked(rank: int, case: Case) -> list[bool]:
     strategy = make(case, rank)
     marks: list[object] = []
     batch = default_collate([case.job.dataset("val")[i] for i in range(strategy.eval_batch_size)])
-    found = []
+    found: list[bool] = []
 
     def marking(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda clock: (marks.append(read), read(clock))[1]
+        def mark(clock: Any) -> Any:
+            marks.append(clock)
+            return read(clock)
+
+        return mark
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((type(clock_of(torch.device("cpu"))), "mark"), (Clock, "_now")):

@@ -33,7 +33,7 @@ class Nested(Optimizer):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("moments", [torch.zeros_like(p), torch.zeros_like(p)])
-            self.state["all"].setdefault(str(len(self.state)), torch.zeros_like(p))  # type: ignore[call-overload,index]
+            self.state["all"].setdefault(str(len(self.state)), torch.zeros_like(p))
 
 
 class Quantized(Optimizer):
