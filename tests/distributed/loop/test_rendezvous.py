@@ -206,7 +206,7 @@ def recorded(rank: int, port: int) -> Enqueued:
     if rank > 0:
         dist.all_reduce(torch.ones(1), group=side)
     pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
-    found = enqueued_in(flight_record("gloo"), since_ns=since_ns, world_size=3)
+    found = enqueued_in(flight_record(dist.group.WORLD), since_ns=since_ns, world_size=3)
     together(3, kept, "recorded")
     del side, pending
     rendezvous.leave()

@@ -188,12 +188,28 @@ DEVICE = dist.DistBackendError(
 )
 
 
+OF_NCCL2 = [
+    dist.DistBackendError("Watchdog caught collective operation timeout: NCCL operation timed out"),
+    dist.DistBackendError("NCCL operation failed"),
+    RuntimeError("NCCL operation timed out"),
+    RuntimeError("NCCL communicator was aborted after a previous error"),
+    RuntimeError("NCCL Async Error: remote process exited or there was a network error \nNCCL Last Error: socket"),
+    RuntimeError("NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO) \nNCCL Last Error: "),
+    RuntimeError("Failed to initialize NCCL communicator: internal error"),
+]
+"""What the other backend of torch 2.15 says after the loss of a rank."""
+
+
 @pytest.mark.parametrize(
     ("error", "after_abort", "collateral"),
     [
         (CONNECTION, False, True),
         (DEVICE, False, False),
         (DEVICE, True, False),
+        *((error, False, True) for error in OF_NCCL2),
+        (RuntimeError("NCCL Async Error: unhandled cuda error \nNCCL Last Error: "), False, False),
+        (dist.DistStoreError("wait timeout after 300000ms, keys: /0//nccl_storekey_0"), False, True),
+        (RuntimeError("a job's own text about NCCL"), False, False),
         (AbandonedError("ended"), False, True),
         (IndexError("index 8233871 is out of range"), False, False),
         (IndexError("index 8233871 is out of range"), True, True),
