@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from helpers.conformance.cases import Case, assignment
 from helpers.jobs.quick_jobs import digits
+from orchestrator.compat.enqueue_gate import GATE
 from orchestrator.worker import failures
 from orchestrator.worker.actor import _close, _recoverable_steps
 from orchestrator.worker.control import rendezvous
@@ -100,6 +101,34 @@ def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: st
     teardown.start(nothing, clean=False)
     teardown.begin(3, backend=backend)
     assert not teardown.has_aborted
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.usefixtures("group")
+def test_an_abort_waits_for_a_thread_that_enqueues_but_not_for_one_that_is_stuck(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "ENQUEUE_TIMEOUT_S", 0.1 if blocks else 60)
+    inside, aborted, seen = threading.Event(), threading.Event(), []
+
+    def enqueue() -> None:
+        with GATE:
+            inside.set()
+            aborted.wait(60 if blocks else 0.2)
+            seen.append(dist.is_initialized())
+
+    GATE.open()
+    training = threading.Thread(target=enqueue)
+    training.start()
+    assert inside.wait(60)
+    teardown = Teardown(word_timeout_s=60)
+    teardown.begin(2, backend="nccl")
+    teardown.abort(2)
+    aborted.set()
+    training.join(60)
+    assert not dist.is_initialized()
+    assert seen == [not blocks]
+    assert ("still being enqueued" in capfd.readouterr().err) == blocks
 
 
 @pytest.mark.usefixtures("group")
