@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,10 @@ def abort_together(backends: Sequence[Any]) -> None:
 
 
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Begin to replace each tensor by its sum over the ranks of ``group``, as one operation without a copy on GPUs.
+    """Begin to replace each tensor by its sum over the ranks of ``group``, without a copy on GPUs.
 
-    The tensors are contiguous, and of one dtype. ``dist.all_reduce_coalesced`` does the same, with a warning.
+    There it is one operation, and with nccl2 one for each tensor. The tensors are contiguous, and of one dtype.
+    ``dist.all_reduce_coalesced`` does the same, with a warning.
     """
     return group.allreduce_coalesced(list(tensors), c10d_bindings.AllreduceCoalescedOptions())
 
@@ -54,6 +55,11 @@ def all_gather_single(whole: Tensor, part: Tensor) -> None:
     """Fill ``whole`` with the ``part`` of each rank of the default group. Its name in torch differs by version."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, part)
+
+
+NCCL_BACKENDS = ("nccl", "nccl2")
+"""What the backends that torch makes for ``nccl`` call themselves. From torch 2.15 there are two: the older one if
+``TORCH_DIST_USE_NCCL2`` is 0, else the newer one, of which each communicator is aborted in the same way."""
 
 
 def nccl_backend(group: dist.ProcessGroup) -> Any:
@@ -66,12 +72,12 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
         return None
-    if (name := backend.name()) not in ("nccl", "gloo"):
+    if (name := backend.name()) not in (*NCCL_BACKENDS, "gloo"):
         raise RuntimeError(
-            f"the backend for GPUs of torch {torch.__version__} is {name!r}, from which a run cannot recover: unset "
-            "TORCH_DIST_USE_NCCL2, or install torch 2.11 to 2.15"
+            f"the backend for GPUs of torch {torch.__version__} is {name!r}, from which a run cannot recover, unlike "
+            f"{' and '.join(NCCL_BACKENDS)}: unset TORCH_DISTRIBUTED_USE_TORCHCOMMS, or install torch 2.11 to 2.15"
         )
-    return backend if name == "nccl" else None
+    return None if name == "gloo" else backend
 
 
 def restart_group_numbers() -> None:
@@ -83,8 +89,18 @@ def restart_group_numbers() -> None:
     distributed_c10d._world.group_count = 0
 
 
-def flight_record(backend: Literal["gloo", "nccl"]) -> str:
-    """Return what the flight recorder of this process has recorded of a backend, as JSON, with all operations."""
-    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
-    dump: Callable[[], bytes] = getattr(c10d_bindings, name)
-    return dump().decode(errors="replace")
+def flight_record(group: dist.ProcessGroup | None) -> str:
+    """Return what the flight recorder of this process has recorded of the backend of a group, as JSON.
+
+    Each backend has a recorder, which is of all of its groups. Without a ``group``, nothing has been enqueued.
+    """
+    if group is None:
+        return "{}"
+    backend, bindings = nccl_backend(group), cast(Any, c10d_bindings)
+    if backend is None:
+        dump = bindings._dump_fr_trace_json()
+    elif backend.name() == "nccl":
+        dump = bindings._dump_nccl_trace_json()
+    else:
+        dump = bindings._dump_fr_trace_json(backend=backend.name())
+    return str(dump, errors="replace")

@@ -320,7 +320,7 @@ class Worker:
             return None
         since_ns, world_size = self.joined
         try:
-            dump = flight_record("nccl")
+            dump = flight_record(dist.group.WORLD)
             return FlightRecord(
                 enqueued=enqueued_in(dump, since_ns=since_ns, world_size=world_size),
                 dump=zlib.compress(dump.encode(), level=1),

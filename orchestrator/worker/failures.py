@@ -28,6 +28,15 @@ from orchestrator.worker.reports.improvement import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 
+_CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
+_CONNECTION_TEXTS = (
+    *("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out"),  # gloo
+    # nccl2 of torch 2.15, of which the older backend would make a DistBackendError.
+    *("NCCL Last Error: ", "NCCL operation timed out", "NCCL communicator was aborted after a previous error"),
+    "Failed to initialize NCCL communicator",
+)
+"""What a ``RuntimeError`` says if the connection to another rank has broken."""
+
 EXPLAINED = (
     DatasetError,
     FrozenError,
@@ -118,11 +127,10 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
 
 def _is_connection_error(error: BaseException) -> bool:
     """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
-        return not _is_device_error(error)
-    text = str(error)
-    signs = ("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    looks = isinstance(error, _CONNECTION_ERRORS) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _CONNECTION_TEXTS)
+    )
+    return looks and not _is_device_error(error)
 
 
 def _may_follow_from_abort(error: BaseException) -> bool:
@@ -136,4 +144,19 @@ def _may_follow_from_abort(error: BaseException) -> bool:
 
 def _is_device_error(error: BaseException) -> bool:
     """Return whether the GPU of this process has failed, also if a call of NCCL was the first to find out."""
-    return isinstance(error, torch.AcceleratorError) or "unhandled cuda error" in str(error)
+    text = str(error)
+    return (
+        isinstance(error, torch.AcceleratorError)
+        or "unhandled cuda error" in text
+        or ("NCCL operation failed" in text and _device_has_failed())
+    )
+
+
+def _device_has_failed() -> bool:
+    """Ask the device, which repeats its error in every call: nccl2 says the same of a lost rank."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()
+    except torch.AcceleratorError:
+        return True
+    return False

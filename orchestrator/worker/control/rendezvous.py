@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.enqueue_gate import GATE, guard_gpus
 from orchestrator.compat.process_groups import abort_process_groups, nccl_backend, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.protocol.messages import Assignment
@@ -23,6 +25,8 @@ LOOPBACK = "127.0.0.1"
 _JOINED, _BUILT = "joined", "built"
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
+ENQUEUE_TIMEOUT_S = 1.0
+"""How long an abort waits for threads that enqueue an operation. That takes some microseconds unless it blocks."""
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
@@ -103,6 +107,8 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     """
     if assignment.backend == "nccl":
         os.environ |= nccl_variables(os.environ, recovers=assignment.config.recovery.max_failures > 0)
+        guard_gpus()
+    GATE.open()
     choose_interfaces(assignment, node_ip=node_ip)
     try:
         with without_name_servers():
@@ -138,8 +144,15 @@ def leave() -> None:
 
 
 def abort() -> list[dist.ProcessGroup]:
-    """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken."""
-    return abort_process_groups() if dist.is_initialized() else []
+    """Abort the process groups, as :func:`abort_process_groups` does; there may be none, and they may be broken.
+
+    With NCCL, no thread enqueues anything afterwards, or while they are aborted.
+    """
+    if not dist.is_initialized():
+        return []
+    if not GATE.close(timeout_s=ENQUEUE_TIMEOUT_S):
+        print("an operation of a process group is still being enqueued; it is aborted all the same", file=sys.stderr)
+    return abort_process_groups()
 
 
 def _store_of_generation(store: dist.TCPStore, assignment: Assignment) -> dist.PrefixStore:

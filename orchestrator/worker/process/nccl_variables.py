@@ -7,7 +7,7 @@ from collections.abc import Mapping
 FLIGHT_RECORDS = 1000
 """The number of operations that torch's flight recorder keeps on a rank: several steps of them."""
 _ALWAYS = {
-    # From torch 2.15, "nccl" would be another backend, which is aborted and recorded in other ways.
+    # From torch 2.15, "nccl" would be another backend, nccl2. Runs can use it, but it is younger.
     "TORCH_DIST_USE_NCCL2": "0",
     # The watchdog would end the process of a rank that waits for a lost one.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -10,7 +10,7 @@ from orchestrator.protocol.messages import FlightRecord, Stacks
 
 _WAITS_IN = (
     *("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py"),
-    "/orchestrator/worker/control/rendezvous.py",
+    *("/orchestrator/worker/control/rendezvous.py", "/orchestrator/compat/enqueue_gate.py"),
 )
 """The innermost frame of a rank that waits for others is in a collective operation, in the backward pass, which
 averages gradients, in a strategy that waits for a message or a lock, or in the wait before the first of these. The code

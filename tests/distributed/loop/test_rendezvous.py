@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.conformance.cases import assignment
 from helpers.conformance.training import CPU
 from helpers.ranks.gang import HOST, SOON_S
+from orchestrator.compat.enqueue_gate import GATE, enqueueing_through
 from orchestrator.compat.process_groups import flight_record
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
@@ -171,18 +172,21 @@ def after_an_abort(rank: int, port: int) -> float:
     """No group is left when another thread has aborted them. A late abort does not concern the next generation."""
     teardown = Teardown(word_timeout_s=SOON_S)
     teardown.begin(1, backend="nccl")
-    kept = join(rank, 3, 1, port)
-    side = dist.new_group([0, 1, 2])
-    with ThreadPoolExecutor(1) as control:
-        control.submit(teardown.abort, 1).result()
-    with pytest.raises(ValueError, match="not been initialized"):
-        sum_of_ranks()
-    del side
-    teardown.start(lambda: None, clean=False)
-    teardown.begin(2, backend="nccl")
-    kept = join(rank, 3, 2, port)
-    teardown.abort(1)
-    total = sum_of_ranks()
+    with enqueueing_through(GATE, device="CPU"):
+        kept = join(rank, 3, 1, port)
+        side = dist.new_group([0, 1, 2])
+        with ThreadPoolExecutor(1) as control:
+            control.submit(teardown.abort, 1).result()
+        with pytest.raises(ValueError, match="not been initialized"):
+            sum_of_ranks()
+        with pytest.raises(ConnectionAbortedError):
+            side.allreduce([torch.ones(1)])
+        del side
+        teardown.start(lambda: None, clean=False)
+        teardown.begin(2, backend="nccl")
+        kept = join(rank, 3, 2, port)
+        teardown.abort(1)
+        total = sum_of_ranks()
     rendezvous.leave()
     del kept
     return total
@@ -206,7 +210,7 @@ def recorded(rank: int, port: int) -> Enqueued:
     if rank > 0:
         dist.all_reduce(torch.ones(1), group=side)
     pending = [] if rank == 1 else [dist.all_reduce(torch.ones(1), async_op=True)]
-    found = enqueued_in(flight_record("gloo"), since_ns=since_ns, world_size=3)
+    found = enqueued_in(flight_record(dist.group.WORLD), since_ns=since_ns, world_size=3)
     together(3, kept, "recorded")
     del side, pending
     rendezvous.leave()

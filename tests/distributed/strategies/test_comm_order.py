@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest.mock import patch
@@ -19,8 +20,8 @@ from helpers.jobs.step_toys import Contrastive
 from helpers.jobs.toys import Normed, Tokens, Toy, Wide
 from helpers.ranks.batches import validated
 from helpers.ranks.deadlock import Launch, find_deadlock
-from helpers.ranks.gang import Gang
-from helpers.ranks.launches import recorded
+from helpers.ranks.gang import SOON_S, Gang
+from helpers.ranks.launches import CountingGate, recorded
 from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.pipelined.pipeline import Pipeline
@@ -141,6 +142,37 @@ def test_recovery_from_copies_in_a_ring(gang: Gang, name: str) -> None:
     assert_no_deadlock(gang.run(recover_from_copies, case, world_size=LAYOUTS[name].world_size))
 
 
+def until_refused(rank: int, case: Case) -> None:
+    """Rank 0 may enqueue one more operation after its first step, as if its groups were aborted then."""
+    gate = CountingGate()
+    with recorded(gate):
+        remaining = steps(make(case, rank))
+        next(remaining)
+        if rank == 0:
+            gate.closes_after = gate.passed + 1
+        list(remaining)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp-2",
+        "sharded-ddp-2",
+        "fsdp-2",
+        "hsdp-2x2",
+        "fsdp-1F1B-2x2",
+        "model_parallel-2",
+        "1F1B-2",
+        "ZBVZeroBubble-2x2",
+    ],
+)
+def test_a_step_ends_if_its_groups_are_aborted(gang: Gang, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=digits(depth=8, hidden=8), train=having(steps=3, global_batch_size=32)))
+    answers = gang.ask(until_refused, case, world_size=LAYOUTS[name].world_size, timeout_s=SOON_S)
+    assert (answers[0].error or "").startswith("ConnectionAbortedError"), answers[0].trace
+    assert all(answer.error is not None for answer in answers)
+
+
 # What gloo does without complaint, and NCCL never ends --------------------------------------------
 
 
@@ -196,18 +228,21 @@ def test_the_reductions_that_ddp_starts_are_recorded(gang: Gang) -> None:
     assert "allreduce" in {operation.name for launch in launches for operation in launch}
 
 
-def exchange(rank: int) -> list[Launch]:
+def exchange(rank: int, closes_after: float) -> list[Launch]:
+    gate = CountingGate()
+    gate.closes_after = closes_after
     transfers = [
         dist.P2POp(dist.isend, torch.zeros(3), 1 - rank),
         dist.P2POp(dist.irecv, torch.zeros(3), 1 - rank),
     ]
-    with recorded() as launches:
+    with recorded(gate) as launches:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
     return launches
 
 
-def test_a_batch_is_one_launch(gang: Gang) -> None:
-    launches = gang.run(exchange, world_size=2)
+@pytest.mark.parametrize("closes_after", [math.inf, 1])
+def test_a_batch_is_one_launch_which_is_finished_once_it_has_begun(gang: Gang, closes_after: float) -> None:
+    launches = gang.run(exchange, closes_after, world_size=2)
     assert [len(own) for own in launches] == [1, 1]
     assert_no_deadlock(launches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -12,28 +13,53 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks.deadlock import Launch, Operation
+from orchestrator.compat.enqueue_gate import EnqueueGate, enqueueing_through
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Record the launches of this thread. Creating a group is not recorded: it meets at the store, with any backend."""
-    recorder = _Recorder()
-    with recorder, patch.object(dist, "batch_isend_irecv", recorder.batch):
-        yield recorder.launches
+def recorded(gate: CountingGate | None = None) -> Iterator[list[Launch]]:
+    """Record the launches of this thread, each of which has to pass a ``gate``, as it does on a GPU.
+
+    Creating a group is not recorded: it meets at the store, with any backend.
+    """
+    gate = CountingGate() if gate is None else gate
+    with enqueueing_through(gate, device="CPU"):
+        recorder = _Recorder(gate)
+        with recorder, patch.object(dist, "batch_isend_irecv", recorder.batch):
+            yield recorder.launches
+
+
+class CountingGate(EnqueueGate):
+    """Counts how often threads have ``passed``, and is closed after ``closes_after`` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed = 0
+        self.closes_after = math.inf
+
+    def __enter__(self) -> None:
+        if self.passed >= self.closes_after:
+            self.close(timeout_s=0)
+        super().__enter__()
+        self.passed += 1
 
 
 class _Recorder(TorchDispatchMode):
     """Sees the operators of the namespace ``c10d``, through which all communication of process groups passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: CountingGate) -> None:
         super().__init__()
         self.launches: list[Launch] = []
+        self._gate = gate
         self._unbatched = dist.batch_isend_irecv
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._gate.passed
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.launches.append((_operation(func.name().removeprefix("c10d::").removesuffix("_"), args),))
-        return func(*args, **(kwargs or {}))
+            assert self._gate.passed > before, f"{func} has not passed the gate"
+        return result
 
     def batch(self, transfers: list[dist.P2POp]) -> list[dist.Work]:
         """Make one launch of the transfers, as NCCL does; gloo makes one of each."""

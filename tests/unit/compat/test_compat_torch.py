@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from orchestrator.compat import process_groups
 from orchestrator.compat import torch as compat
+from orchestrator.protocol.flight import Enqueued, enqueued_in
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -198,20 +202,65 @@ def test_the_flight_record_has_what_was_enqueued() -> None:
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
     entries = [
-        e for e in json.loads(process_groups.flight_record("gloo"))["entries"] if e["time_created_ns"] >= before_ns
+        e
+        for e in json.loads(process_groups.flight_record(dist.group.WORLD))["entries"]
+        if e["time_created_ns"] >= before_ns
     ]
     assert [e["profiling_name"] for e in entries] == ["gloo:all_reduce"] * 2
     expected = {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired", "state"}
     assert all(expected <= entry.keys() for entry in entries)
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_nccl_has_a_flight_record_of_its_own() -> None:
-    assert {"pg_config", "version"} <= json.loads(process_groups.flight_record("nccl")).keys()
+with_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+with_nccl2 = pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch has no nccl2, before 2.15")
+
+
+def group_of(backend: str) -> Any:
+    """A process group, as far as its backend is looked up."""
+    return SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: backend))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("nccl", marks=with_nccl), pytest.param("nccl2", marks=with_nccl2)])
+def test_each_nccl_has_a_flight_record_of_its_own(backend: str) -> None:
+    assert process_groups.nccl_backend(group_of(backend)).name() == backend
+    content = json.loads(process_groups.flight_record(group_of(backend)))
+    assert {"pg_config", "version"} <= content.keys()
+    assert "gloo" not in str(content.get("entries")), "the record of another backend"
+
+
+def test_without_a_group_nothing_is_recorded() -> None:
+    assert process_groups.nccl_backend(group_of("gloo")) is None
+    assert enqueued_in(process_groups.flight_record(None), since_ns=0, world_size=2) == Enqueued()
+
+
+@with_nccl2
+def test_nccl2_has_what_runs_rely_on() -> None:
+    for name in ("abort", "allreduce_coalesced", "name", "split"):
+        assert callable(getattr(dist.ProcessGroupNCCL2, name))
+    assert dist.ProcessGroupNCCL2.__module__ == distributed_c10d.__name__
+
+
+@with_nccl2
+def test_what_torch_records_of_nccl2_names_the_last_operation() -> None:
+    """The hook that records nccl2 records every backend without a record of its own, here that of no communication."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        hook = process_groups.c10d_bindings.FlightRecorderHook.attach(dist.group.WORLD, [0, 1])
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        dist.isend(torch.ones(1), 0)
+        dump = process_groups.c10d_bindings._dump_fr_trace_json(backend="fake").decode()
+        del hook
+    finally:
+        dist.destroy_process_group()
+    found = enqueued_in(dump, since_ns=0, world_size=2)
+    assert found.last == {"0": 2}
+    assert found.operation == {"0": "fake:all_reduce"}
+    assert found.members == {"0": (0, 1)}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+@with_nccl
 def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused() -> None:
     """In a process of its own, because torch decides once in each what ``nccl`` is."""
     script = (
@@ -232,7 +281,7 @@ def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused(
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_DIST")}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
-    assert "is 'fake', from which a run cannot recover: unset TORCH_DIST_USE_NCCL2" in done.stderr
+    assert "is 'fake', from which a run cannot recover, unlike nccl and nccl2: unset TORCH_DIST" in done.stderr
 
 
 @pytest.mark.usefixtures("process_group")

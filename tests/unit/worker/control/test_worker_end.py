@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from helpers.conformance.cases import Case, assignment
 from helpers.jobs.quick_jobs import digits
+from orchestrator.compat.enqueue_gate import GATE
 from orchestrator.worker import failures
 from orchestrator.worker.actor import _close, _recoverable_steps
 from orchestrator.worker.control import rendezvous
@@ -100,6 +101,34 @@ def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: st
     teardown.start(nothing, clean=False)
     teardown.begin(3, backend=backend)
     assert not teardown.has_aborted
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.usefixtures("group")
+def test_an_abort_waits_for_a_thread_that_enqueues_but_not_for_one_that_is_stuck(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "ENQUEUE_TIMEOUT_S", 0.1 if blocks else 60)
+    inside, aborted, seen = threading.Event(), threading.Event(), []
+
+    def enqueue() -> None:
+        with GATE:
+            inside.set()
+            aborted.wait(60 if blocks else 0.2)
+            seen.append(dist.is_initialized())
+
+    GATE.open()
+    training = threading.Thread(target=enqueue)
+    training.start()
+    assert inside.wait(60)
+    teardown = Teardown(word_timeout_s=60)
+    teardown.begin(2, backend="nccl")
+    teardown.abort(2)
+    aborted.set()
+    training.join(60)
+    assert not dist.is_initialized()
+    assert seen == [not blocks]
+    assert ("still being enqueued" in capfd.readouterr().err) == blocks
 
 
 @pytest.mark.usefixtures("group")
@@ -188,12 +217,28 @@ DEVICE = dist.DistBackendError(
 )
 
 
+OF_NCCL2 = [
+    dist.DistBackendError("Watchdog caught collective operation timeout: NCCL operation timed out"),
+    dist.DistBackendError("NCCL operation failed"),
+    RuntimeError("NCCL operation timed out"),
+    RuntimeError("NCCL communicator was aborted after a previous error"),
+    RuntimeError("NCCL Async Error: remote process exited or there was a network error \nNCCL Last Error: socket"),
+    RuntimeError("NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO) \nNCCL Last Error: "),
+    RuntimeError("Failed to initialize NCCL communicator: internal error"),
+]
+"""What the other backend of torch 2.15 says after the loss of a rank."""
+
+
 @pytest.mark.parametrize(
     ("error", "after_abort", "collateral"),
     [
         (CONNECTION, False, True),
         (DEVICE, False, False),
         (DEVICE, True, False),
+        *((error, False, True) for error in OF_NCCL2),
+        (RuntimeError("NCCL Async Error: unhandled cuda error \nNCCL Last Error: "), False, False),
+        (dist.DistStoreError("wait timeout after 300000ms, keys: /0//nccl_storekey_0"), False, True),
+        (RuntimeError("a job's own text about NCCL"), False, False),
         (AbandonedError("ended"), False, True),
         (IndexError("index 8233871 is out of range"), False, False),
         (IndexError("index 8233871 is out of range"), True, True),
