@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
 from jobs.examples import Blocks, Encoder, Examples, Padded, leaves_out_text
@@ -241,7 +241,8 @@ class HuggingFace(Job):
         try:
             schedule = self.scheduler(optimizer, 10)
             optimizer.step()
-            schedule.step()  # some need a loss
+            if not isinstance(schedule, ReduceLROnPlateau):
+                schedule.step()
         except (TypeError, ValueError) as e:
             raise ValueError(f"job.lr_scheduler_type={self.lr_scheduler_type}: {first_sentence(e)}") from e
 

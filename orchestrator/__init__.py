@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job, StepEnd
 from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     from orchestrator.strategies.replicated.gather import gather_batch
     from orchestrator.worker.data.length import batches_by_length
 
-__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "batches_by_length", "gather_batch", "run"]
+__all__ = [
+    "ConfigError",
+    "Evaluation",
+    "Job",
+    "Steering",
+    "StepEnd",
+    "__version__",
+    "batches_by_length",
+    "gather_batch",
+    "run",
+]
 
 Argument = Job | type[Job] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """What :func:`run` takes: a job, its class, an override such as ``"train.steps=100"``, a mapping of keys to values, or

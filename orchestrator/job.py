@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from orchestrator.user_code.results import check_results
+from orchestrator.user_code.steering import Evaluation, Steering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +69,9 @@ class Job(abc.ABC):
 
     export_formats: ClassVar[tuple[str, ...]] = ()
     """The names that :meth:`export` knows, such as ``"hf"``."""
+
+    steerable: ClassVar[tuple[str, ...]] = ()
+    """The fields that :meth:`on_evaluation` may change during a run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,6 +248,9 @@ class Job(abc.ABC):
             steps: the number of updates in the run. The scheduler is stepped after each update, or after each
                 :meth:`training_step` if the job has one. A resume with another ``train.steps`` makes the scheduler anew
                 and steps it as often as the run has.
+
+        A ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the metric of ``checkpoint.best``, or
+        with ``val/loss``.
         """
         return None
 
@@ -392,6 +399,18 @@ class Job(abc.ABC):
             info: the step.
         """
 
+    def on_evaluation(self, evaluations: Sequence[Evaluation]) -> Steering | None:
+        """Return what holds from the next step on, given all evaluations of the run so far; None to change nothing.
+
+        This is called on rank 0 after every ``train.eval_every`` steps, and its result holds on all ranks. Let it
+        depend on ``evaluations`` and the fields of the job alone: after a resume or a failure it is called again with
+        those up to that step, and what it returns replaces what it has returned before. An exception ends the run.
+
+        Args:
+            evaluations: the evaluations in order; the last one has just ended.
+        """
+        return None
+
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
         """Write trained weights as files that other programs read, for ``orchestrator export``.
 
@@ -434,6 +453,11 @@ class Job(abc.ABC):
 def has_training_step(job: Job) -> bool:
     """Return whether the job makes its own updates."""
     return type(job).training_step is not Job.training_step
+
+
+def has_steering(job: Job) -> bool:
+    """Return whether evaluations may change how the job goes on."""
+    return type(job).on_evaluation is not Job.on_evaluation
 
 
 def has_loss(job: Job) -> bool:

@@ -210,8 +210,8 @@ def restore(
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         recorded = state.meta[kind]
         saved = recorded["class"] if isinstance(recorded, Mapping) else recorded
-        wanted = None if here is None else label_of(here)
-        if saved != wanted:
+        wanted = None if here is None else label_of(here) or None
+        if (saved or None) != wanted:
             errors.append(f"{kind}: the checkpoint has {saved}, the job has {wanted}")
     names: list[list[str]] = []
     if not errors:
@@ -231,7 +231,7 @@ def restore(
     there_is = with_own_memory(pack(optimizer, saved_names).tensors, own.values())
     move = _mover(state, boxes, there_is, consume=consume)
     load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
-    if scheduler is not None:
+    if scheduler is not None and state.meta["scheduler"] is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
 
 

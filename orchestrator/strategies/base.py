@@ -316,6 +316,20 @@ class Strategy(LayoutRules, abc.ABC):
 
     # Evaluation and checkpoints
 
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the learning rates depend on what evaluations measure, by the job's scheduler itself."""
+        return False
+
+    def steer(self, lr_factor: float, measured: Sequence[float], *, new_run: bool = False) -> None:
+        """Change the learning rates from the next step on. All ranks call this at the same step.
+
+        Args:
+            lr_factor: what all rates are multiplied by, of what the schedule says.
+            measured: the metric that a scheduler follows, of each evaluation of the run so far.
+            new_run: whether the state is the end of another run.
+        """
+
     def quiesced(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all ranks are idle at one state of the model, entered by all at the same step.
 

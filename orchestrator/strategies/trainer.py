@@ -268,6 +268,15 @@ class Trainer(Strategy):
     def group_lrs(self) -> Sequence[float]:
         return [float(group["lr"]) for group in self.trained.optimizer.param_groups]
 
+    @property
+    def follows_evaluations(self) -> bool:
+        scheduler = self.trained.scheduler
+        return scheduler is not None and scheduler.follows_evaluations
+
+    def steer(self, lr_factor: float, measured: Sequence[float], *, new_run: bool = False) -> None:
+        if self.trained.scheduler is not None:
+            self.trained.scheduler.steer(lr_factor, measured, new_run=new_run)
+
     def metrics(self) -> Mapping[str, Metric]:
         scale = self.trained.loss_scale
         return measured({LOSS_SCALE: None if scale is None else scale.factor})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.steering import Steering
 
 _MARK = "__checks_result__"
 """An attribute of the functions that check what another one returns."""
@@ -82,7 +83,9 @@ def optimizer_problem(result: Any) -> str | None:
 
 
 def _scheduler_problem(result: Any) -> str | None:
-    if result is None:
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    if result is None or isinstance(result, ReduceLROnPlateau):
         return None
     return _stepping_problem(
         result,
@@ -143,6 +146,7 @@ _CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "tokens_per_sample": _expects(
         "a number above 0, or None", lambda v: v is None or (isinstance(v, numbers.Real) and 0 < float(v) < math.inf)
     ),
+    "on_evaluation": _expects("a Steering, or None to change nothing", lambda v: v is None or isinstance(v, Steering)),
     "check": _expects("nothing, and raise a ValueError that says what is wrong", lambda v: v is None),
 }
 """By the name of a method: returns what is wrong with its result, as a predicate, or None."""

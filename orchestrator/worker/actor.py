@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import socket
@@ -338,6 +339,7 @@ class Worker:
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name
+        job = copy.copy(job)  # evaluations may change its fields, and another loop may begin anew
         return Loop(
             assignment=assignment,
             job=job,

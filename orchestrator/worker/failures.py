@@ -24,7 +24,7 @@ from orchestrator.worker.data.loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
-from orchestrator.worker.reports.improvement import MetricError
+from orchestrator.worker.reports.evaluation import MetricError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
 

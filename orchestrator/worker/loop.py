@@ -39,15 +39,22 @@ from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError, W
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.process import allocator
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.evaluation import evaluate
+from orchestrator.worker.reports.evaluation import evaluate, metrics_of_trial
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
+from orchestrator.worker.reports.steering import Steered
 from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
 
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
 gradients would otherwise be the largest part of the cost of logging every step."""
+
+
+NO_STEERING = (
+    "Job.on_evaluation, or a ReduceLROnPlateau, changes nothing in this run, which makes no evaluation before its last "
+    "step; set train.eval_every, and let job.dataset('val') return data"
+)
 
 
 def no_validation_warning(eval_every: int, *, samples: bool) -> str:
@@ -92,6 +99,7 @@ class Loop:
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
         self._histograms = Histograms(self._run_dir, outbox=outbox, warner=self._warner, device=device)
         self._improvement = Improvement(self.config, device=device, outbox=outbox, saved=self._checkpoints.saved)
+        self._steered = Steered(self.config, job, strategy, device=device)
         self._reports = JobReports(
             job,
             assignment,
@@ -154,7 +162,7 @@ class Loop:
                 if self.assignment.sources is not None:
                     self._run_due_tasks()  # because the failure may have interrupted them
                 stopped = not self._only_evaluates and self._run_steps(data, startup)
-                ended_early = None if stopped or self._has_all_steps else self._improvement.why_stop
+                ended_early = None if stopped or self._has_all_steps else self._why_stop
                 recoverable = stopped and not self.gate.saves and self.recoverable_steps()
                 saves = self.position.step > 0 and not recoverable and not self._only_evaluates
                 if saves:
@@ -164,7 +172,7 @@ class Loop:
             self._enter("end")
             self._checkpoints.drain()
             self._improvement.confine(rank=self.rank)
-            if saves and not stopped and (metadata := self._improvement.metadata()):
+            if saves and not stopped and (metadata := self._found_by_evaluations()):
                 self._checkpoints.amend(self.position.step, metadata)
             self.strategy.confirm()
             return Outcome(
@@ -207,6 +215,7 @@ class Loop:
             strategy=self.strategy,
             data=self._data,
             improvement=self._improvement,
+            steered=self._steered,
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
@@ -245,7 +254,7 @@ class Loop:
         with contextlib.closing(micro_batches) as batches, self._profiler() as profiler:
             self._enter("train")
             window.timer.restart()
-            while not self._has_all_steps and self._improvement.why_stop is None:
+            while not self._has_all_steps and self._why_stop is None:
                 step = position.step + 1
                 if not self.gate.begin(step, self.assignment.generation):
                     window.check_finite()
@@ -338,11 +347,20 @@ class Loop:
                 kept_generators(self.device),
             ):
                 point = self._evaluated(data.trial_batches)
-                self._improvement.check(
-                    point, world_size=self.assignment.plan.world_size, confirm=self.strategy.confirm
-                )
+                self._check_trial(point)
             self.outbox.enter(self.position.step, "train")
         self.trial = None
+
+    def _check_trial(self, point: EvalPoint) -> None:
+        """Check that evaluations measure what the run follows, from this rank's part of a trial."""
+        followers = [follower for follower in (self._improvement, self._steered) if follower.follows]
+        if followers:
+            world_size = self.assignment.plan.world_size
+            confirm = self.strategy.confirm
+            metrics = metrics_of_trial(point, world_size=world_size, device=self.device, confirm=confirm)
+            if metrics is not None:
+                for follower in followers:
+                    follower.check(metrics)
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""
@@ -350,7 +368,7 @@ class Loop:
         if self._evaluation_due():
             self._evaluate()
             is_best = self._improvement.is_best(self.position.step)
-        if (is_best or self._checkpoint_due()) and self._improvement.why_stop is None:
+        if (is_best or self._checkpoint_due()) and self._why_stop is None:
             self._checkpoint()
 
     @property
@@ -360,6 +378,11 @@ class Loop:
     @property
     def _has_all_steps(self) -> bool:
         return self.position.step >= self.config.train.steps
+
+    @property
+    def _why_stop(self) -> str | None:
+        """Why the run ends before all of its steps; None if it goes on."""
+        return self._improvement.why_stop or self._steered.why_stop
 
     def _evaluation_due(self) -> bool:
         assert self._data is not None
@@ -418,7 +441,8 @@ class Loop:
                 point = self._evaluated(data.eval_batches)
                 self.outbox.put_point(point)
                 world_size = self.assignment.plan.world_size
-                self._improvement.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
+                for follower in (self._improvement, self._steered):
+                    follower.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
             if self.job.draws_samples:
                 self._reports.sample(step=self.position.step)
         self._enter("train")
@@ -455,7 +479,10 @@ class Loop:
     def _metadata(self) -> dict[str, Any]:
         """Return what a checkpoint of this position says beside the state of the model."""
         assert self._data is not None
-        return {**self._data.metadata(self.position.samples_consumed), **self._improvement.metadata()}
+        return {**self._data.metadata(self.position.samples_consumed), **self._found_by_evaluations()}
+
+    def _found_by_evaluations(self) -> dict[str, Any]:
+        return {**self._improvement.metadata(), **self._steered.metadata()}
 
     @contextlib.contextmanager
     def _nonfinite_advice(self) -> Iterator[None]:
@@ -480,6 +507,8 @@ class Loop:
         if VAL in self.config.train.eval_splits and VAL not in data.datasets.evaluated and is_first:
             warning = no_validation_warning(self.config.train.eval_every, samples=self.job.draws_samples)
             self._warner.warn(warning, topic="no validation")
+        if is_first and self._steered.follows and not (data.datasets.evaluated and self.config.train.eval_every):
+            self._warner.warn(NO_STEERING, topic="no steering")
         return data
 
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:

@@ -20,6 +20,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.reports.improvement import Improvement
+from orchestrator.worker.reports.steering import Steered
 
 
 @dataclass
@@ -60,6 +61,7 @@ def restore_state(
     strategy: Strategy,
     data: JobData,
     improvement: Improvement,
+    steered: Steered,
     device: torch.device,
 ) -> None:
     """Bring model, data, best evaluation and ``position`` to one state on every rank. A collective operation.
@@ -88,6 +90,7 @@ def restore_state(
         is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
         data.restore(meta, is_own=is_own)
         improvement.restore(meta if is_own else {}, rank=rank)
+        steered.restore(meta if is_own else None, rank=rank, world_size=world_size)
     else:
         strategy.sync_initial_state()
         improvement.restore({})
@@ -96,6 +99,7 @@ def restore_state(
     if assignment.sources is not None:
         data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
         improvement.share(assignment.sources, source_step=position.step, rank=rank)
+        steered.share(assignment.sources, source_step=position.step, rank=rank)
 
 
 def _reads_own_part(assignment: Assignment, strategy: Strategy) -> bool:

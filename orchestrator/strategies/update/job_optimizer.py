@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from orchestrator.job import Job
+from orchestrator.job import Job, has_steering
 from orchestrator.state.schedule import Schedule
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.errors import JobError
@@ -55,7 +55,7 @@ def schedule_of(
 ) -> Schedule | None:
     """Return the schedule of the learning rates of ``optimizers``; None if all are constant."""
     made = Schedule(optimizers, functools.partial(scheduler_of, job), steps=steps, steps_per_epoch=steps_per_epoch)
-    return made if made.label else None
+    return made if made.label or has_steering(job) else None
 
 
 def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch: float | None) -> LRScheduler | None:

@@ -1,16 +1,24 @@
-"""Evaluation of the model on this rank's share of the data."""
+"""Evaluation of the model on this rank's share of the data, and what all ranks have measured together."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from orchestrator.config.evaluated import VAL
+from orchestrator.config.text import did_you_mean
+from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
+from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import Strategy
+
+
+class MetricError(ValueError):
+    """No evaluation reports a metric that the run follows. The text explains it without a traceback."""
 
 
 def evaluate(
@@ -47,3 +55,35 @@ def evaluate(
         sums={name: float(value) for name, value in sums.items()},
         perplexity=perplexity,
     )
+
+
+def metrics_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of an evaluation by name, from the points of all ranks as ``gather_json`` returns them."""
+    return evaluation_metrics([_point_of(part) for part in parts])
+
+
+def metrics_of_trial(
+    point: EvalPoint, *, world_size: int, device: torch.device, confirm: Callable[[], None]
+) -> dict[str, float] | None:
+    """Return the metrics of a trial of an evaluation, of which ``point`` is this rank's part. A collective operation.
+
+    None if some split has no weight in the trial, and so no metrics. ``confirm`` is called before what others have sent
+    is used.
+    """
+    parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=device)
+    confirm()
+    splits = zip(*((part, *part["others"]) for part in parts), strict=True)
+    return metrics_of(parts) if all(any(part["weight"] for part in of_split) for of_split in splits) else None
+
+
+def value_of(metric: str, metrics: Mapping[str, float], *, key: str) -> float:
+    """Return one of the ``metrics`` of an evaluation. Raises MetricError; ``key``: what asks for it."""
+    if metric not in metrics:
+        raise MetricError(f"{key}: no evaluation reports it; {did_you_mean(metric, metrics)}")
+    return metrics[metric]
+
+
+def _point_of(data: Mapping[str, Any]) -> EvalPoint:
+    """Return the point that ``dataclasses.asdict`` and JSON have made plain."""
+    ema = None if data["ema"] is None else _point_of(data["ema"])
+    return EvalPoint(**{**data, "ema": ema, "others": tuple(map(_point_of, data["others"]))})

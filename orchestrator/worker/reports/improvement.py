@@ -13,17 +13,12 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import Config
-from orchestrator.config.text import did_you_mean
-from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.worker.control.control import Outbox
-
-
-class MetricError(ValueError):
-    """No evaluation reports the metric of ``checkpoint.best``. The text explains it without a traceback."""
+from orchestrator.worker.reports.evaluation import metrics_of, value_of
 
 
 class Improvement:
@@ -46,6 +41,11 @@ class Improvement:
         self._saved = saved
         self._history: list[BestSoFar] = []  # after each evaluation, because a run may go back after a failure
         self.restore({})
+
+    @property
+    def follows(self) -> bool:
+        """Whether the configuration names a metric to follow."""
+        return bool(self._history)
 
     def restore(self, meta: Mapping[str, Any], *, rank: int | None = None) -> None:
         """Continue from the metadata of a checkpoint; empty for a new run. ``rank``: this one, if it is to report."""
@@ -94,23 +94,19 @@ class Improvement:
         gathered = gather_json(sent, world_size=world_size, device=self._device)
         confirm()
         best = BestSoFar(**gathered[0]["best"])
-        value = self._value_of(best.metric, [part["point"] for part in gathered])
+        value = self._value_of(metrics_of([part["point"] for part in gathered]))
         self._history.append(best.after(point.step, value, min_delta=self._config.train.stop_min_delta))
         if self.is_best(point.step):
             self._report(rank)
 
-    def check(self, point: EvalPoint, *, world_size: int, confirm: Callable[[], None]) -> None:
-        """Check that a trial of an evaluation has the metric of ``checkpoint.best``. Arguments are as of :meth:`add`.
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Check that a trial of an evaluation, with these ``metrics``, has the one of ``checkpoint.best``.
 
         Raises:
-            MetricError: as :meth:`add`, unless some split has no weight in the trial, and so no metrics.
+            MetricError: as :meth:`add`.
         """
         if self._history:
-            gathered = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
-            confirm()
-            splits = zip(*((part, *part["others"]) for part in gathered), strict=True)
-            if all(any(part["weight"] for part in of_split) for of_split in splits):
-                self._value_of(self._history[-1].metric, gathered)
+            self._value_of(metrics)
 
     def confine(self, *, rank: int) -> None:
         """Forget the best evaluation, on rank 0, if its checkpoint could not be saved, for the best of those saved."""
@@ -118,12 +114,9 @@ class Improvement:
             self._history[-1] = best
             self._report(rank)
 
-    def _value_of(self, metric: str, parts: Sequence[Mapping[str, Any]]) -> float:
-        """Return a metric of the evaluation that has these points of all ranks."""
-        metrics = evaluation_metrics([_point_of(part) for part in parts])
-        if metric not in metrics:
-            raise MetricError(f"checkpoint.best={metric}: no evaluation reports it; {did_you_mean(metric, metrics)}")
-        return metrics[metric]
+    def _value_of(self, metrics: Mapping[str, float]) -> float:
+        metric = self._history[-1].metric
+        return value_of(metric, metrics, key=f"checkpoint.best={metric}")
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint; empty without ``checkpoint.best``."""
@@ -142,9 +135,3 @@ class Improvement:
         best = self._history[-1]
         if rank == 0 and best.value is not None:
             self._outbox.put_event(BestFound(step=best.step, metric=best.metric, value=best.value))
-
-
-def _point_of(data: Mapping[str, Any]) -> EvalPoint:
-    """Return the point that ``dataclasses.asdict`` and JSON have made plain."""
-    ema = None if data["ema"] is None else _point_of(data["ema"])
-    return EvalPoint(**{**data, "ema": ema, "others": tuple(map(_point_of, data["others"]))})

@@ -100,6 +100,9 @@ class Odd(Toy):
     def train_metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         return self._of("train_metrics", {}, output=output)
 
+    def on_evaluation(self, evaluations: Any) -> Any:
+        return self._of("on_evaluation", None)
+
     def on_step_end(self, info: StepEnd) -> None:
         return self._of("on_step_end", None)
 

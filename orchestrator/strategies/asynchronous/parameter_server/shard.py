@@ -213,6 +213,14 @@ class Shard(Strategy):
     def lr(self) -> float:
         return float(self._pieces.optimizer.param_groups[0]["lr"])
 
+    @property
+    def follows_evaluations(self) -> bool:
+        return self._pieces.scheduler is not None and self._pieces.scheduler.follows_evaluations
+
+    def steer(self, lr_factor: float, measured: Sequence[float], *, new_run: bool = False) -> None:
+        if self._pieces.scheduler is not None:
+            self._pieces.scheduler.steer(lr_factor, measured, new_run=new_run)
+
     def metrics(self) -> Mapping[str, Metric]:
         now = time.perf_counter()
         rate = (self._updates - self._window_updates) / (now - self._window_start)

@@ -22,7 +22,8 @@ from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.improvement import Improvement, MetricError
+from orchestrator.worker.reports.evaluation import MetricError
+from orchestrator.worker.reports.improvement import Improvement
 
 Saved = Callable[[BestSoFar], BestSoFar]
 

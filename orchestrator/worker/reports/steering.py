@@ -1,0 +1,126 @@
+"""What evaluations change of the training: learning rates, the end of the run, and fields of the job.
+
+Rank 0 asks the job, and all ranks do what it says. What holds is a function of all evaluations so far, so nothing else
+has to be kept: after a failure or a resume, the job is asked again with those up to the step that the run continues
+from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
+from orchestrator.job import Job, has_steering
+from orchestrator.protocol.messages import EvalPoint
+from orchestrator.state.transport import broadcast_json, gather_json
+from orchestrator.strategies.base import Strategy
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.steering import Evaluation, Steering
+from orchestrator.worker.reports.evaluation import metrics_of, value_of
+
+EVALUATIONS = "evaluations"
+"""The key in a checkpoint's metadata of the evaluations up to its step."""
+
+
+class Steered:
+    """A job and its strategy, as the evaluations of the run steer them. A job without steering exchanges nothing.
+
+    Attributes:
+        why_stop: why the job ends the run; None if it goes on.
+    """
+
+    def __init__(self, config: Config, job: Job, strategy: Strategy, *, device: torch.device):
+        self.why_stop: str | None = None
+        self._monitor = config.checkpoint.best or "val/loss"
+        self._job = job
+        self._strategy = strategy
+        self._device = device
+        self._evaluations: list[Evaluation] = []
+        self._unsteered = {name: getattr(job, name) for name in job.steerable}
+
+    @property
+    def follows(self) -> bool:
+        """Whether the job goes on in ways that depend on evaluations."""
+        return has_steering(self._job) or self._strategy.follows_evaluations
+
+    def restore(self, meta: Mapping[str, Any] | None, *, rank: int, world_size: int) -> None:
+        """Continue from the metadata of a checkpoint of this run; None: from one of another run, or from none."""
+        if self.follows:
+            self._evaluations = [Evaluation(**found) for found in (meta or {}).get(EVALUATIONS, [])]
+            self._decide(rank=rank, world_size=world_size, new_run=meta is None)
+
+    def share(self, sources: Sequence[int], *, source_step: int, rank: int) -> None:
+        """Continue at ``source_step`` as a survivor can; see :meth:`Improvement.share`."""
+        survivor = next((r for r, source in enumerate(sources) if r == source), None)
+        if not self.follows or survivor is None:
+            return
+        if len(sources) > 1:
+            known = [dataclasses.asdict(evaluation) for evaluation in self._evaluations]
+            known = broadcast_json(known, source=survivor, rank=rank, device=self._device)
+            self._evaluations = [Evaluation(**found) for found in known]
+        self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step <= source_step]
+        self._decide(rank=rank, world_size=len(sources))
+
+    def add(self, point: EvalPoint, *, rank: int, world_size: int, confirm: Callable[[], None]) -> None:
+        """Do what follows from an evaluation, of which ``point`` is this rank's part; see :meth:`Improvement.add`.
+
+        Raises:
+            JobError: the job asks for what cannot be.
+            MetricError: the job's scheduler follows a metric that the evaluation lacks.
+        """
+        if not self.follows:
+            return
+        parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
+        confirm()
+        before = [evaluation for evaluation in self._evaluations if evaluation.step < point.step]
+        self._evaluations = [*before, Evaluation(step=point.step, metrics=metrics_of(parts))]
+        self._decide(rank=rank, world_size=world_size)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Check that a trial of an evaluation, with these ``metrics``, has what the job's scheduler follows.
+
+        Raises:
+            MetricError: it does not.
+        """
+        self._measured([Evaluation(step=0, metrics=metrics)])
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of a checkpoint; empty without steering."""
+        return {EVALUATIONS: [dataclasses.asdict(e) for e in self._evaluations]} if self._evaluations else {}
+
+    def _decide(self, *, rank: int, world_size: int, new_run: bool = False) -> None:
+        """Let what rank 0 finds in its evaluations hold on all ranks, together with those. A collective operation."""
+        found: dict[str, Any] = {}
+        if rank == 0:
+            steering = self._asked()
+            found = {"steering": dataclasses.asdict(steering), EVALUATIONS: self.metadata().get(EVALUATIONS, [])}
+        if world_size > 1:
+            found = broadcast_json(found, source=0, rank=rank, device=self._device)
+            self._strategy.confirm()
+            self._evaluations = [Evaluation(**evaluation) for evaluation in found[EVALUATIONS]]
+        steering = Steering(**found["steering"])
+        self._strategy.steer(steering.lr_factor, self._measured(self._evaluations), new_run=new_run)
+        for name, value in {**self._unsteered, **steering.fields}.items():
+            object.__setattr__(self._job, name, value)  # a job is frozen against changes on one rank only
+        self.why_stop = steering.stop and f"Job.on_evaluation: {steering.stop}"
+
+    def _measured(self, evaluations: Sequence[Evaluation]) -> list[float]:
+        """Return what the job's scheduler follows of ``evaluations``; empty if it follows none."""
+        if not self._strategy.follows_evaluations:
+            return []
+        key = f"job.scheduler: its ReduceLROnPlateau follows {self._monitor} (checkpoint.best, or val/loss)"
+        return [value_of(self._monitor, evaluation.metrics, key=key) for evaluation in evaluations]
+
+    def _asked(self) -> Steering:
+        """Return what the job says of the evaluations. Before the first one, it says nothing."""
+        steering = self._job.on_evaluation(tuple(self._evaluations)) if self._evaluations else None
+        if steering is not None and (others := sorted(set(steering.fields) - set(self._job.steerable))):
+            raise JobError(
+                f"job.on_evaluation changes {first_few(others, noun='fields')}, not in Job.steerable; name them there"
+            )
+        return steering or Steering()

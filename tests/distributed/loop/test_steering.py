@@ -1,0 +1,190 @@
+"""Evaluations steer a run: in every layout, after a resume in another one, and after steps that are repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau
+
+from helpers.conformance.cases import CHECKPOINT, Case, config_of, having
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.training import close_strategies, make
+from helpers.jobs.quick_jobs import QuickDigits
+from helpers.ranks.gang import Gang
+from helpers.ranks.loops import Ran, losses_by_step, run_loop
+from orchestrator import Evaluation, Steering
+from orchestrator.protocol.messages import EvalPoint, TrainPoint
+from orchestrator.strategies.trainer import Trainer
+from orchestrator.user_code.errors import JobError
+from orchestrator.worker.reports.evaluation import MetricError
+from orchestrator.worker.reports.steering import EVALUATIONS, Steered
+
+LR, STEPS, EVERY = 0.1, 8, 2
+TRAIN = having(steps=STEPS, global_batch_size=32, eval_every=EVERY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredDigits(QuickDigits):
+    """Divides its rates by 4 at each evaluation and changes ``scale``, or asks for what ``asks`` has."""
+
+    hidden: int = 24
+    val_size: int | None = 40
+    scale: float = 1.0
+    asks: Any = None
+
+    steerable: ClassVar[tuple[str, ...]] = ("scale",)
+
+    def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+        return LinearLR(optimizer, 1.0, 0.5, total_iters=steps)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * super().loss(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {"scale": torch.tensor(self.scale * len(target))}
+
+    def on_evaluation(self, evaluations: Sequence[Evaluation]) -> Steering | None:
+        if self.asks is not None:
+            return self.asks  # type: ignore[no-any-return]
+        assert all(evaluation.metrics["val/loss"] > 0 for evaluation in evaluations)
+        count = len(evaluations)
+        return Steering(lr_factor=0.25**count, fields={"scale": 1.0 + count}, stop="enough" if count == 4 else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlateauDigits(QuickDigits):
+    """Halves its rates at each evaluation after the first, none of which is good enough for ``threshold``."""
+
+    hidden: int = 24
+    val_size: int | None = 40
+
+    def scheduler(self, optimizer: Optimizer, steps: int) -> Any:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+
+
+def rates(ranks: Sequence[Ran]) -> dict[int, float]:
+    """The learning rate after each step on the ranks, which have the same."""
+    found = [{p.step: p.metrics["train/lr"].value for p in rank.points if isinstance(p, TrainPoint)} for rank in ranks]
+    assert all(of_rank in ({}, found[0]) for of_rank in found)
+    return found[0]
+
+
+def evaluated(ranks: Sequence[Ran]) -> dict[int, float]:
+    """``val/scale`` by step."""
+    points = [p for rank in ranks for p in rank.points if isinstance(p, EvalPoint)]
+    steps = {p.step for p in points}
+    return {s: sum(p.sums.get("scale", 0.0) for p in points if p.step == s) / 40 for s in steps}
+
+
+def expected_rate(step: int, *, made: int) -> float:
+    """The rate of the update after ``step``, whose evaluation is the ``made``-th and has not been made yet."""
+    return LR * (1 - 0.5 * step / (STEPS + 4)) * 0.25**made
+
+
+LAYOUTS_TO_STEER = ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "1F1B-2", "parameter_server-2+2"]
+
+
+def run(gang: Gang, job: Any, name: str, run_dir: Path, *, checkpoint: str | None = None, steps: int = STEPS) -> Any:
+    layout = LAYOUTS[name]
+    case = layout.of(Case(job=job, train=replace(TRAIN, steps=steps)))
+    path = None if checkpoint is None else str(run_dir / "checkpoints" / checkpoint)
+    return gang.run(run_loop, case, layout.world_size, str(run_dir), path, EVERY, world_size=layout.world_size)
+
+
+@pytest.mark.parametrize("name", LAYOUTS_TO_STEER)
+def test_rates_fields_and_the_end_follow_in_every_layout_and_after_a_resume_in_another(
+    gang: Gang, tmp_path: Path, name: str
+) -> None:
+    whole = run(gang, SteeredDigits(), name, tmp_path, steps=STEPS + 4)
+    assert {(r.outcome.status, r.outcome.step) for r in whole} == {("done", STEPS)}
+    assert {r.outcome.ended_early for r in whole} == {"Job.on_evaluation: enough"}
+    assert rates(whole) == pytest.approx({s: expected_rate(s, made=(s - 1) // EVERY) for s in range(1, STEPS + 1)})
+    assert evaluated(whole) == pytest.approx({2: 1.0, 4: 2.0, 6: 3.0, 8: 4.0})
+    other = "1F1B-2" if name == "single" else "single"
+    rest = run(gang, SteeredDigits(), other, tmp_path, checkpoint="step-00000004", steps=STEPS + 4)
+    assert {r.outcome.ended_early for r in rest} == {"Job.on_evaluation: enough"}
+    before, after = losses_by_step(whole), losses_by_step(rest)
+    assert [*after] == [5, 6, 7, 8]
+    assert [*after.values()] == pytest.approx([before[step] for step in after], rel=1e-5)
+    assert rates(rest) == pytest.approx({step: rates(whole)[step] for step in after})
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+def test_a_scheduler_that_follows_a_metric_is_stepped_after_each_evaluation(
+    gang: Gang, tmp_path: Path, name: str
+) -> None:
+    whole = run(gang, PlateauDigits(), name, tmp_path)
+    assert rates(whole) == pytest.approx({s: LR * 0.5 ** max(0, (s - 1) // EVERY - 1) for s in range(1, STEPS + 1)})
+    rest = run(gang, PlateauDigits(), "single", tmp_path, checkpoint="step-00000004")
+    assert rates(rest) == pytest.approx({step: rates(whole)[step] for step in (5, 6, 7, 8)})
+    longer = run(gang, PlateauDigits(), "single", tmp_path, checkpoint="step-00000006", steps=STEPS + 2)
+    assert [rates(longer)[s] for s in (7, 8)] == pytest.approx([rates(whole)[s] for s in (7, 8)])
+
+
+def steered(job: QuickDigits, *, best: str | None = None) -> tuple[Steered, Trainer]:
+    checkpoint = replace(CHECKPOINT, best=best, best_direction="minimize")
+    case = Case(job=job, train=TRAIN, checkpoint=checkpoint)
+    strategy = make(case, 0)
+    assert isinstance(strategy, Trainer)
+    return Steered(config_of(case, 1), job, strategy, device=torch.device("cpu")), strategy
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_strategies()
+
+
+def add(followed: Steered, step: int, loss: float = 1.0) -> None:
+    point = EvalPoint(step=step, time=0.0, loss_sum=loss, weight=1.0, sums={})
+    followed.add(point, rank=0, world_size=1, confirm=lambda: None)
+
+
+def test_evaluations_after_the_step_from_which_a_run_continues_have_no_effect() -> None:
+    job = SteeredDigits()
+    followed, strategy = steered(job)
+    for step in (2, 4, 6, 8):
+        add(followed, step)
+    assert (strategy.lr, job.scale, followed.why_stop) == (pytest.approx(LR / 256), 5.0, "Job.on_evaluation: enough")
+    followed.share([0], source_step=5, rank=0)
+    assert (strategy.lr, job.scale, followed.why_stop) == (pytest.approx(LR / 16), 3.0, None)
+    add(followed, 4)  # the failure came before the end of what followed from it
+    assert strategy.lr == pytest.approx(LR / 16)
+    assert [found["step"] for found in followed.metadata()[EVALUATIONS]] == [2, 4]
+    followed.share([0], source_step=0, rank=0)
+    assert (strategy.lr, job.scale) == (pytest.approx(LR), 1.0)
+
+
+def test_a_run_that_starts_from_another_one_is_steered_by_its_own_evaluations() -> None:
+    first, strategy = steered(PlateauDigits())
+    for step in (2, 4, 6):
+        add(first, step)
+    assert strategy.lr == pytest.approx(LR / 4)
+    state = strategy.trained.snapshot(step=6, samples_consumed=0)
+    other, continued = steered(PlateauDigits())
+    continued.load(state)
+    other.restore(None, rank=0, world_size=1)
+    assert continued.lr == pytest.approx(LR / 4)
+    add(other, 2)
+    assert continued.lr == pytest.approx(LR / 8)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(JobError, match=r"job\.on_evaluation changes hidden, not in Job\.steerable; name them there"):
+        add(steered(SteeredDigits(asks=Steering(fields={"hidden": 3})))[0], 2)
+    for wrong in ({"lr_factor": float("nan")}, {"lr_factor": -1}, {"stop": ""}, {"fields": {"scale": {1, 2}}}):
+        (name,) = wrong
+        with pytest.raises(JobError, match=rf"Steering\({name}="):
+            Steering(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_metric_that_no_evaluation_reports_is_refused_in_the_trial() -> None:
+    with pytest.raises(MetricError, match=r"ReduceLROnPlateau follows val/lss \(checkpoint\.best, or val/loss\): no"):
+        steered(PlateauDigits(), best="val/lss")[0].check({"val/loss": 1.0})
