@@ -21,8 +21,9 @@ from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
-from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
+from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
+from orchestrator.records.run_search import NEWEST
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, load, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -93,7 +94,9 @@ def find_resume(
             if run_dir is None:
                 return None
         else:
-            run_dir = _named_run(config, config.resume, key="resume")
+            run_dir = _named_run(config, config.resume, key="resume", warnings=warnings)
+            if config.resume == NEWEST:
+                config = replace(config, resume=run_dir.location)  # errors name the run
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_driver()
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
@@ -136,7 +139,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     key, damaged = f"{name}={text}", list[CheckpointError]()
     with _named(key):
         run, of_run = split_checkpoint(text)
-        run_dir = _named_run(config, run, key=name)
+        run_dir = _named_run(config, run, key=name, warnings=warnings)
         checkpoint = _checkpoint_of(run_dir, of_run, damaged)
         if is_held(checkpoint):
             weakref.finalize(run_dir, remove_staging, checkpoint)
@@ -264,19 +267,39 @@ def _unfinished_run(config: Config, warnings: list[str], seen: set[str]) -> RunD
 def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Iterator[RunDir]:
     """Yield the unfinished runs of this name that were not ``seen`` before, the newest first, and enter them there."""
     output = output_dir(config)
-    for run_dir in output.runs([name for name in output.names(config.run_name) if name not in seen]):
+    new = [name for name in output.names(config.run_name) if name not in seen]
+    for run_dir, record in _readable(output, new, warnings):
         seen.add(name_of(run_dir))
-        try:
-            record = run_dir.read_record()
-        except (OSError, ValueError) as e:
-            warnings.append(f"run skipped: {e}")
-            continue
         if record.get("name") == config.run_name and record.get("state") != "finished":
             yield run_dir
 
 
-def _named_run(config: Config, text: str, *, key: str) -> RunDir:
-    """Return the run that the user names by ``key=text``."""
+def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:
+    """Return the newest run that has trained, of the name that the user has given, if any."""
+    output, name = output_dir(config), config.name
+    for run_dir, record in _readable(output, output.names(name), warnings):
+        if name in (None, record.get("name")) and not record.get("evaluated"):
+            warnings.append(f"{key}={NEWEST} is {run_dir.location}")
+            return run_dir
+    named = "" if name is None else f" named {name}"
+    raise ConfigError([f"{key}={NEWEST}: no run{named} below {output} (output_dir) has trained"])
+
+
+def _readable(
+    output: OutputDir, names: Sequence[str], warnings: list[str]
+) -> Iterator[tuple[RunDir, Mapping[str, Any]]]:
+    """Yield the runs called ``names``, each with its record; ``warnings`` receives those whose record is damaged."""
+    for run_dir in output.runs(names):
+        try:
+            yield run_dir, run_dir.read_record()
+        except (OSError, ValueError) as e:
+            warnings.append(f"run skipped: {e}")
+
+
+def _named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> RunDir:
+    """Return the run that the user names by ``key=text``; ``warnings`` receives which one ``last`` is."""
+    if text == NEWEST:
+        return _newest_run(config, key=key, warnings=warnings)
     output = output_dir(config)
     if is_url(text):
         storage = config.storage

@@ -42,6 +42,31 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
     assert warnings == []
 
 
+def test_last_is_the_newest_run_that_has_trained(tmp_path: Path) -> None:
+    other = an_earlier_run(tmp_path, steps=[2], name="another")
+    wanted = an_earlier_run(tmp_path, steps=[5])
+    an_earlier_run(tmp_path, steps=[], name="digits-ddp-evaluation").update_record(evaluated="digits-ddp")
+    damaged = an_earlier_run(tmp_path)
+    damaged.record_file.write_text("{")
+    for words, run, step in (([], wanted, 5), (["name=another"], other, 2)):
+        found, warnings = resume(config_of(tmp_path, "resume=last", *words))
+        assert found is not None
+        assert (found.run_dir.path, found.step) == (run.path, step)
+        assert warnings[-1] == f"resume=last is {run.path}"
+    assert refused(config_of(tmp_path, "resume=last", "name=third")) == [
+        f"resume=last: no run named third below {tmp_path} (output_dir) has trained"
+    ]
+
+
+def test_what_is_wrong_with_the_last_run_names_it(tmp_path: Path) -> None:
+    nothing = f"resume=last: no run below {tmp_path} (output_dir) has trained"
+    assert refused(config_of(tmp_path, "resume=last")) == [nothing]
+    an_earlier_run(tmp_path)
+    run = an_earlier_run(tmp_path, steps=[])
+    (error,) = refused(config_of(tmp_path, "resume=last"))
+    assert error == f"resume={run.path}: it has no checkpoint; resume=never starts a new run"
+
+
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
     config = config_of(tmp_path, "resume=auto")
     nothing = "resume=auto: no unfinished run is named digits-ddp; this is a new one"
