@@ -75,7 +75,7 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
             from orchestrator.driver.candidates import check_all
             from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
-        with lasting_output(), exits_refused():
+        with lasting_output(), exits_refused(hard=True):
             candidates = check_all([read.overrides], job=read.job)
             with StopSignals() as stop:
                 return next(iter(run_all(candidates, stop)), None)

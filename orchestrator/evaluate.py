@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(argv)
     try:
-        with exits_refused():
+        with exits_refused(hard=True):
             return _evaluate(options)
     except (OSError, ValueError) as e:
         return refuse("evaluate", e)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
     options = parser.parse_args(argv)
     try:
-        with closing_interrupts(), exits_refused():
+        with closing_interrupts(), exits_refused(hard=True):
             return _export(options)
     except (OSError, ValueError) as e:
         return refuse("export", e)

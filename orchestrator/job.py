@@ -374,8 +374,8 @@ class Job(abc.ABC):
         exception becomes a warning, and training continues.
 
         Args:
-            model: the whole model. It is on the device of the rank; one of which no worker has all is put together on
-                the CPU for every call.
+            model: the whole model, with ``train.ema_decay`` with the averaged weights. It is on the device of the rank;
+                one of which no worker has all is put together on the CPU for every call.
             generator: a generator on the CPU to draw random numbers from, with the same seed at every call.
 
         Returns:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     redactor = Redactor.of_process()
     with lasting_output(), masked_output(redactor):
         try:
-            with exits_refused():
+            with exits_refused(hard=True):
                 return _launch(list(sys.argv[1:] if argv is None else argv), redactor)
         except ConfigError as e:
             from orchestrator.display.report import errors_text

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from orchestrator.driver.submit.job_submission import JobServer
 
                 return _follow(JobServer(options.address), options.attach)
-            with exits_refused():
+            with exits_refused(hard=True):
                 return _submit(options, redactor)
         except ConfigError as e:
             from orchestrator.display.report import errors_text

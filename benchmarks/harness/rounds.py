@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import tempfile
 import time
@@ -121,6 +122,11 @@ class Claim:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def slug(name: str) -> str:
+    """Return a name for a file: ``NVIDIA H100 80GB HBM3`` is ``nvidia-h100-80gb-hbm3``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def rates_table(rounds: Rounds) -> str:

@@ -393,16 +393,16 @@ class Config:
     name: str | None = option("name of the run; null: <job>-<strategy>")
     seed: int = option("random seed for weights, sample order and dropout", minimum=0, maximum=LARGEST_SEED)
     resume: str = option(
-        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), or a run directory "
-        "or its URL"
+        "run to continue: never, auto (the newest unfinished run of this name with a checkpoint), last (the newest run "
+        "that has trained), or a run directory or its URL"
     )
     evaluate: str | None = option(
-        "run whose newest checkpoint a new run evaluates, without training; or one of its checkpoints, such as "
-        "<run>/checkpoints/best; null: train"
+        "run whose newest checkpoint a new run evaluates, without training (last: the newest run that has trained); or "
+        "one of its checkpoints, such as <run>/checkpoints/best; null: train"
     )
     start_from: str | None = option(
-        "run whose newest checkpoint a new run continues from; or one of its checkpoints, such as "
-        "<run>/checkpoints/best; null: from the first step"
+        "run whose newest checkpoint a new run continues from (last: the newest run that has trained); or one of its "
+        "checkpoints, such as <run>/checkpoints/best; null: from the first step"
     )
     output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")

@@ -17,15 +17,17 @@ def _words_in(text: str) -> frozenset[str]:
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _WORDS_OF_SECRETS = _words_in(
-    "secret secrets passwords pwd passphrases passcode credentials creds auth authorization bearer jwt webhook apikeys "
-    "mnemonic mnemonics"
+    "secret secrets passwords pwd pswd pword passphrases passcode passcodes pincode credentials creds auth "
+    "authorization bearer jwt jwts webhook apikeys mnemonic mnemonics"
 )
 _ENDS_OF_WORDS_OF_SECRETS = (
     *("password", "passwd", "passphrase", "secret", "credential", "authkey", "apikey", "accesskey", "secretkey"),
     *("privatekey", "apitoken", "authtoken", "accesstoken", "passkey", "dbpass", "userpass", "sshpass"),
+    *("privkey", "sshkey", "masterkey", "signingkey", "encryptionkey", "refreshtoken", "sessiontoken", "adminpass"),
+    *("rootpass", "sessionid", "sessid", "connectionstring", "connstring", "connstr"),
 )
 """Words that names also have without a separator: ``sslpassword``, ``clientsecret``."""
-_LAST_WORDS_OF_SECRETS = _words_in("pat cookie cookies sas otp totp hotp psk cred oauth")
+_LAST_WORDS_OF_SECRETS = _words_in("pat cookie cookies sas otp totp hotp psk cred oauth dsn dsns")
 _PHRASES = _words_in("seed recovery backup wallet")
 """Before ``phrase``, which is a secret then."""
 _NAMES_OF_PROPERTIES = _words_in(
@@ -57,16 +59,33 @@ _BEFORE_PASSES_OF_COMPUTATION = _words_in(
     "render depth color shadow geometry optimizer optimization compiler compile fusion fused quant quantization graph "
     "fx joint grad inductor custom lowering data epoch step batch layer fast slow dry zero skip up down"
 )
+_BEFORE_SECRET_CODES = _words_in(
+    "pin recovery backup scratch verification security access login unlock invite master emergency otp totp mfa 2fa fa "
+    "factor sms"
+)
+"""Before ``code`` or ``codes``. Others are ordinary: ``exit_code``, ``language_code``."""
+_BEFORE_PINS_OF_HARDWARE = _words_in(
+    "gpio led cpu cpus gpu core cores thread threads numa memory io input output data clock reset power ground signal "
+    "is no use do should num each per first last in out to"
+)
+_CONNECTIONS = _words_in("connection connections conn")
+_SESSIONS = _words_in("session sess")
+_FILES_OF_SECRETS = _words_in("keyfile pemfile")
+_CONTENTS = _words_in("content contents json data text string base64 b64")
+"""After the name of a file: ``keyfile`` is a path, and ``keyfile_json`` is what is there."""
 _VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
 _OWNERS_OF_PW = _words_in(
     "user db database smtp ftp mysql postgres redis root admin login http proxy mail bind ldap vpn wifi sudo ssh"
 )
+_MAYBE_ORDINARY = _words_in("id code codes pin dsn dsns")
+"""As the last word of a secret, these do not make its value one beyond doubt."""
 _LONGEST_REMEMBERED = 256
 """What has the form of a name may be a megabyte of Base64."""
 _PUBLIC_NAMES = frozenset([("view", "state", "share", "key")])
 """Names that only look like names of secrets: a parameter of the links to MLflow's pages."""
 _PARTS_OF_SECRET_NAMES = _words_in(
-    "token key secret pass pwd cred auth bearer jwt webhook cookie pat sig mnemonic otp sas psk pw phrase"
+    "token key secret pass pwd cred auth bearer jwt webhook cookie pat sig mnemonic otp sas psk pw phrase pswd pword "
+    "pin code dsn conn sess pemfile"
 )
 """Every secret name contains one of these, as do the parameters with which a URL is signed."""
 
@@ -85,10 +104,12 @@ def _is_secret_key(key: str) -> bool:
 def is_certain(key: str) -> bool:
     """Return whether a value of ``key`` is a secret beyond doubt, so that it is masked wherever it appears.
 
-    ``prompt_style_key`` has the form of a secret but may hold an ordinary word.
+    ``prompt_style_key`` and ``session_id`` have the form of a secret but may hold an ordinary word.
     """
     return any(
-        _is_secret(words) and not (words[-1] == "key" and words[-2] not in _OWNERS_OF_CREDENTIALS)
+        _is_secret(words)
+        and words[-1] not in _MAYBE_ORDINARY
+        and not (words[-1] == "key" and words[-2] not in _OWNERS_OF_CREDENTIALS)
         for words in map(_words, re.split(r"[^\w-]+", key))
     )
 
@@ -110,6 +131,8 @@ def _is_secret(words: tuple[str, ...]) -> bool:
     if any(word in _WORDS_OF_SECRETS or word.endswith(_ENDS_OF_WORDS_OF_SECRETS) for word in words):
         return True
     if words[-1] in _LAST_WORDS_OF_SECRETS:
+        return True
+    if len(words) > 1 and words[-1] in _VALUES_OF_TOKENS and words[-2] in _LAST_WORDS_OF_SECRETS:
         return True
     return any(
         _names_secret(word, before=before, last=None if i == len(words) - 1 else words[-1])
@@ -137,4 +160,14 @@ def _names_secret(word: str, *, before: str | None, last: str | None) -> bool:
             return last is None and before in _OWNERS_OF_PW
         case "phrase":
             return before in _PHRASES
+        case "code" | "codes":
+            return before in _BEFORE_SECRET_CODES
+        case "pin":
+            return last is None and before is not None and before not in _BEFORE_PINS_OF_HARDWARE
+        case "id":
+            return last is None and before in _SESSIONS
+        case "string" | "strings" | "str":
+            return before in _CONNECTIONS
+        case _ if last is not None:
+            return word in _FILES_OF_SECRETS and last in _CONTENTS
     return False

@@ -23,6 +23,12 @@ class ScheduleError(ValueError):
     """A schedule cannot go on for another number of steps than it was made for."""
 
 
+def made_for(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the schedule with this ``state`` was made for; empty in older checkpoints."""
+    found: Mapping[str, Any] = state.get(_MADE_FOR, {})
+    return found
+
+
 def without_length(meta: Mapping[str, Any]) -> None:
     """Let the schedule of a state with this ``meta`` be loaded as it is, because no update will follow."""
     if (packed := meta["scheduler"]) is not None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
+import os
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from orchestrator.user_code.errors import JobError
 
@@ -19,18 +23,52 @@ _OWN_FILES = f"{Path(__file__).resolve().parents[1]}/"
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")), "<frozen ", "<string>")
 
 
+_end_process = os._exit
+_refusing = threading.local()
+"""``pid``: the process in which this thread refuses calls of ``os._exit``, if it does."""
+
+
 @contextlib.contextmanager
-def exits_refused() -> Iterator[None]:
+def exits_refused(*, hard: bool = False) -> Iterator[None]:
     """Call code of the user in this context to turn an attempt to end the process into a :class:`JobError`.
 
     What comes from this package or from a signal, such as Ctrl-C, passes.
+
+    Args:
+        hard: whether to refuse ``os._exit`` too, if this thread calls it. On a worker, it passes: the driver takes the
+            worker for lost and says so. Nobody watches the driver.
     """
     try:
-        yield
+        with _hard_exits_refused() if hard else contextlib.nullcontext():
+            yield
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
         if (text := _exit_text(e)) is None:
             raise
         raise JobError(text) from e
+
+
+class _HardExit(SystemExit):
+    """A call of ``os._exit``."""
+
+
+@contextlib.contextmanager
+def _hard_exits_refused() -> Iterator[None]:
+    before = getattr(_refusing, "pid", None)
+    _refusing.pid = os.getpid()  # in a fork, the exit passes
+    os._exit = _exit
+    try:
+        yield
+    finally:
+        _refusing.pid = before
+
+
+def _exit(status: int) -> NoReturn:
+    """Stand in for ``os._exit``, which runs no code that could say what has ended the process."""
+    frame = inspect.currentframe()
+    caller = frame.f_back.f_code.co_filename if frame is not None and frame.f_back is not None else _OWN_FILES
+    if getattr(_refusing, "pid", None) == os.getpid() and not caller.startswith((_OWN_FILES, *_LIBRARIES)):
+        raise _HardExit(status)
+    _end_process(status)
 
 
 def user_frames(error: BaseException) -> list[TracebackType]:
@@ -41,8 +79,9 @@ def user_frames(error: BaseException) -> list[TracebackType]:
     entries: list[TracebackType] = []
     entry = error.__traceback__
     while entry is not None:
-        is_own = entry.tb_frame.f_code.co_filename.startswith(_OWN_FILES)
-        entries = [] if is_own else [*entries, entry]
+        code = entry.tb_frame.f_code
+        if code is not _exit.__code__:
+            entries = [] if code.co_filename.startswith(_OWN_FILES) else [*entries, entry]
         entry = entry.tb_next
     return [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(_LIBRARIES)] or entries
 
@@ -79,7 +118,8 @@ def _exit_text(error: BaseException) -> str | None:
     called, code = frames[0].tb_frame.f_globals.get("__name__"), frames[0].tb_frame.f_code
     does = f"raises {type(error).__name__}"
     if isinstance(error, SystemExit):
-        does = f"calls sys.exit({'' if error.code is None else repr(error.code)})"
+        function = "os._exit" if isinstance(error, _HardExit) else "sys.exit"
+        does = f"calls {function}({'' if error.code is None else repr(error.code)})"
     what = f"{code.co_qualname} {does} ({place_of(frames[-1])}), which would end the process without a reason"
     if code.co_name == "<module>":
         return f"importing {called} {does} ({place_of(frames[-1])}); put it below `if __name__ == '__main__':`"

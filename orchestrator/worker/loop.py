@@ -444,8 +444,14 @@ class Loop:
                 for follower in (self._improvement, self._steered):
                     follower.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
             if self.job.draws_samples:
-                self._reports.sample(step=self.position.step)
+                with self._averaged_weights():
+                    self._reports.sample(step=self.position.step)
         self._enter("train")
+
+    def _averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are their moving average, if there is one."""
+        has_average = self.config.train.ema_decay is not None
+        return self.strategy.averaged_weights() if has_average else contextlib.nullcontext()
 
     def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
         """Return this rank's part of an evaluation; ``batches_of``: returns what to read of a split."""
@@ -465,7 +471,7 @@ class Loop:
         assert self._data is not None
         points = [evaluated(split) for split in self._data.datasets.evaluated]
         if self.config.train.ema_decay is not None:
-            with self.strategy.averaged_weights():
+            with self._averaged_weights():
                 points = [replace(point, ema=evaluated(point.split)) for point in points]
         return replace(points[0], others=tuple(points[1:]))
 

@@ -128,10 +128,12 @@ class Half(Job):
         (["job._target_=half.Half", "output_dir=runs"], ["job._target_=half.Half: the class has to define loss()"]),
         (["output_dir=file/runs", "tracking.uri=nonsense"], ["output_dir=", "tracking.uri=nonsense: "]),
         (["cluster.address=127.0.0.1:1"], ["cluster.address=127.0.0.1:1: no Ray answers there"]),
+        (["job._target_=left.Job"], ["job._target_=left.Job: importing left calls os._exit(0) (left.py, line 1)"]),
     ],
 )
 def test_a_command_is_refused(words: list[str], said: list[str], elsewhere: Path) -> None:
     (elsewhere / "half.py").write_text(SOMEONES_JOB)
+    (elsewhere / "left.py").write_text("import os; os._exit(0)")
     (elsewhere / "file").touch()
     before = contents(elsewhere)
     code, text = command(*words, cwd=elsewhere, PYTHONDONTWRITEBYTECODE="1")

@@ -15,26 +15,19 @@ from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
-from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
+from orchestrator.driver.preflight.continuation import continuation_errors
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
-from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
-from orchestrator.records.output_dir import fetch, name_of, refresh, split_run
+from orchestrator.job import Job
+from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
+from orchestrator.records.run_search import NEWEST
 from orchestrator.state.best import BEST, BestSoFar
-from orchestrator.state.checkpoint import is_held, load, path_of, remove_staging
+from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.joint import label_of
-from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import CheckpointError, read_manifest
-from orchestrator.state.mismatch import mismatches
-from orchestrator.state.model_state import further_entries, own_tensors
-from orchestrator.state.train_state import outline
 from orchestrator.storage.remote import StorageError, is_url
-from orchestrator.strategies.training_step import joined, optimizers_of
-from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 PRECISION = "train.precision"
 STEPS = "train.steps"
@@ -93,7 +86,9 @@ def find_resume(
             if run_dir is None:
                 return None
         else:
-            run_dir = _named_run(config, config.resume, key="resume")
+            run_dir = _named_run(config, config.resume, key="resume", warnings=warnings)
+            if config.resume == NEWEST:
+                config = replace(config, resume=run_dir.location)  # errors name the run
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_driver()
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
@@ -107,12 +102,14 @@ def find_resume(
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    errors = [f"resume={config.resume}: {error}" for error in _differences(config, job, checkpoint, manifest)]
+    meta, key = manifest["meta"], f"resume={config.resume}"
+    found = [] if job is None else continuation_errors(config, job, checkpoint, meta, is_own=True)
+    errors = [f"{key}: {error}" for error in found]
     # A driver that died after the last step has left a run that only lacks its end.
     is_finished = run_dir.read_record().get("state") == "finished"
     if step > config.train.steps or (step == config.train.steps and is_finished):
         errors.append(f"train.steps={config.train.steps}: the run to resume already has {step} steps; raise it")
-    best = BestSoFar.from_meta(manifest["meta"]) if is_finished and config.checkpoint.best is not None else None
+    best = BestSoFar.from_meta(meta) if is_finished and config.checkpoint.best is not None else None
     if best is not None and (ended := best.why_stop(config.train.stop_after)) is not None:
         errors.append(f"{ended}: the run to resume has ended early at step {step}; raise train.stop_after")
     if errors:
@@ -136,7 +133,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     key, damaged = f"{name}={text}", list[CheckpointError]()
     with _named(key):
         run, of_run = split_checkpoint(text)
-        run_dir = _named_run(config, run, key=name)
+        run_dir = _named_run(config, run, key=name, warnings=warnings)
         checkpoint = _checkpoint_of(run_dir, of_run, damaged)
         if is_held(checkpoint):
             weakref.finalize(run_dir, remove_staging, checkpoint)
@@ -144,7 +141,8 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
     manifest = read_manifest(checkpoint)
     step, train = int(manifest["step"]), config.train
-    errors = [f"{key}: {error}" for error in _differences(config, job, checkpoint, manifest)]
+    found = [] if job is None else continuation_errors(config, job, checkpoint, manifest["meta"], is_own=False)
+    errors = [f"{key}: {error}" for error in found]
     if config.evaluate is not None:
         train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
     elif step >= train.steps:
@@ -169,16 +167,6 @@ def _named(key: str) -> Iterator[None]:
         raise
     except ValueError as e:
         raise ConfigError([f"{key}: {e}"]) from e
-
-
-def _differences(config: Config, job: Job | None, checkpoint: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Compare the model of the job with a checkpoint, in a child process, because it is built of fake tensors."""
-    if job is None:
-        return []
-    with contextlib.suppress(ChildDiedError):  # the workers compare them too
-        timeout_s = config.recovery.build_max_s
-        return in_child(lambda: _job_errors(job, checkpoint, manifest["meta"]), timeout_s=timeout_s)
-    return []
 
 
 def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointError]) -> Path:
@@ -264,19 +252,39 @@ def _unfinished_run(config: Config, warnings: list[str], seen: set[str]) -> RunD
 def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Iterator[RunDir]:
     """Yield the unfinished runs of this name that were not ``seen`` before, the newest first, and enter them there."""
     output = output_dir(config)
-    for run_dir in output.runs([name for name in output.names(config.run_name) if name not in seen]):
+    new = [name for name in output.names(config.run_name) if name not in seen]
+    for run_dir, record in _readable(output, new, warnings):
         seen.add(name_of(run_dir))
-        try:
-            record = run_dir.read_record()
-        except (OSError, ValueError) as e:
-            warnings.append(f"run skipped: {e}")
-            continue
         if record.get("name") == config.run_name and record.get("state") != "finished":
             yield run_dir
 
 
-def _named_run(config: Config, text: str, *, key: str) -> RunDir:
-    """Return the run that the user names by ``key=text``."""
+def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:
+    """Return the newest run that has trained, of the name that the user has given, if any."""
+    output, name = output_dir(config), config.name
+    for run_dir, record in _readable(output, output.names(name), warnings):
+        if name in (None, record.get("name")) and not record.get("evaluated"):
+            warnings.append(f"{key}={NEWEST} is {run_dir.location}")
+            return run_dir
+    named = "" if name is None else f" named {name}"
+    raise ConfigError([f"{key}={NEWEST}: no run{named} below {output} (output_dir) has trained"])
+
+
+def _readable(
+    output: OutputDir, names: Sequence[str], warnings: list[str]
+) -> Iterator[tuple[RunDir, Mapping[str, Any]]]:
+    """Yield the runs called ``names``, each with its record; ``warnings`` receives those whose record is damaged."""
+    for run_dir in output.runs(names):
+        try:
+            yield run_dir, run_dir.read_record()
+        except (OSError, ValueError) as e:
+            warnings.append(f"run skipped: {e}")
+
+
+def _named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> RunDir:
+    """Return the run that the user names by ``key=text``; ``warnings`` receives which one ``last`` is."""
+    if text == NEWEST:
+        return _newest_run(config, key=key, warnings=warnings)
     output = output_dir(config)
     if is_url(text):
         storage = config.storage
@@ -297,26 +305,6 @@ def _named_run(config: Config, text: str, *, key: str) -> RunDir:
     if len(matches) > 1:
         known = f"several runs have this name: {', '.join(matches)}"
     raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
-
-
-def _job_errors(job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Return how the job's model and optimizer differ from the checkpoint, without allocating either.
-
-    Empty if the model cannot be built without memory: the workers then find out when they restore it.
-    """
-    model = on_meta_device(job.model)
-    if model is None:
-        return []
-    own = {name: t for name, t in own_tensors(model).items() if name not in meta.get(LEFT_OUT, {})}
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-    further = further_entries(model)
-    saved = {name: t for name, t in outline(load(checkpoint).model).items() if name not in further}
-    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
-    made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
-    optimizer = label_of(made)
-    if optimizer != meta["optimizer"]:
-        errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
-    return errors
 
 
 def _settings(run_dir: RunDir) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from orchestrator.model.batch import split_batch, tensors_in
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text
 from orchestrator.user_code.results import kind_of
+
+SAMPLES = "dataset_samples"
+"""The key in a checkpoint's metadata of the number of samples in the training set, if that is known."""
+STREAM = "stream"
+"""The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
 
 
 class DatasetError(ValueError):
@@ -39,6 +45,25 @@ def known_length(dataset: Any) -> int | None:
         return len(dataset) or None
     except (TypeError, NotImplementedError):
         return None
+
+
+def size_error(dataset: Any, meta: Mapping[str, Any], *, step: int, checkpoint: Path | str | None) -> str | None:
+    """Return why a run cannot read on in a training set that has another size than before; None if it can.
+
+    Args:
+        dataset: the training set.
+        meta: the metadata of a checkpoint of this run. A stream with a saved position is read on from there.
+        step: of the checkpoint.
+        checkpoint: where it is.
+    """
+    before, now = meta.get(SAMPLES), known_length(dataset)
+    if (is_stream(dataset) and STREAM in meta) or before is None or now is None or before == now:
+        return None
+    return (
+        f"job.dataset('train') has {now:,} samples, and had {before:,} at step {step} of this run, which would "
+        "repeat some samples and leave out others; give it the data of before, or let a new run go on from this "
+        f"checkpoint: start_from={checkpoint}"
+    )
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:

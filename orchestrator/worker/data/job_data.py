@@ -18,6 +18,8 @@ from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import (
+    SAMPLES,
+    STREAM,
     DatasetError,
     check_dataset,
     drawn_batches,
@@ -26,6 +28,7 @@ from orchestrator.strategies.data.datasets import (
     known_length,
     opened_dataset,
     samples_per_epoch,
+    size_error,
 )
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate
@@ -33,11 +36,6 @@ from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import Mark, StreamReader
-
-SAMPLES = "dataset_samples"
-"""The key in a checkpoint's metadata of the number of samples in the training set, if that is known."""
-STREAM = "stream"
-"""The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,14 +221,9 @@ class JobData:
             DatasetError: the training set has another size now, so that samples would be repeated or left out. A stream
                 with a saved position is read on from there.
         """
-        before, now = metadata.get(SAMPLES), known_length(self.datasets.train)
-        reads_on = is_stream(self.datasets.train) and STREAM in metadata
-        if is_own and not reads_on and before is not None and now is not None and before != now:
-            raise DatasetError(
-                f"job.dataset('train') has {now:,} samples, and had {before:,} at step {metadata['step']} of this run, "
-                "which would repeat some samples and leave out others; give it the data of before, or let a new run go "
-                f"on from this checkpoint: start_from={self._assignment.checkpoint}"
-            )
+        step, checkpoint = metadata["step"], self._assignment.checkpoint
+        if is_own and (error := size_error(self.datasets.train, metadata, step=step, checkpoint=checkpoint)):
+            raise DatasetError(error)
         if (values := metadata.get(STREAM)) is not None:
             self._mark = Mark.from_json(values)
 

@@ -15,7 +15,7 @@ from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.layouts import LAYOUTS
 from helpers.conformance.reference import averages
 from helpers.conformance.training import assert_same, make, model_of, piece, snapshot, steps
-from helpers.jobs.quick_jobs import AdamDigits, digits
+from helpers.jobs.quick_jobs import AdamDigits, QuickDigits, digits
 from helpers.jobs.toys import TwoHeads
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
@@ -103,13 +103,25 @@ def test_a_new_worker_receives_it_from_a_survivor(gang: Gang) -> None:
     assert_same(end, averages(undisturbed.optimizer))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampled(QuickDigits):
+    """Its sample is the loss of the model that it is drawn from, on the validation set."""
+
+    def sample(self, model: nn.Module, generator: torch.Generator) -> str:
+        items = self.dataset("val").items
+        inputs, targets = (torch.stack([torch.as_tensor(item[i]) for item in items]) for i in (0, 1))
+        return repr(float(self.loss(model(inputs), targets)))
+
+
 def last_evaluation(ran: Ran) -> EvalPoint:
     return next(p for p in reversed(ran.points) if isinstance(p, EvalPoint))
 
 
 @pytest.mark.parametrize("name", ["single", "sharded-ddp-2", "fsdp-2", "1F1B-2"])
-def test_it_is_evaluated_with_the_weights_swapped_in_and_back(gang: Gang, tmp_path: Path, name: str) -> None:
-    layout, job = LAYOUTS[name], digits(depth=3, val_size=32)
+def test_it_is_evaluated_and_sampled_with_the_weights_swapped_in_and_back(
+    gang: Gang, tmp_path: Path, name: str
+) -> None:
+    layout, job = LAYOUTS[name], Sampled(hidden=24, depth=3, val_size=32, lr=0.3)
     train = having(AVERAGING, global_batch_size=32, eval_every=3)
     with_it, without = (
         gang.run(
@@ -131,9 +143,11 @@ def test_it_is_evaluated_with_the_weights_swapped_in_and_back(gang: Gang, tmp_pa
 
     model = job.model()
     model.load_state_dict({**state.model, **averages(state.optimizer)})
-    inputs, targets = (torch.stack([torch.as_tensor(item[i]) for item in job.dataset("val").items]) for i in (0, 1))
     with torch.no_grad():
-        expected = float(job.loss(model(inputs), targets))
+        expected = float(job.sample(model, torch.Generator()))
+    assert float(with_it[0].outcome.texts["sample"]) == pytest.approx(expected, rel=1e-5)
+    own = fsum(last_evaluation(ran).loss_sum for ran in without) / 32
+    assert float(without[0].outcome.texts["sample"]) == pytest.approx(own, rel=1e-5)
     points = [last_evaluation(ran) for ran in with_it]
     found = [p.ema for p in points if p.ema is not None]
     assert len(found) == len(points)

@@ -59,6 +59,11 @@ from orchestrator.tracking.transfer import Cursor
         *("smtp_pass", "db_pass", "auth_token", "hfToken", "token_value", "session_cookie", "ssh_key", "creds"),
         *("ADMIN_PASS", "gpg_pass", "SSHPASS", "LDAP_BIND_PW", "AZURE_STORAGE_SAS", "WALLET_MNEMONIC", "seed_phrase"),
         *("OTP", "mfa_totp", "wifi_psk", "DB_CRED", "passkey", "a." * 300 + "token", "long_" * 100 + "password"),
+        *("PIN_CODE", "pinCode", "RECOVERY_CODE", "backup_codes", "mfa_code", "card_pin", "job.hsm_pin", "2fa_code"),
+        *("SENTRY_DSN", "dsn", "job.db_dsn", "CONNECTION_STRING", "CONN_STR", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("connectionString", "db_connstr", "connection_str", "ConnectionStrings", "keyfile_json", "KEYFILE_CONTENT"),
+        *("JWT", "id_jwts", "BEARER", "COOKIE", "cookie_header", "SESSION_ID", "sessionId", "JSESSIONID", "PHPSESSID"),
+        *("privkey", "SSHKEY", "signingkey", "db_pswd", "PASSCODES", "otp_value"),
         *("job.auth", "job.options.pwd", "AccountKey", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN"),
     ],
 )
@@ -80,6 +85,11 @@ def test_names_of_secrets(key: str) -> None:
         *("credentials_path", "secret_name", "compass", "bypass", "authentic", "tokenized", "passengers", "opwd"),
         *("backward_pass", "num_pass", "quant_pass", "pass", "passphrase_file", "bypass", "overpass", "low_pass"),
         *("otp_length", "mnemonic_path", "phrase", "conv_pw", "sas_file", "credit", "stop_phrase", "disaster"),
+        *("pin_memory", "pin", "gpio_pin", "pinned", "spin", "cpu_pin", "code", "exit_code", "status_code", "zip_code"),
+        *("language_code", "source_code", "encoder", "decode", "codes", "codebook", "num_codes", "code_dim"),
+        *("session", "session_name", "session_dir", "num_sessions", "id", "ids", "job_id", "connection", "max_conn"),
+        *("conn_timeout", "string", "str", "format_string", "keyfile", "SSL_KEYFILE", "json", "data", "text", "secant"),
+        *("cookie_path", "connection_string_env", "jwt_file", "recovery", "recovery_mode", "backup", "code_path"),
         "viewStateShareKey",
     ],
 )

@@ -63,7 +63,7 @@ RULES = {
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state model strategies "
-                       "strategies.update policy tracking driver.process "
+                       "strategies.data strategies.update policy tracking driver.process "
                        "driver.code driver.nodes",                                             "torch ray"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -46,6 +47,30 @@ def test_the_code_and_its_place_are_named(call: Callable[[], nn.Module], text: s
     with pytest.raises(JobError, match=text) as raised, exits_refused():
         on_meta_device(call)
     assert pickle.loads(pickle.dumps(raised.value)).errors == raised.value.errors  # it may come from a child process
+
+
+def leave_hard() -> Any:
+    os._exit(0)
+
+
+def test_a_hard_exit_is_refused_where_nobody_would_notice_it() -> None:
+    place = r"leave_hard calls os._exit\(0\) \(test_exits.py, line \d+\), which would end the process without a reason"
+    with pytest.raises(JobError, match=place), exits_refused(hard=True), exits_refused():
+        on_meta_device(leave_hard)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_hard_exit_passes_in_a_fork_and_outside(hard: bool) -> None:
+    with exits_refused(hard=True):
+        pass
+    with exits_refused(hard=hard):
+        if (pid := os.fork()) == 0:
+            leave_hard()
+        assert os.waitpid(pid, 0)[1] == 0
+    child = multiprocessing.get_context("fork").Process(target=leave_hard)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
 
 
 def test_ctrl_c_passes() -> None:

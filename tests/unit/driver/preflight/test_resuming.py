@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,15 @@ from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
 from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.resume import find_resume, find_source
 from orchestrator.driver.process.reports import LEFT_RUN, left_run
+from orchestrator.job import Job, Split
 from orchestrator.records.process import this_process
+from orchestrator.records.run_dir import RunDir
+from orchestrator.state.checkpoint import save
+from orchestrator.state.train_state import capture
+from orchestrator.strategies.data.datasets import SAMPLES
+from orchestrator.strategies.update.job_optimizer import schedule_of
 
 
 def test_a_new_run_unless_asked(tmp_path: Path) -> None:
@@ -40,6 +47,31 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
     assert found is not None
     assert (found.run_dir.path, found.step, found.checkpoint.name) == (wanted.path, 5, "step-00000005")
     assert warnings == []
+
+
+def test_last_is_the_newest_run_that_has_trained(tmp_path: Path) -> None:
+    other = an_earlier_run(tmp_path, steps=[2], name="another")
+    wanted = an_earlier_run(tmp_path, steps=[5])
+    an_earlier_run(tmp_path, steps=[], name="digits-ddp-evaluation").update_record(evaluated="digits-ddp")
+    damaged = an_earlier_run(tmp_path)
+    damaged.record_file.write_text("{")
+    for words, run, step in (([], wanted, 5), (["name=another"], other, 2)):
+        found, warnings = resume(config_of(tmp_path, "resume=last", *words))
+        assert found is not None
+        assert (found.run_dir.path, found.step) == (run.path, step)
+        assert warnings[-1] == f"resume=last is {run.path}"
+    assert refused(config_of(tmp_path, "resume=last", "name=third")) == [
+        f"resume=last: no run named third below {tmp_path} (output_dir) has trained"
+    ]
+
+
+def test_what_is_wrong_with_the_last_run_names_it(tmp_path: Path) -> None:
+    nothing = f"resume=last: no run below {tmp_path} (output_dir) has trained"
+    assert refused(config_of(tmp_path, "resume=last")) == [nothing]
+    an_earlier_run(tmp_path)
+    run = an_earlier_run(tmp_path, steps=[])
+    (error,) = refused(config_of(tmp_path, "resume=last"))
+    assert error == f"resume={run.path}: it has no checkpoint; resume=never starts a new run"
 
 
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
@@ -174,6 +206,76 @@ def test_a_schedule_of_another_length_is_said(tmp_path: Path) -> None:
         "train.steps was 500 before; the learning rate follows a schedule of 600 from now on"
     ]
     assert resume(config)[1] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annealed(Digits):
+    """Has so many training samples, and a schedule that ends at ``floor``."""
+
+    samples: int = 7
+    floor: float = 0.0
+    adam: bool = False
+
+    def dataset(self, split: Split) -> Any:
+        if self.samples < 0:
+            raise OSError("only the workers have it")
+        return [(torch.zeros(64), 0)] * self.samples
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.1) if self.adam else super().optimizer(parameters)
+
+    def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return CosineAnnealingLR(optimizer, steps, eta_min=self.floor)
+
+
+def an_annealed_run(output_dir: Path, job: Annealed) -> RunDir:
+    """It has made three of six steps."""
+    run = an_earlier_run(output_dir, steps=[])
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    schedule = schedule_of(job, [optimizer], steps=6, steps_per_epoch=None)
+    assert schedule is not None
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        schedule.step()
+    state = capture(model, optimizer, schedule, step=3, samples_consumed=3, **{SAMPLES: job.samples})
+    save(run.checkpoints, state, run_uid="first")
+    return run
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("key", ["resume", "start_from"])
+def test_a_schedule_that_cannot_go_on_is_refused_before_anything_starts(tmp_path: Path, adam: bool, key: str) -> None:
+    job = Annealed(hidden=4, adam=adam)
+    run = an_annealed_run(tmp_path, job)
+
+    def errors(job: Job, steps: int) -> list[str]:
+        config, given = config_of(tmp_path, f"{key}='{run.path}'", f"train.steps={steps}"), Redactor()
+        try:
+            (find_resume if key == "resume" else find_source)(config, job, warnings=[], redactor=given)
+        except ConfigError as e:
+            return list(e.errors)
+        return []
+
+    assert errors(job, 6) == errors(job, 9) == []
+    assert errors(replace(job, floor=0.01), 6) == []
+    (error,) = errors(replace(job, floor=0.01), 9)
+    assert error.startswith(f"{key}={run.path}: train.steps=9: the learning-rate schedule of the checkpoint, ")
+    assert "eta_min is 0.01 and was 0.0" in error
+
+
+def test_data_of_another_size_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    job = Annealed(hidden=4)
+    run = an_annealed_run(tmp_path, job)
+    config = config_of(tmp_path, f"resume='{run.path}'", "train.steps=6")
+    (error,) = refused(config, replace(job, samples=9))
+    assert error.startswith(f"resume={run.path}: job.dataset('train') has 9 samples, and had 7 at step 3 of this run")
+    for other in (job, replace(job, samples=-1)):
+        assert resume(config, other)[0] is not None
+    another = config_of(tmp_path, f"start_from='{run.path}'", "train.steps=6")
+    assert find_source(another, replace(job, samples=9), warnings=[], redactor=Redactor()) is not None
 
 
 @pytest.mark.parametrize(

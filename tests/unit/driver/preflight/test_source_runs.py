@@ -39,6 +39,12 @@ def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_pat
         assert (found.run_dir.path, found.step) == (run.path, step)
         assert found.train.steps == (step if key == "evaluate" else 9)
         assert read_manifest(found.checkpoint)["step"] == step
+    an_earlier_run(tmp_path, steps=(), name="evaluation").update_record(evaluated="digits-ddp")
+    for end, step in (("", 5), ("/checkpoints/best", 3)):
+        warnings: list[str] = []
+        found = source(tmp_path, f"{key}=last{end}", "train.steps=9", warnings=warnings)
+        assert found is not None
+        assert (found.run_dir.path, found.step, warnings) == (run.path, step, [f"{key}=last is {run.path}"])
     assert source(tmp_path) is None
 
 

@@ -1,0 +1,1 @@
+"""The questions that ``gpu_quarter.py`` asks a GPU."""
