@@ -42,6 +42,13 @@ def gathered_dtypes(model: nn.Module, autocast_dtype: torch.dtype | None) -> dic
     return found
 
 
+def gathered_share(model: nn.Module, autocast_dtype: torch.dtype | None) -> float:
+    """Return the bytes that are gathered of each byte of the parameters; see :func:`gathered_dtypes`."""
+    dtypes = gathered_dtypes(model, autocast_dtype)
+    gathered = sum(p.numel() * dtype.itemsize for p, dtype in dtypes.items())
+    return gathered / max(1, sum(p.nbytes for p in dtypes))
+
+
 def keep_embedded_dtype(model: nn.Module) -> None:
     """Let embeddings return rows in the dtype that their parameters have now, whatever they are gathered in.
 

@@ -21,6 +21,8 @@ from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
+from orchestrator.model.gathered import gathered_share
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
@@ -97,11 +99,13 @@ class FSDPPipeline(Pipeline):
         return dataclasses.replace(Division.of(mesh), gradients=1)
 
     @classmethod
-    def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
+    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
+        options = config.strategy
         assert isinstance(options, FSDPPipelineConfig)
+        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if options.reshard_after_forward:
-            return options.gathered_bytes(model)
-        return sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
+            return options.gathered_bytes(model, share=share)
+        return share * sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
         sequence = builder.sequence

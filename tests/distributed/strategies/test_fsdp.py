@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
 from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone, whole_model
 from helpers.conformance.training import losses, make, steps, train
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.toys import Toy
 from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
@@ -249,6 +249,90 @@ def test_blocks_are_gathered_ahead_of_the_one_that_runs(gang: Gang, ahead: int, 
     """
     case = LAYOUTS["fsdp-2"].of(Case(job=OddToy(), train=having(global_batch_size=8)), prefetch=ahead)
     assert gang.run(gathered_before, case, world_size=2) == [expected] * 2
+
+
+held: list[int] = []
+"""What there is at each loss; see :class:`Watched`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(TinyGPT):
+    """Looks at the memory when its loss is computed. Its activations are small."""
+
+    layers: int = 6
+    width: int = 128
+    context: int = 2
+    tied: bool = True
+    watched: ClassVar[Callable[[], int]]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        held.append(self.watched())
+        return super().loss(output, target)
+
+
+def held_after_forward_passes(rank: int, case: Case) -> list[int]:
+    """The bytes that a forward pass of training has left, and one of an evaluation."""
+    with Allocations() as seen:
+        strategy = make(case, rank)
+        Watched.watched = lambda: seen.present_bytes
+        list(steps(strategy, last=1))
+        held.clear()
+        before = seen.present_bytes
+        list(steps(strategy, first=2, last=2))
+        strategy.evaluate(default_collate([case.job.dataset("val")[0]]), 1)
+    return [size - before for size in held]
+
+
+def saved_by_forward_passes(rank: int, case: Case) -> list[int]:
+    """The bytes that autograd has kept of a forward pass; for compiled code, of which :class:`Allocations` sees nothing."""
+    strategy, saved = make(case, rank), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    list(steps(strategy, last=1))
+    Watched.watched = lambda: sum(storage.nbytes() for storage in saved.values())
+    held.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        list(steps(strategy, first=2, last=2))
+    return list(held)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fsdp-2", {}),
+        ("fsdp-2", {"activation_checkpointing": "blocks"}),
+        ("fsdp-1F1B-2x2", {}),
+        *in_campaign(("fsdp-2", {"compile": "blocks"})),
+    ],
+    ids=["kept", "recomputed", "stages", "compiled"],
+)
+def test_no_copy_of_the_model_is_kept_for_the_backward_pass(gang: Gang, name: str, changes: dict[str, Any]) -> None:
+    """Autocast would cast each weight that is gathered in float32, and autograd would keep the casts."""
+    case = LAYOUTS[name].of(Case(job=Watched(), train=having(global_batch_size=4, precision="bf16", **changes)))
+    root, *blocks = sorted(sum(p.numel() * 2 for p in child.parameters()) for child in Watched().model() if list(child.parameters()))
+    look = saved_by_forward_passes if "compile" in changes else held_after_forward_passes
+    for sizes in gang.run(look, case, world_size=LAYOUTS[name].world_size, timeout_s=400):
+        assert all(size < 2 * max(blocks) for size in sizes), (sizes, root, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(OddToy):
+    """A frozen model in bfloat16 with trained adapters in float32, as LoRA has them."""
+
+    def model(self) -> nn.Module:
+        model = Odd(counts=False).to(torch.bfloat16).requires_grad_(False)
+        for block in model.blocks:
+            block.layer = nn.Sequential(block.layer, nn.Linear(10, 2, bias=False), nn.Linear(2, 10))
+        return model
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_of_a_frozen_model_in_another_dtype(gang: Gang, precision: str) -> None:
+    case = Case(job=Adapted(adamw=True), train=having(global_batch_size=24, steps=8, precision=precision))
+    assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=2e-3, want_grad_norm=True)
 
 
 class Backwards(nn.Sequential):

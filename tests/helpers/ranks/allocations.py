@@ -33,6 +33,12 @@ class Allocations(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._present.values()))
         return out
 
+    @property
+    def present_bytes(self) -> int:
+        """What there is now, of memory whose size may have changed."""
+        memory = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _ in self._present.values())
+        return sum(storage.nbytes() for storage in memory if storage is not None)
+
 
 def _memory(value: Any) -> torch.UntypedStorage | None:
     if type(value) in (Tensor, nn.Parameter):  # and not of a subclass without memory of its own
