@@ -53,7 +53,7 @@ class _Parameter(FSDPParam):
         super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=summed))
 
     def init_unsharded_param(self) -> None:
-        super().init_unsharded_param()
+        super().init_unsharded_param()  # type: ignore[no-untyped-call]
         # Before torch 2.15, all gradients of a group must have one dtype, and several passes add up in theirs.
         self._unsharded_param.grad_dtype = self.reduce_dtype
 

@@ -96,8 +96,8 @@ def gathered_bytes(groups: Sequence[float], *, keep_whole: bool, ahead: int = 1,
     """Return what a worker gathers at the same time, with the gradients of a group.
 
     Args:
-        groups: the bytes of the parameters that are gathered together, and of their gradients where these are summed; at
-            the end, of those in no group.
+        groups: the bytes of the parameters that are gathered together, and of their gradients; at the end, of those in
+            no group.
         keep_whole: whether what a step has gathered is kept up to its end.
         ahead: how many groups are gathered beside the one that is used.
         share: the part of these bytes that is gathered. Parameters may be cast before.

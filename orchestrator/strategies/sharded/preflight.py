@@ -107,7 +107,7 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
         if len(kinds) > 1:
             (one, first), (other, second), *_ = kinds.items()
             reasons.append(
-                f"{first} is {one} and {second} is {other}, and their gradients are summed together; give them one dtype, "
-                "or put them into modules of different classes and name these in strategy.wrap"
+                f"{first} is {one} and {second} is {other}, and their gradients are summed together; give them one "
+                "dtype, or put them into modules of different classes and name these in strategy.wrap"
             )
     return reasons
