@@ -51,6 +51,7 @@ class _Parameter(FSDPParam):
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         summed = torch.promote_types(self.sharded_param.dtype, torch.float32)
         super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=summed))
+        self.reduce_dtype = summed  # None in torch 2.11 and 2.13, where both are equal; a group must have one
 
     def init_unsharded_param(self) -> None:
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
