@@ -13,10 +13,13 @@ import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from harness import forked
 from harness.arms import Workload, ours, torchrun
 from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report, table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.gpt import GPT
 from orchestrator.config.schema import Config
@@ -24,6 +27,7 @@ from orchestrator.strategies.base import Strategy
 
 ROUNDS = 5
 NEVER = 100_000
+PRECISIONS = ("fp32", "bf16")
 WIDE = {"layers": 6, "width": 512, "heads": 8, "context": 64, "sample_tokens": 0}
 LAYERS, WIDTH = 12, 512
 """Of the model whose memory is measured. Its activations are small."""
@@ -33,10 +37,25 @@ STORED = ("parameter", "gradient", "optimizer state")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """One worker's peak memory, and the bytes of its parameters, gradients and optimizer state after a step."""
+    """One worker's peak memory, the bytes of its parameters, gradients and optimizer state after a step, and of what
+    its steps have gathered in all."""
 
     peak_mb: float
     stored_mb: float
+    gathered_mb: float
+
+
+class Gathered(TorchDispatchMode):
+    """Adds up what is gathered while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 def main() -> None:
@@ -53,13 +72,13 @@ def main() -> None:
         at_least=0.98,
     )
     assert ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, SMALL_BYTES) == 1
-    sizes = memory()
+    sizes, in_16_bits = memory(), memory_by_precision()
     report(
         "fsdp",
-        [speed, *sizes.claims],
+        [speed, *sizes.claims, *in_16_bits.claims],
         ceiling=None,
         rounds={"gpt": rounds},
-        notes="\n\n".join([rates_table(rounds), *sizes.notes]),
+        notes="\n\n".join([rates_table(rounds), *sizes.notes, *in_16_bits.notes]),
         keep=not arguments.quick,
     )
 
@@ -102,6 +121,26 @@ def memory() -> Sizes:
     return Sizes(claims=claims, notes=[about, table(head, rows)])
 
 
+def memory_by_precision(workers: int = 2) -> Sizes:
+    """Measure what workers gather, and their peak, with and without autocast to bfloat16."""
+    job = GPT(layers=LAYERS, width=WIDTH, heads=8, context=16)
+    tiny = GPT(layers=LAYERS, width=8, heads=2, context=16)
+    found, rows = {}, []
+    for precision in PRECISIONS:
+        overrides = ["strategy=fsdp", f"strategy.num_workers={workers}", f"train.precision={precision}"]
+        floor, held = observe(tiny, overrides), observe(job, overrides)
+        peak_mb = max(worker.peak_mb - low.peak_mb for worker, low in zip(held, floor, strict=True))
+        found[precision] = peak_mb, held[0].gathered_mb
+        rows.append([precision, *(f"{mb:,.1f}" for mb in found[precision])])
+    (exact_mb, exact_gathered_mb), (peak_mb, gathered_mb) = (found[precision] for precision in PRECISIONS)
+    claims = [
+        Claim(name="bytes gathered, bf16 / fp32", ratios=[gathered_mb / exact_gathered_mb], at_most=0.55),
+        Claim(name="peak of a worker, bf16 / fp32", ratios=[peak_mb / exact_mb], at_most=1.0),
+    ]
+    about = f"the same model by precision, {workers} workers:"
+    return Sizes(claims=claims, notes=[about, table(["precision", "peak, MB", "gathered in all steps, MB"], rows)])
+
+
 def observe(job: GPT, overrides: Sequence[str]) -> list[WorkerMemory]:
     """Train for a few steps and return the memory of each rank."""
     return forked.train([*overrides, "job=gpt", "train.steps=7", "train.global_batch_size=4"], job, measure)
@@ -109,9 +148,11 @@ def observe(job: GPT, overrides: Sequence[str]) -> list[WorkerMemory]:
 
 def measure(strategy: Strategy, config: Config) -> WorkerMemory:
     """Run the steps on one worker and measure its memory; a function for :func:`forked.train`."""
-    forked.time_steps(strategy, config)
+    with Gathered() as gathered:
+        forked.time_steps(strategy, config)
     stored = sum(size.size_bytes for size in strategy.tensor_sizes() if size.kind in STORED)
-    return WorkerMemory(peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, stored_mb=stored / 1e6)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return WorkerMemory(peak_mb=peak_mb, stored_mb=stored / 1e6, gathered_mb=gathered.num_bytes / 1e6)
 
 
 if __name__ == "__main__":

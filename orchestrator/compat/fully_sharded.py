@@ -1,4 +1,4 @@
-"""``fully_shard`` of torch: its local tensors, sums instead of means, sums that wait, and its release.
+"""``fully_shard`` of torch: local tensors, a dtype for each, sums instead of means, sums that wait, and its release.
 
 Checked with torch 2.11, 2.13 and 2.15. Import it before process groups are formed: what it loads keeps the default
 group of that time, with torch 2.11.
@@ -7,15 +7,16 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 Timed = Callable[[], contextlib.AbstractContextManager[None]]
@@ -38,6 +39,26 @@ class _ReduceScatter(_Timed, DefaultReduceScatter):
     pass
 
 
+class _Parameter(FSDPParam):
+    """A divided parameter with a policy of its own, which ``fully_shard`` takes from torch 2.15 on only.
+
+    Attributes:
+        gathered: the dtype in which its parts are gathered.
+    """
+
+    gathered: torch.dtype
+
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        summed = torch.promote_types(self.sharded_param.dtype, torch.float32)
+        super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=summed))
+        self.reduce_dtype = summed  # None in torch 2.11 and 2.13, where both are equal; a group must have one
+
+    def init_unsharded_param(self) -> None:
+        super().init_unsharded_param()  # type: ignore[no-untyped-call]
+        # Before torch 2.15, all gradients of a group must have one dtype, and several passes add up in theirs.
+        self._unsharded_param.grad_dtype = self.reduce_dtype
+
+
 class FullySharded:
     """A model whose parameters are divided over the ranks of a group, along their first dimensions."""
 
@@ -50,6 +71,7 @@ class FullySharded:
         keep_whole: bool,
         offload: bool,
         undivided: Sequence[nn.Parameter],
+        dtypes: Callable[[nn.Module], Mapping[Tensor, torch.dtype]] | None,
         gathering: Timed,
         scattering: Timed,
     ):
@@ -63,6 +85,8 @@ class FullySharded:
                 slices before they are summed over the ranks.
             offload: whether parts and their gradients are in host memory, whatever ``device`` is.
             undivided: parameters that stay as they are.
+            dtypes: returns the dtype in which each parameter of a module is gathered. Gradients are then summed in
+                float32, or in float64. None to gather and sum all parameters as they are.
             gathering: returns a context around each gathering of parameters, on the stream that gathers.
             scattering: the same of each sum of gradients.
         """
@@ -71,6 +95,7 @@ class FullySharded:
         self._keep_whole = keep_whole
         self._offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         self._undivided = set(undivided)
+        self._dtypes = dtypes
         self._gather, self._scatter = _AllGather(gathering), _ReduceScatter(scattering)
 
     def gather_together(self, modules: Sequence[nn.Module]) -> None:
@@ -93,6 +118,11 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(self._gather)
             module.set_custom_reduce_scatter(self._scatter)
+        if self._dtypes is not None:
+            dtypes = {p: dtype for module in divided for p, dtype in self._dtypes(module).items()}
+            for parameter in (p for group in _groups_of(divided) for p in group.fsdp_params):
+                parameter.__class__ = _Parameter
+                parameter.gathered = dtypes[parameter.sharded_param]
 
     @staticmethod
     def gather_ahead(root: nn.Module, count: int) -> None:
@@ -173,10 +203,14 @@ class FullySharded:
         return [module for module in self._root.modules() if isinstance(module, FSDPModule)]
 
     def _groups(self) -> list[Any]:
-        """Return what is gathered together."""
-        states: list[Any] = [module._get_fsdp_state() for module in self._modules()]
-        if states and hasattr(states[0], "_fsdp_param_groups"):
-            found = [group for state in states for group in state._fsdp_param_groups]
-        else:  # up to torch 2.11
-            found = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-        return list(dict.fromkeys(found))
+        return _groups_of(self._modules())
+
+
+def _groups_of(modules: Sequence[FSDPModule]) -> list[Any]:
+    """Return what is gathered together, of divided modules."""
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    if states and hasattr(states[0], "_fsdp_param_groups"):
+        found = [group for state in states for group in state._fsdp_param_groups]
+    else:  # up to torch 2.11
+        found = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return list(dict.fromkeys(found))

@@ -68,6 +68,11 @@ class Boundary:
             for spec in self.specs
         )
 
+    def converted(self, value: Any) -> Any:
+        """Return ``value`` with its tensors in the dtypes of :attr:`specs`."""
+        dtypes = iter([spec.dtype for spec in self.specs])
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(next(dtypes, tensor.dtype)), value)
+
     def pack(self, value: Any) -> tuple[Tensor, ...]:
         """Return the tensors of ``value``, ready to be sent.
 

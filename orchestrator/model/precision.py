@@ -22,11 +22,13 @@ class Precision:
     Attributes:
         device_type: the type of the device that computes.
         autocast_dtype: what autocast computes forward passes and losses in; None for no autocast.
+        keeps_casts: whether autocast keeps the casts of parameters up to the end of a forward pass, for their next use.
         model_dtype: the dtype of floating-point parameters, buffers and inputs; None to leave them as they are.
     """
 
     device_type: str = "cpu"
     autocast_dtype: torch.dtype | None = None
+    keeps_casts: bool = True
     model_dtype: torch.dtype | None = None
 
     @classmethod
@@ -40,7 +42,8 @@ class Precision:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a forward pass and its loss run."""
-        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+        dtype = self.autocast_dtype
+        return torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=self.keeps_casts)
 
     def converted(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a constructor whose model has parameters and buffers of ``model_dtype``."""

@@ -92,17 +92,19 @@ def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerM
     )
 
 
-def gathered_bytes(groups: Sequence[float], *, keep_whole: bool, ahead: int = 1) -> float:
+def gathered_bytes(groups: Sequence[float], *, keep_whole: bool, ahead: int = 1, share: float = 1.0) -> float:
     """Return what a worker gathers at the same time, with the gradients of a group.
 
     Args:
-        groups: the bytes of the parameters that are gathered together; at the end, of those in no group.
+        groups: the bytes of the parameters that are gathered together, and of their gradients; at the end, of those in
+            no group.
         keep_whole: whether what a step has gathered is kept up to its end.
         ahead: how many groups are gathered beside the one that is used.
+        share: the part of these bytes that is gathered. Parameters may be cast before.
     """
     *of_groups, rest = groups
     largest = sorted(of_groups)[-1 - ahead :] or [0]
-    return rest + (sum(of_groups) if keep_whole else sum(largest)) + max(largest[-1], rest)
+    return share * (rest + (sum(of_groups) if keep_whole else sum(largest))) + max(largest[-1], rest)
 
 
 @dataclass(frozen=True, kw_only=True)

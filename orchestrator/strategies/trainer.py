@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -75,7 +76,8 @@ class Trainer(Strategy):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         prepare_device(context.train.precision, context.device)
-        self.precision = Precision.named(context.train.precision, context.device.type)
+        precision = Precision.named(context.train.precision, context.device.type)
+        self.precision = replace(precision, keeps_casts=context.mesh.shard == 1)
         self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, job))
         self._eval_metrics = SumCheck("metrics", functools.partial(evaluation_metrics, job))
 

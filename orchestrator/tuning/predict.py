@@ -133,7 +133,7 @@ def _parts(profile: Profile, plan: Plan) -> Prediction:
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(share),
         memory_bytes=_state_bytes(profile, profile.parameter_bytes / shards)
-        + gathered_bytes(profile.bytes_by_group, keep_whole=False)
+        + gathered_bytes(profile.bytes_by_group, keep_whole=False, share=profile.gathered_share)
         + profile.activation_bytes * rows,
     )
 
@@ -219,7 +219,7 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
     def state_bytes(parameter_bytes: float) -> float:
         if shards == 1:
             return _state_bytes(profile, parameter_bytes)
-        return parameter_bytes * (2 + (1 + profile.optimizer_bytes) / shards)
+        return parameter_bytes * (profile.gathered_share + 1 + (1 + profile.optimizer_bytes) / shards)
 
     return Prediction(
         compute_ms=slices * compute_ms + update_ms,
@@ -267,7 +267,7 @@ def _replicas_transfer_ms(profile: Profile, workers: int, pass_ms: float) -> flo
 def _gathering_ms(profile: Profile, workers: int, *, last: int | None = None) -> float:
     """Return the time to gather the groups of parameters up to ``last``, one by one; None for all."""
     cost = profile.group(workers).all_gather
-    return math.fsum(cost.at(size / MIB) for size in profile.bytes_by_group[:last])
+    return math.fsum(cost.at(profile.gathered_share * size / MIB) for size in profile.bytes_by_group[:last])
 
 
 def _slice_transfer_ms(profile: Profile, workers: int, pass_ms: float) -> float:

@@ -127,6 +127,7 @@ class Profile:
         data: the time to read and collate a batch; the unit of size is a sample.
         loop_ms: the training loop of a worker, around a step.
         bytes_by_group: the parameters that ``fsdp`` gathers together, of each of its groups; at the end, of the others.
+        gathered_share: the part of these bytes that is gathered, less than 1 where parameters are cast before.
         groups: collective operations, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
         server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
@@ -152,6 +153,7 @@ class Profile:
     data: Affine
     loop_ms: float
     bytes_by_group: tuple[int, ...]
+    gathered_share: float
     groups: tuple[GroupCost, ...]
     message: Affine
     server: Affine

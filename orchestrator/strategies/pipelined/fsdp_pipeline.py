@@ -19,7 +19,10 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.job import Job
+from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
+from orchestrator.model.gathered import gathered_share
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
@@ -96,11 +99,13 @@ class FSDPPipeline(Pipeline):
         return dataclasses.replace(Division.of(mesh), gradients=1)
 
     @classmethod
-    def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
+    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
+        options = config.strategy
         assert isinstance(options, FSDPPipelineConfig)
+        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if options.reshard_after_forward:
-            return options.gathered_bytes(model)
-        return sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
+            return options.gathered_bytes(model, share=share)
+        return share * sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
         sequence = builder.sequence
@@ -108,7 +113,7 @@ class FSDPPipeline(Pipeline):
 
         def build_layers(indices: Sequence[int]) -> Mapping[int, nn.Module]:
             wanted = sequence.uses(indices)
-            divided.append(DividedModel(builder.constructor, self.context, wanted=wanted))
+            divided.append(DividedModel(builder.constructor, self.context, self.precision, wanted=wanted))
             return sequence.of(divided[0].model, indices)
 
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
@@ -174,7 +179,8 @@ class DividedStages:
         self.model.divide(root, group, calls=[stage.module for stage in self.stages])
         self.model.wrapped.keep_gradients()
         self.called = [
-            dataclasses.replace(stage, module=_Called(root, number)) for number, stage in enumerate(self.stages)
+            dataclasses.replace(stage, module=_Called(root, number, stage.outputs))
+            for number, stage in enumerate(self.stages)
         ]
 
     def module(self) -> nn.Module:
@@ -211,10 +217,12 @@ class _Together(nn.Module):
 class _Called(nn.Module):
     """A stage as its schedule calls it. To torch's pipelines it is a plain module: they would make sums themselves."""
 
-    def __init__(self, root: _Together, number: int):
+    def __init__(self, root: _Together, number: int, outputs: Boundary | None):
         super().__init__()
         self.stage = root.stages[number]
+        self._outputs = outputs
         self._call = functools.partial(root, number)  # without being a module of this one
 
     def forward(self, value: Any) -> Any:
-        return self._call(value)
+        out = self._call(value)
+        return out if self._outputs is None else self._outputs.converted(out)

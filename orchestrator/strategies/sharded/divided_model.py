@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from orchestrator.compat.fully_sharded import FullySharded
 from orchestrator.compat.torch import FakeTensor, own_parameters
+from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.state.boxes import Box
 from orchestrator.strategies.base import Context
@@ -36,6 +39,7 @@ class DividedModel:
         self,
         build: Callable[[], nn.Module],
         context: Context,
+        precision: Precision,
         *,
         wanted: Callable[[str], bool] = lambda name: True,
     ):
@@ -44,6 +48,7 @@ class DividedModel:
         Args:
             build: the model's constructor.
             context: of this rank.
+            precision: what the passes are computed in.
             wanted: whether the tensor of a given name is divided or kept; see ``build_divided``.
         """
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
@@ -74,6 +79,7 @@ class DividedModel:
             timer.pause()
         self._build = build
         self._device = context.device
+        self._autocast_dtype = precision.autocast_dtype
         self._wrapped: FullySharded | None = None
         self._divided: dict[nn.Parameter, nn.Parameter] | None = None  # as modules hold them, by part
 
@@ -122,6 +128,10 @@ class DividedModel:
                     slot.fill(memory)
 
         filled: set[int] = set()
+        dtypes = None
+        if self._autocast_dtype is not None:
+            dtypes = functools.partial(gathered_dtypes, autocast_dtype=self._autocast_dtype)
+            keep_embedded_dtype(root)
         self._wrapped = wrapped = FullySharded(
             root,
             group,
@@ -129,6 +139,7 @@ class DividedModel:
             keep_whole=not self._options.reshard_after_forward,
             offload=self._options.offloads,
             undivided=self.scalars,
+            dtypes=dtypes,
             gathering=self.gathers.waiting,
             scattering=self.scatters.waiting,
         )

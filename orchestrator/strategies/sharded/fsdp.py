@@ -19,8 +19,10 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
+from orchestrator.model.gathered import gathered_share
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
+from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
@@ -89,8 +91,9 @@ class FSDP(ShardTrainer):
         return (*notes, *check_shards(config, job, plan, errors))
 
     @classmethod
-    def gathered_bytes(cls, options: StrategyConfig, model: nn.Module) -> float:
-        return options_of(options).gathered_bytes(model)
+    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
+        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
+        return options_of(config.strategy).gathered_bytes(model, share=share)
 
     @classmethod
     def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:

@@ -35,10 +35,18 @@ class ShardedConfig(StrategyConfig):
         """Whether parts, their gradients and their optimizer state are in host memory."""
         return False
 
-    def gathered_bytes(self, model: nn.Module) -> float:
-        """Return the bytes that a worker has gathered at the same time, of a model without memory."""
+    def gathered_bytes(self, model: nn.Module, *, share: float) -> float:
+        """Return the bytes that a worker has gathered at the same time, of a model without memory.
+
+        Args:
+            model: the model.
+            share: the part of the bytes of its parameters that is gathered.
+        """
         return gathered_bytes(
-            bytes_by_group(model, self.wrap), keep_whole=not self.reshard_after_forward, ahead=self.prefetch
+            bytes_by_group(model, self.wrap),
+            keep_whole=not self.reshard_after_forward,
+            ahead=self.prefetch,
+            share=share,
         )
 
 

@@ -103,11 +103,11 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
             "change the gradient in Job.loss, or use strategy=ddp"
         )
     for parameters in parameters_together(model, groups):
-        kinds = {p.dtype: names[p] for p in parameters}
+        kinds = {p.dtype: names[p] for p in parameters if p.requires_grad}  # whose gradients are summed together
         if len(kinds) > 1:
             (one, first), (other, second), *_ = kinds.items()
             reasons.append(
-                f"{first} is {one} and {second} is {other}, and they are gathered together; give them one dtype, or "
-                "put them into modules of different classes and name these in strategy.wrap"
+                f"{first} is {one} and {second} is {other}, and their gradients are summed together; give them one "
+                "dtype, or put them into modules of different classes and name these in strategy.wrap"
             )
     return reasons

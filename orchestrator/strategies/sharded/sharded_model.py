@@ -34,7 +34,7 @@ class ShardedModel(WholeModel):
         self.precision = precision
         self._device = context.device
         self._train = context.train
-        self.divided = DividedModel(constructor_of(job, context.train, precision), context)
+        self.divided = DividedModel(constructor_of(job, context.train, precision), context, precision)
         self.model = self.divided.model
         self.saved_names = tuple(self.model.state_dict())
 

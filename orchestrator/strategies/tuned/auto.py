@@ -204,6 +204,7 @@ class Auto(Strategy):
             data=data_cost(job, train_set, slice_rows(context)),
             loop_ms=0.0,
             bytes_by_group=whole.bytes_by_group,
+            gathered_share=whole.gathered_share,
             groups=groups,
             message=message,
             server=added.server,

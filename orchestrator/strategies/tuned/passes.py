@@ -17,6 +17,7 @@ from torch import Tensor
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in, to_device
+from orchestrator.model.gathered import gathered_share
 from orchestrator.model.meta import on_meta_device
 from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
@@ -125,6 +126,7 @@ class WholeModelCost:
 
     Attributes:
         bytes_by_group: the parameters that are gathered together where tensors are divided.
+        gathered_share: the part of these bytes that is gathered.
         gradient_bytes: the size of the gradients of a batch, which counts for sparse gradients.
         optimizer_bytes: the state of the optimizer for each byte of the parameters.
     """
@@ -132,6 +134,7 @@ class WholeModelCost:
     passes: tuple[PassCost, ...]
     parameter_bytes: int
     bytes_by_group: tuple[int, ...]
+    gathered_share: float
     gradient_bytes: int
     optimizer_bytes: float
 
@@ -166,6 +169,7 @@ def whole_model_cost(
     precision = Precision.named(context.train.precision, device.type)
     outline = on_meta_device(constructor_of(job, context.train, precision))
     groups = () if outline is None else tuple(bytes_by_group(outline, "auto"))
+    share = 1.0 if outline is None else gathered_share(outline, precision.autocast_dtype)
     parameters = [] if outline is None else list(outline.parameters())
     parameter_bytes = sum(p.nbytes for p in parameters)
     needed = parameter_bytes * (2 + ADAM_BYTES) + activation_bytes * largest
@@ -175,6 +179,7 @@ def whole_model_cost(
             passes=(),
             parameter_bytes=parameter_bytes,
             bytes_by_group=groups or (parameter_bytes,),
+            gathered_share=share,
             gradient_bytes=trained_bytes,
             optimizer_bytes=ADAM_BYTES,
         )
@@ -222,6 +227,7 @@ def whole_model_cost(
         passes=tuple(costs),
         parameter_bytes=parameter_bytes,
         bytes_by_group=groups or (parameter_bytes,),
+        gathered_share=share,
         gradient_bytes=sum(map(_bytes_of, gradients)),
         optimizer_bytes=sum(t.nbytes for t in state) / max(1, parameter_bytes),
     )

@@ -17,7 +17,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
 from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone, whole_model
 from helpers.conformance.training import losses, make, steps, train
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.toys import Toy
 from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
@@ -250,6 +250,83 @@ def test_blocks_are_gathered_ahead_of_the_one_that_runs(gang: Gang, ahead: int, 
     """
     case = LAYOUTS["fsdp-2"].of(Case(job=OddToy(), train=having(global_batch_size=8)), prefetch=ahead)
     assert gang.run(gathered_before, case, world_size=2) == [expected] * 2
+
+
+looks: list[Callable[[], int]] = []
+noted: list[int] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(TinyGPT):
+    """Takes each of the ``looks`` when its loss is computed, and notes them in ``noted``. Its activations are small."""
+
+    layers: int = 6
+    width: int = 128
+    context: int = 2
+    tied: bool = True
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        noted.extend(look() for look in looks)
+        return super().loss(output, target)
+
+
+def held_after_forward_passes(rank: int, case: Case) -> list[int]:
+    """The bytes that autograd has kept in a forward pass of training, and what there is more after it, and after one of
+    an evaluation, than between two steps; the latter not for compiled code, which would not run."""
+    strategy, saved = make(case, rank), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    noted.clear()
+    looks[:] = []
+    with contextlib.nullcontext() if case.train.compile else Allocations() as seen:
+        list(steps(strategy, last=1))
+        before = 0 if seen is None else seen.present_bytes
+        looks[:] = [lambda: sum(storage.nbytes() for storage in saved.values())]
+        if seen is not None:
+            looks.append(lambda: seen.present_bytes - before)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            list(steps(strategy, first=2, last=2))
+        strategy.evaluate(default_collate([case.job.dataset("val")[i] for i in range(strategy.eval_batch_size)]), 1)
+    return list(noted)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fsdp-2", {}),
+        ("fsdp-2", {"activation_checkpointing": "blocks"}),
+        *in_campaign(("fsdp-1F1B-2x2", {}), ("fsdp-2", {"compile": "blocks"})),
+    ],
+    ids=["kept", "recomputed", "stages", "compiled"],
+)
+def test_no_copy_of_the_model_is_kept_for_the_backward_pass(gang: Gang, name: str, changes: dict[str, Any]) -> None:
+    """Autocast would cast each weight that is gathered in float32, and autograd would keep the casts."""
+    case = LAYOUTS[name].of(Case(job=Watched(), train=having(global_batch_size=4, precision="bf16", **changes)))
+    bytes_of_block = max(sum(2 * p.numel() for p in child.parameters()) for child in Watched().model())
+    for sizes in gang.run(held_after_forward_passes, case, world_size=LAYOUTS[name].world_size, timeout_s=400):
+        assert all(size < 2 * bytes_of_block for size in sizes), (sizes, bytes_of_block)
+    assert any(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(OddToy):
+    """A frozen model in bfloat16 with trained adapters in float32, as LoRA has them."""
+
+    def model(self) -> nn.Module:
+        model = Odd(counts=False).requires_grad_(False)
+        for block in model.blocks:
+            block.layer.to(torch.bfloat16)
+            block.layer = nn.Sequential(block.layer, nn.Linear(10, 2, bias=False), nn.Linear(2, 10))
+        return model
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_of_a_frozen_model_in_another_dtype(gang: Gang, precision: str) -> None:
+    case = Case(job=Adapted(adamw=True), train=having(global_batch_size=24, steps=8, precision=precision))
+    assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=2e-3, want_grad_norm=True)
 
 
 class Backwards(nn.Sequential):

@@ -40,6 +40,7 @@ class Scenario:
         rtol: the tolerance of the losses.
         atol: the tolerance of the weights; AdamW makes whole updates from gradients that are nothing but rounding.
         constants: whether a stage receives a tensor without a gradient, which not every torch allows.
+        layouts: the layouts that the rule is about; empty for all.
         want_grad_norm: whether the norm is formed although nothing is clipped.
         happened: whether the two replicas of ``ddp-2`` saw what the rule is about.
     """
@@ -49,6 +50,7 @@ class Scenario:
     rtol: float = SGD
     atol: float = 0.0
     constants: bool = False
+    layouts: tuple[str, ...] = ()
     want_grad_norm: bool = True
     happened: Callable[[list[Steps], Seen], bool] = nothing_more
 
@@ -135,6 +137,20 @@ SCENARIOS = {
         atol=1e-2,
         happened=rounded,
     ),
+    "bf16, gathered": Scenario(
+        job=digits(depth=3, lr=0.3),
+        train={"precision": "bf16", "grad_accumulation": 2, "clip_norm": 0.2},
+        rtol=2e-3,
+        layouts=("fsdp-3", "hsdp-2x2", "fsdp-1F1B-2x2", "fsdp-ZBVZeroBubble-2x2"),
+        happened=rounded,
+    ),
+    "bf16, gathered, adamw, tied": Scenario(
+        job=TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True),
+        train={"precision": "bf16", "grad_accumulation": 2, "activation_checkpointing": "blocks"},
+        rtol=5e-4,
+        atol=2e-2,
+        layouts=("fsdp-3", "fsdp-ZBVZeroBubble-2x2"),
+    ),
     "stream": Scenario(job=StreamToy(kind="Stateful"), train={"global_batch_size": 48}, want_grad_norm=False),
     "samples drawn by weight": Scenario(job=Weighed(), train={"global_batch_size": 48}, want_grad_norm=False),
 }
@@ -161,7 +177,12 @@ FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe
 
 def cells() -> list[Any]:
     """Each scenario and each layout that is in it, as parameters of a test."""
-    every = [(s, name) for s in SCENARIOS for name in SYNCHRONOUS if s in PLAIN or name not in VARIANTS]
+    every = [
+        (s, name)
+        for s, scenario in SCENARIOS.items()
+        for name in scenario.layouts or SYNCHRONOUS
+        if s in PLAIN or scenario.layouts or name not in VARIANTS
+    ]
     return [pytest.param(*cell, marks=list(marks_of(*cell))) for cell in every if cell not in EXCEPTIONS]
 
 

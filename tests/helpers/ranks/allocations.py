@@ -39,6 +39,12 @@ class Allocations(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._present.values()))
         return out
 
+    @property
+    def present_bytes(self) -> int:
+        """What there is now, of memory whose size may have changed."""
+        memory = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _ in self._present.values())
+        return sum(storage.nbytes() for storage in memory if storage is not None)
+
     def _memory(self, values: Any) -> Iterator[torch.UntypedStorage]:
         """Yield the memory of tensors, and not of a subclass without memory of its own."""
         types = (Tensor, nn.Parameter) if self._device == "cpu" else (FakeTensor,)

@@ -32,6 +32,7 @@ PROFILE = Profile(
     data=Affine(overhead_ms=0.0, ms_per_unit=0.1),
     loop_ms=0.5,
     bytes_by_group=(600, 600, 600, 200),
+    gathered_share=1.0,
     groups=(
         GroupCost(
             workers=2,
