@@ -159,7 +159,11 @@ def is_node_of(address: str, *, timeout_s: float) -> bool:
     ``ray.init`` waits a minute for one. True if the server does not answer.
     """
     try:
-        return not raylets_here().keys().isdisjoint(node.node_id.hex() for node in known_nodes(address, timeout_s=timeout_s))
+        return (
+            not raylets_here()
+            .keys()
+            .isdisjoint(node.node_id.hex() for node in known_nodes(address, timeout_s=timeout_s))
+        )
     except ConnectionError:
         return True
 

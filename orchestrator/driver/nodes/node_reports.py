@@ -72,9 +72,7 @@ def ask_nodes(
         "nonce": nonce,
         "try_gpus": try_gpus,
     }
-    arguments = {
-        node: {"address": node.address, "num_gpus": node.gpus, **facts_wanted} for node in nodes
-    }
+    arguments = {node: {"address": node.address, "num_gpus": node.gpus, **facts_wanted} for node in nodes}
     return on_nodes(node_facts.node_facts, arguments, code.runtime_env())
 
 

@@ -14,6 +14,7 @@ from helpers.conformance.cases import DDP, TRAIN, Case, config_of, plan_of
 from helpers.conformance.layouts import FSDP, LAYOUTS
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.job import Job
 from orchestrator.planning.memory import GIB, MIB, MemoryLimit
 from orchestrator.strategies import registry
 
@@ -37,14 +38,20 @@ WEIGHTS = 4 * 14_000
 
 
 def checked(
-    options: StrategyConfig, workers: int, *, limit: MemoryLimit | None = None, train: TrainConfig = TRAIN
+    options: StrategyConfig,
+    workers: int,
+    *,
+    job: Job | None = None,
+    limit: MemoryLimit | None = None,
+    train: TrainConfig = TRAIN,
 ) -> tuple[list[str], str]:
     """The errors and the notes about memory in ``plan=true``."""
-    config = config_of(Case(job=Wide(), options=options, train=train), workers, plan=True)
+    job = job or Wide()
+    config = config_of(Case(job=job, options=options, train=train), workers, plan=True)
     plan = plan_of(config)
     errors: list[str] = []
     job_plan = plan if limit is None else replace(plan, memory=limit)
-    notes = registry.load(config.strategy.name).check(config, Wide(), job_plan, errors)
+    notes = registry.load(config.strategy.name).check(config, job, job_plan, errors)
     return errors, "; ".join(note for note in notes if "memory of a worker" in note or "estimated" in note)
 
 
@@ -84,6 +91,54 @@ def test_activations_are_those_that_the_backward_pass_needs() -> None:
     # Ten inputs of the first layer and the output of tanh, for each of 32 samples of a slice.
     assert f"about {mib(32 * 4 * 1010)} of activations" in checked(DDP, 2)[1]
     assert f"about {mib(16 * 4 * 1010)} of activations" in checked(DDP, 2, train=replace(TRAIN, grad_accumulation=2))[1]
+
+
+class Mask(nn.Module):
+    """Keeps ten thousand numbers, whatever the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.ones(10_000, requires_grad=True) * torch.ones(10_000)).sum()
+
+
+class Twice(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(Wide):
+    """A mask and two blocks, and 5,010 activations of a sample."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Mask(), *super().model()[:2], Twice(), Twice(), nn.Linear(1000, 4))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("name", "casts"), [("single", 1), ("ddp-2", 1), ("GPipe-2", 4 / 2), ("1F1B-2", 2 / 2)])
+def test_casts_of_parameters_count_once_in_a_pass(name: str, casts: float, precision: Any) -> None:
+    """Each micro-batch in flight has those of its stage; two stages are half of the model each."""
+    layout = LAYOUTS[name]
+    errors, note = checked(layout.options, layout.world_size, train=replace(TRAIN, precision=precision))
+    assert errors == []
+    rows = {"single": 64, "ddp-2": 32}.get(name, casts * 16)
+    kept = f"{mib(casts * WEIGHTS / 2)} of casts to {'bfloat16' if precision == 'bf16' else 'float16'}, "
+    assert f"{kept}about {mib(rows * 2 * 1010)} of activations" in note
+
+
+def test_parts_have_no_casts() -> None:
+    assert "casts" not in checked(FSDP, 2, train=replace(TRAIN, precision="bf16"))[1]
+
+
+@pytest.mark.parametrize(("recomputed", "numbers"), [("none", 5010), ("blocks", 3010), ("selective", 5010)])
+def test_a_mask_does_not_grow_with_the_batch_and_blocks_keep_their_input_alone(recomputed: Any, numbers: int) -> None:
+    said = checked(DDP, 2, job=Masked(), train=replace(TRAIN, activation_checkpointing=recomputed))[1]
+    assert f"about {mib(4 * 10_000 + 32 * 4 * numbers)} of activations" in said
 
 
 def test_the_types_of_what_is_kept_and_computed_are_named() -> None:
