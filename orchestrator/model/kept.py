@@ -60,7 +60,7 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].layout is torch.strided:
-            if (key := storage_key(args[0].untyped_storage())) in self._keys:
-                self.copies.append((key, out.untyped_storage()))
+        is_copy = func is torch.ops.aten._to_copy.default and args[0].layout is torch.strided
+        if is_copy and (key := storage_key(args[0].untyped_storage())) in self._keys:
+            self.copies.append((key, out.untyped_storage()))
         return out

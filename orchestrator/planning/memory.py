@@ -127,6 +127,41 @@ class MemoryLimit:
 UNKNOWN = MemoryLimit()
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """The node whose workers have least host memory each.
+
+    Attributes:
+        workers: the most of them that may be there.
+        memory_bytes: what they have together; 0 if unknown.
+        is_only: whether there is no other node.
+    """
+
+    workers: int = 1
+    memory_bytes: float = 0.0
+    is_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What the workers of a node take of its host memory, in bytes.
+
+    Attributes:
+        models: what they train there: nothing if that is on GPUs.
+        peer_copies: copies of their own parts and of parts of neighbours, for recovery.
+        snapshots: what is being written into checkpoints.
+    """
+
+    models: float
+    peer_copies: float
+    snapshots: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.models + self.peer_copies + self.snapshots
+
+
 def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit) -> int | None:
     """Return the smallest number of workers over which parameters, gradients and optimizer state can be divided to fit.
 

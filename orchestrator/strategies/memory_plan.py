@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +19,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import (
     Division,
+    HostMemory,
     ParameterSize,
     WorkerMemory,
     fewest_parts,
@@ -26,6 +29,7 @@ from orchestrator.planning.memory import (
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.peer_copies import KEPT
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
@@ -53,12 +57,14 @@ def memory_notes(
         Notes for the user, printed with the plan.
     """
     sizes = parameter_sizes(config, job, model)
+    of_hosts = _host_notes(config, plan, sizes, division, errors)
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
         memory = _of_passes(config, job, plan, memory)
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
+    notes += of_hosts
     if not limit_bytes or memory.total <= limit_bytes:
         return tuple(notes)
     there = f"{size_text(limit_bytes)} of memory for {f'each of {count} workers' if count > 1 else 'one worker'}"
@@ -79,6 +85,58 @@ def memory_notes(
         f"worker, and there are {there}; {remedy}"
     )
     return ()
+
+
+def _host_notes(
+    config: Config, plan: Plan, sizes: Sequence[ParameterSize], division: Division, errors: list[str]
+) -> list[str]:
+    """Return notes on the host memory of a node; an error is added if there cannot be enough."""
+    node, every = plan.node, config.recovery.peer_copy_every
+    host = host_memory(config, plan, sizes, division)
+    copies = f"{size_text(host.peer_copies)} of copies for recovery (recovery.peer_copy_every={every})"
+    parts = [
+        *([f"{size_text(host.models)} of what they train"] if host.models else []),
+        *([copies] if host.peer_copies else []),
+        f"up to {size_text(host.snapshots)} of snapshots for checkpoints",
+    ]
+    workers = f"{node.workers} workers" if node.workers > 1 else "one worker"
+    on_node, taken = f"host memory of a node with {workers}", f"{', '.join(parts)}: {size_text(host.total)}"
+    notes = [f"{on_node}: {taken}"] if config.plan and (plan.device == "cuda" or host.peer_copies) else []
+    trains_here = plan.device == "cpu"
+    if not node.memory_bytes or host.total <= node.memory_bytes or (trains_here and host.models > node.memory_bytes):
+        return notes
+    remedies = [
+        *(["set recovery.peer_copy_every=0"] if host.peer_copies else []),
+        *(["set strategy.cpu_offload=false"] if host.models and not trains_here else []),
+        "raise checkpoint.every, so that a checkpoint is written before the next one, or use more nodes",
+    ]
+    text = f"{on_node}: there are {size_text(node.memory_bytes)} for {taken}; {', or '.join(remedies)}"
+    if node.is_only and host.models + host.peer_copies > node.memory_bytes:
+        errors.append(text)
+    else:
+        notes.append(text)
+    return notes
+
+
+def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], division: Division) -> HostMemory:
+    """Return what the workers of ``plan.node`` take of its memory.
+
+    Each has :data:`~orchestrator.strategies.peer_copies.KEPT` snapshots of its own part and as many of a neighbour's.
+    A part that is written into a checkpoint has one snapshot, and a second if the next one is due meanwhile.
+    """
+    mesh, workers, steps = plan.mesh, plan.node.workers, config.train.steps
+    memory, part = worker_memory(sizes, division), worker_memory(sizes, Division.of(mesh))
+    part_bytes = part.parameters + part.optimizer
+    every, saved_every = config.recovery.peer_copy_every, config.checkpoint.every
+    parts = mesh.shard * mesh.pipeline
+    kept = min(KEPT, steps // every) if every and parts > 1 else 0
+    saved = min(2, math.ceil(steps / saved_every)) if saved_every else 1  # there is one at the end in any case
+    is_here = plan.device == "cpu" or memory.on_host
+    return HostMemory(
+        models=workers * (memory.parameters + memory.gradients + memory.optimizer) if is_here else 0.0,
+        peer_copies=workers * 2 * kept * part_bytes,
+        snapshots=min(workers, parts) * saved * part_bytes,
+    )
 
 
 def parameter_sizes(config: Config, job: Job, model: nn.Module) -> list[ParameterSize]:

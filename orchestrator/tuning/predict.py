@@ -247,7 +247,7 @@ def _stages(profile: Profile, num_stages: int) -> list[Sequence[LayerProfile]]:
 def _held_bytes(
     stages: Sequence[Sequence[LayerProfile]], order: Iterable[Action], of_pass: Callable[[LayerProfile], float]
 ) -> float:
-    """Return the most that a worker holds of the passes of micro-batches, each of which keeps ``of_pass`` of a layer."""
+    """Return the most that a worker holds of passes of micro-batches, each of which keeps ``of_pass`` of a layer."""
     held: Counter[int] = Counter()
     largest = 0.0
     for kind, stage, _ in order:
