@@ -60,7 +60,7 @@ def memory_notes(
     of_hosts = _host_notes(config, plan, sizes, division, errors)
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
-        memory = _of_passes(config, job, plan, memory)
+        memory = _of_passes(config, job, plan, memory, is_gathered=division.parameters > 1)
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
@@ -185,10 +185,11 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return small
 
 
-def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory) -> WorkerMemory:
+def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is_gathered: bool) -> WorkerMemory:
     """Return ``memory`` with what the forward passes of a worker keep; as it is if the model cannot be called.
 
-    Only what grows with the batch is in proportion to its samples, and a mask, for example, does not.
+    Only what grows with the batch is in proportion to its samples, and a mask, for example, does not. Parameters that
+    are gathered are so in the type of the passes.
     """
     try:
         few, more = (_kept(config, job, rows) for rows in _ROWS)
@@ -205,7 +206,7 @@ def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory) -> Wo
     return replace(
         memory,
         activations=(in_any_case + a_sample * rows) * passes,
-        casts=0.0 if plan.mesh.shard > 1 else more.casts * passes,  # parts are gathered in the type of the passes
+        casts=0.0 if is_gathered else more.casts * passes,
     )
 
 

@@ -122,13 +122,15 @@ class Masked(Wide):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("name", "casts"), [("single", 1), ("ddp-2", 1), ("GPipe-2", 4 / 2), ("1F1B-2", 2 / 2)])
+@pytest.mark.parametrize(
+    ("name", "casts"), [("single", 1), ("ddp-2", 1), ("sharded-ddp-2", 1), ("GPipe-2", 4 / 2), ("1F1B-2", 2 / 2)]
+)
 def test_casts_of_parameters_count_once_in_a_pass(name: str, casts: float, precision: Any) -> None:
     """Each micro-batch in flight has those of its stage; two stages are half of the model each."""
     layout = LAYOUTS[name]
     errors, note = checked(layout.options, layout.world_size, train=replace(TRAIN, precision=precision))
     assert errors == []
-    rows = {"single": 64, "ddp-2": 32}.get(name, casts * 16)
+    rows = {"single": 64, "ddp-2": 32, "sharded-ddp-2": 32}.get(name, casts * 16)
     kept = f"{mib(casts * WEIGHTS / 2)} of casts to {'bfloat16' if precision == 'bf16' else 'float16'}, "
     assert f"{kept}about {mib(rows * 2 * 1010)} of activations" in note
 
