@@ -118,7 +118,8 @@ class Masked(Wide):
     """A mask and two blocks, and 5,010 activations of a sample."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(Mask(), *super().model()[:2], Twice(), Twice(), nn.Linear(1000, 4))
+        first = nn.Linear(10, 1000, bias=False)
+        return nn.Sequential(Mask(), first, nn.Tanh(), Twice(), Twice(), nn.Linear(1000, 4))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -204,7 +205,7 @@ def test_copies_in_host_memory_count_for_the_workers_of_a_node(
 ) -> None:
     """Four parts for each worker, of which two are of a neighbour, and one part of each worker that saves."""
     layout = LAYOUTS[name]
-    given = {"device": "cuda", "node": NodeShare(workers=on_node), "peer_copy_every": every}
+    given: dict[str, Any] = {"device": "cuda", "node": NodeShare(workers=on_node), "peer_copy_every": every}
     errors, notes = checked(layout.options, layout.world_size, train=replace(TRAIN, steps=20), **given)
     assert errors == []
     assert f"up to {mib(snapshots * STATE)} of snapshots for checkpoints" in notes
