@@ -146,7 +146,7 @@ def this_machine() -> Node:
     """Return this machine as the only node of an embedded Ray."""
     cores = len(os.sched_getaffinity(0))
     here = Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=torch.cuda.device_count())
-    return with_memory_here(here)
+    return with_memory_here(here, os.environ)
 
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def _nodes(config: Config) -> Iterator[Finding]:
                 code=code,
                 output_dir=None if is_url(config.output_dir) else config.output_dir,
                 nonce=nonce,
-                with_gpus=True,
+                try_gpus=True,
             )
     except ConfigError as e:
         yield from (Finding(check="code", level="fault", text=error) for error in e.errors)

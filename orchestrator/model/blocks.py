@@ -27,18 +27,21 @@ class Block(nn.Module):
         kind: the class that the job has given the block.
         recomputes: what is computed again in the backward pass.
         compiled: the compiled forward pass of ``kind``; None if it runs as it is.
+        recomputes_fakes: whether a forward pass with fake tensors keeps no more than others do.
     """
 
     kind: ClassVar[type[nn.Module]]
     recomputes: ClassVar[Selection]
     compiled: ForwardPass | None = None
+    recomputes_fakes = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of ``kind``. With fake tensors, it runs as the job has written it."""
-        if any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
-            return self.kind.forward(self, *args, **kwargs)
-        run = functools.partial(self.compiled or self.kind.forward, self, **kwargs)
-        if self.recomputes == "none" or not torch.is_grad_enabled():
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs)))
+        compiled = None if is_fake else self.compiled
+        run = functools.partial(compiled or self.kind.forward, self, **kwargs)
+        recomputes = self.recomputes != "none" and torch.is_grad_enabled() and (self.recomputes_fakes or not is_fake)
+        if not recomputes:
             return run(*args)
         return recomputed(run, *args, block=self, selective=self.recomputes == "selective")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import TorchDispatchMode, storage_key, version_of, written_tensors
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.kept import kept_tensors
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.tensor_slots import filled, random_like
@@ -25,11 +26,17 @@ MEASURED_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What a layer costs: its forward and backward time, and what it keeps in memory from one to the other."""
+    """What a layer costs: its forward and backward time, and what it keeps in memory from one to the other.
+
+    Attributes:
+        activation_bytes: what it keeps of the batch.
+        cast_bytes: the copies of its parameters that autocast makes, whatever the batch.
+    """
 
     forward_ms: float
     backward_ms: float
     activation_bytes: int
+    cast_bytes: int
 
     @property
     def total_ms(self) -> float:
@@ -145,14 +152,7 @@ def costs(
 
 
 def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> LayerCost:
-    """Return the fastest of several runs, after a warm-up run that counts the tensors kept for the backward pass."""
-    kept: dict[int, int] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()
+    """Return the fastest of several runs, after a warm-up run that counts what is kept for the backward pass."""
 
     def run() -> tuple[float, float]:
         fresh = map_tensors(torch.clone, value)  # the layer may change it in place, and a leaf cannot be changed
@@ -164,14 +164,16 @@ def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[An
             out.backward()
         return (between - began) * 1e3, (_now(value) - between) * 1e3
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_tensors(layer) as kept:
         run()
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     while not times or (len(times) < MEASURED_RUNS and time.perf_counter() - began < MEASURED_S):
         times.append(run())
     forward_ms, backward_ms = min(times, key=sum)
-    return LayerCost(forward_ms=forward_ms, backward_ms=backward_ms, activation_bytes=sum(kept.values()))
+    return LayerCost(
+        forward_ms=forward_ms, backward_ms=backward_ms, activation_bytes=kept.activations, cast_bytes=kept.casts
+    )
 
 
 def _sum(value: Any) -> Tensor:

@@ -55,6 +55,7 @@ class WorkerMemory:
         gradients: those of their gradients.
         optimizer: those of the optimizer state, with the averages of the weights.
         gathered: the parts of other workers that it has at the same time, and their gradients.
+        casts: the copies of its parameters in 16 bits that autocast makes for a pass.
         activations: what forward passes keep for the backward pass; None if unknown.
         on_host: whether parameters, gradients and optimizer state are in host memory, and only the rest on the device.
     """
@@ -64,6 +65,7 @@ class WorkerMemory:
     optimizer: float
     on_host: bool = False
     gathered: float = 0.0
+    casts: float = 0.0
     activations: float | None = None
 
     @property
@@ -74,7 +76,7 @@ class WorkerMemory:
     @property
     def total(self) -> float:
         """All that is known of."""
-        return self.state + self.gathered + (self.activations or 0.0)
+        return self.state + self.gathered + self.casts + (self.activations or 0.0)
 
 
 def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerMemory:
@@ -125,6 +127,41 @@ class MemoryLimit:
 
 
 UNKNOWN = MemoryLimit()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """The node whose workers have least host memory each.
+
+    Attributes:
+        workers: the most of them that may be there.
+        memory_bytes: what they have together; 0 if unknown.
+        is_only: whether there is no other node.
+    """
+
+    workers: int = 1
+    memory_bytes: float = 0.0
+    is_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What the workers of a node take of its host memory, in bytes.
+
+    Attributes:
+        models: what they train there: nothing if that is on GPUs.
+        peer_copies: copies of their own parts and of parts of neighbours, for recovery.
+        snapshots: what is being written into checkpoints.
+    """
+
+    models: float
+    peer_copies: float
+    snapshots: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.models + self.peer_copies + self.snapshots
 
 
 def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
@@ -11,7 +11,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
-from orchestrator.planning.memory import UNKNOWN, MemoryLimit
+from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.room import Resources, node_room, total_room
 from orchestrator.planning.schedules import PipelineLayout
@@ -72,6 +72,7 @@ class Plan:
         split: the layers at which the stages after the first begin; None to balance them by measured time.
         processes_per_core: counts shards and spares, too.
         memory: what a worker has.
+        node: the host memory that workers of a node share.
         faults: the faults to inject.
         notes: remarks for the user.
     """
@@ -96,6 +97,7 @@ class Plan:
     split: tuple[str, ...] | None = None
     processes_per_core: float = 1.0
     memory: MemoryLimit = UNKNOWN
+    node: NodeShare = field(default_factory=NodeShare)
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -185,6 +187,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         split=layout.split,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=_memory(config, nodes, device),
+        node=_tightest_node(nodes, _room(config, nodes, device, num_workers, oversubscribe_cpus), num_processes),
         faults=faults,
         notes=tuple(notes),
     )
@@ -268,6 +271,16 @@ def _memory(config: Config, nodes: tuple[Node, ...], device: str) -> MemoryLimit
         return UNKNOWN
     of_nodes = [node.memory_bytes for node in nodes]
     return MemoryLimit(largest_bytes=max(of_nodes, default=0), total_bytes=sum(of_nodes))
+
+
+def _tightest_node(nodes: tuple[Node, ...], room: list[int], num_processes: int) -> NodeShare:
+    """Return the node whose workers have least host memory each, if every node has as many as fit on it."""
+    shares = [
+        NodeShare(workers=min(fitting, num_processes), memory_bytes=node.memory_bytes, is_only=len(room) == 1)
+        for node, fitting in zip(nodes, room, strict=False)  # there may be room on nodes to come
+        if fitting
+    ]
+    return min(shares, key=lambda share: share.memory_bytes / share.workers, default=NodeShare())
 
 
 def _gpus_per_worker(layout: Layout, device: str) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.config.text import first_few
-from orchestrator.protocol.messages import WorkerInfo
+from orchestrator.protocol.messages import SHOW_ALL_GPUS, WorkerInfo
 
 MAX_LISTED = 4
 """GPUs named in one error message."""
@@ -46,10 +46,12 @@ def shared_gpu(workers: Sequence[WorkerInfo]) -> str | None:
         if info.gpu_uuid is None:
             continue
         if info.gpu_uuid in owner:
+            remedy = "Lower strategy.num_workers to the number of GPUs, or start Ray with --num-gpus set to that number"
+            if info.sees_all_gpus:
+                remedy = f"Unset {SHOW_ALL_GPUS} where Ray is started, so that Ray gives each worker a GPU of its own"
             return (
                 f"workers {owner[info.gpu_uuid]} and {index} share one GPU ({info.gpu_uuid} on "
-                f"{info.hostname}); NCCL needs one GPU for each. Lower strategy.num_workers to the number "
-                "of GPUs, or start Ray with --num-gpus set to that number"
+                f"{info.hostname}); NCCL needs one GPU for each. {remedy}"
             )
         owner[info.gpu_uuid] = index
     return None

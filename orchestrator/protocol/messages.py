@@ -37,6 +37,10 @@ Phase = Literal[
 """What a worker does. In ``sample`` and ``callback`` it runs code of the job that may take any time."""
 
 
+SHOW_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""The environment variable by which Ray hides no GPU of the node from a worker."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
     """The node, process and GPU of a worker.
@@ -46,6 +50,7 @@ class WorkerInfo:
         gpu_error: which of the GPUs that Ray has given to the worker torch cannot use, and why; None if it can use
             all, or has none.
         has_bf16: whether it has GPUs, and all of them compute in bfloat16.
+        sees_all_gpus: whether ``SHOW_ALL_GPUS`` is set.
     """
 
     node_id: str
@@ -56,6 +61,7 @@ class WorkerInfo:
     gpu_uuid: str | None = None
     gpu_error: str | None = None
     has_bf16: bool = False
+    sees_all_gpus: bool = False
 
     @property
     def place(self) -> str:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
-from orchestrator.compat.torch import storage_key
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
+from orchestrator.model.blocks import Block, blocks_of
+from orchestrator.model.kept import Kept, kept_tensors
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import (
     Division,
+    HostMemory,
     ParameterSize,
     WorkerMemory,
     fewest_parts,
@@ -26,13 +29,14 @@ from orchestrator.planning.memory import (
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.peer_copies import KEPT
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 """The schedules that make the forward passes of all micro-batches before a backward pass."""
-_ROWS = 2
-"""The samples for which activations are counted; those of a slice are in proportion."""
+_ROWS = (2, 4)
+"""The numbers of samples with which passes are tried: what they keep grows with the samples by the difference."""
 
 
 def memory_notes(
@@ -53,12 +57,14 @@ def memory_notes(
         Notes for the user, printed with the plan.
     """
     sizes = parameter_sizes(config, job, model)
+    of_hosts = _host_notes(config, plan, sizes, division, errors)
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
-        memory = replace(memory, activations=_activations(config, job, plan))
+        memory = _of_passes(config, job, plan, memory, is_gathered=division.parameters > 1)
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
+    notes += of_hosts
     if not limit_bytes or memory.total <= limit_bytes:
         return tuple(notes)
     there = f"{size_text(limit_bytes)} of memory for {f'each of {count} workers' if count > 1 else 'one worker'}"
@@ -79,6 +85,58 @@ def memory_notes(
         f"worker, and there are {there}; {remedy}"
     )
     return ()
+
+
+def _host_notes(
+    config: Config, plan: Plan, sizes: Sequence[ParameterSize], division: Division, errors: list[str]
+) -> list[str]:
+    """Return notes on the host memory of a node; an error is added if there cannot be enough."""
+    node, every = plan.node, config.recovery.peer_copy_every
+    host = host_memory(config, plan, sizes, division)
+    copies = f"{size_text(host.peer_copies)} of copies for recovery (recovery.peer_copy_every={every})"
+    parts = [
+        *([f"{size_text(host.models)} of what they train"] if host.models else []),
+        *([copies] if host.peer_copies else []),
+        f"up to {size_text(host.snapshots)} of snapshots for checkpoints",
+    ]
+    workers = f"{node.workers} workers" if node.workers > 1 else "one worker"
+    on_node, taken = f"host memory of a node with {workers}", f"{', '.join(parts)}: {size_text(host.total)}"
+    notes = [f"{on_node}: {taken}"] if config.plan and (plan.device == "cuda" or host.peer_copies) else []
+    trains_here = plan.device == "cpu"
+    if not node.memory_bytes or host.total <= node.memory_bytes or (trains_here and host.models > node.memory_bytes):
+        return notes
+    remedies = [
+        *(["set recovery.peer_copy_every=0"] if host.peer_copies else []),
+        *(["set strategy.cpu_offload=false"] if host.models and not trains_here else []),
+        "raise checkpoint.every, so that a checkpoint is written before the next one, or use more nodes",
+    ]
+    text = f"{on_node}: there are {size_text(node.memory_bytes)} for {taken}; {', or '.join(remedies)}"
+    if node.is_only and host.models + host.peer_copies > node.memory_bytes:
+        errors.append(text)
+    else:
+        notes.append(text)
+    return notes
+
+
+def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], division: Division) -> HostMemory:
+    """Return what the workers of ``plan.node`` take of its memory.
+
+    Each has :data:`~orchestrator.strategies.peer_copies.KEPT` snapshots of its own part and as many of a neighbour's.
+    A part that is written into a checkpoint has one snapshot, and a second if the next one is due meanwhile.
+    """
+    mesh, workers, steps = plan.mesh, plan.node.workers, config.train.steps
+    memory, part = worker_memory(sizes, division), worker_memory(sizes, Division.of(mesh))
+    part_bytes = part.parameters + part.optimizer
+    every, saved_every = config.recovery.peer_copy_every, config.checkpoint.every
+    parts = mesh.shard * mesh.pipeline
+    kept = min(KEPT, steps // every) if every and parts > 1 else 0
+    saved = min(2, math.ceil(steps / saved_every)) if saved_every else 1  # there is one at the end in any case
+    is_here = plan.device == "cpu" or memory.on_host
+    return HostMemory(
+        models=workers * (memory.parameters + memory.gradients + memory.optimizer) if is_here else 0.0,
+        peer_copies=workers * 2 * kept * part_bytes,
+        snapshots=min(workers, parts) * saved * part_bytes,
+    )
 
 
 def parameter_sizes(config: Config, job: Job, model: nn.Module) -> list[ParameterSize]:
@@ -127,35 +185,45 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return small
 
 
-def _activations(config: Config, job: Job, plan: Plan) -> float | None:
-    """Return what the forward passes of a worker keep for its backward passes; None if the model cannot be called."""
-    precision = Precision.named(config.train.precision, "cpu")
-    kept: dict[int, UntypedStorage] = {}
+def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is_gathered: bool) -> WorkerMemory:
+    """Return ``memory`` with what the forward passes of a worker keep; as it is if the model cannot be called.
 
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            kept.setdefault(storage_key(storage), storage)
-        return tensor
-
+    Only what grows with the batch is in proportion to its samples, and a mask, for example, does not. Parameters that
+    are gathered are so in the type of the passes.
+    """
     try:
-        batch = example_batch(job, job.dataset("train"), _ROWS)
-        whole = build_fake(constructor_of(job, config.train, precision), torch.device("cpu"))
-        inputs, target = map_tensors(whole.fake_like, batch)
-        with whole.mode, saved_tensors_hooks(keep, lambda tensor: tensor), precision.autocast():
-            output = job.forward(whole.model, precision.inputs(inputs))
-            job.loss(precision.outputs(output), target)
-    except Exception:  # whatever the job raises with fake tensors, the plan holds without this number
-        return None
-    parameters = {storage_key(p.untyped_storage()) for p in whole.model.parameters()}
-    a_sample = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / _ROWS
-    if plan.pipeline is None:
-        return a_sample * plan.workers[0].samples_per_step / plan.grad_accumulation
-    layout = plan.pipeline
-    at_once = layout.num_microbatches
-    if layout.schedule not in _ALL_AT_ONCE:
-        at_once = min(at_once, layout.num_stages)
-    return a_sample * plan.microbatch_rows * at_once / plan.mesh.pipeline
+        few, more = (_kept(config, job, rows) for rows in _ROWS)
+    except Exception:  # whatever the job raises with fake tensors, the plan holds without these numbers
+        return memory
+    a_sample = max(0.0, (more.activations - few.activations) / (_ROWS[1] - _ROWS[0]))
+    in_any_case = max(0.0, few.activations - a_sample * _ROWS[0])
+    passes, rows = 1.0, plan.workers[0].samples_per_step / plan.grad_accumulation
+    if (layout := plan.pipeline) is not None:
+        at_once = layout.num_microbatches
+        if layout.schedule not in _ALL_AT_ONCE:
+            at_once = min(at_once, layout.num_stages)
+        passes, rows = at_once / plan.mesh.pipeline, plan.microbatch_rows
+    return replace(
+        memory,
+        activations=(in_any_case + a_sample * rows) * passes,
+        casts=0.0 if is_gathered else more.casts * passes,
+    )
+
+
+def _kept(config: Config, job: Job, rows: int) -> Kept:
+    """Return what a forward pass over so many samples keeps."""
+    precision = Precision.named(config.train.precision, "cpu")
+    batch = example_batch(job, job.dataset("train"), rows)
+    whole = build_fake(constructor_of(job, config.train, precision), torch.device("cpu"))
+    for block in blocks_of(whole.model):
+        if isinstance(block, Block):
+            block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here
+    inputs, target = map_tensors(whole.fake_like, batch)
+    with whole.mode, kept_tensors(whole.model) as kept, precision.autocast():
+        output = job.forward(whole.model, precision.inputs(inputs))
+        loss = job.loss(precision.outputs(output), target)
+    del loss  # up to here, its graph has kept the tensors
+    return kept
 
 
 def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
@@ -165,7 +233,9 @@ def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
         f"{size_text(memory.gradients)} of gradients",
         f"{size_text(memory.optimizer)} of optimizer state",
     ]
+    computed = {"bf16": "bfloat16", "fp16": "float16"}.get(config.train.precision)
     of_passes = [
+        *([f"{size_text(memory.casts)} of casts to {computed}"] if memory.casts and computed else []),
         *([f"{size_text(memory.gathered)} gathered from other workers"] if memory.gathered else []),
         *([] if memory.activations is None else [f"about {size_text(memory.activations)} of activations"]),
     ]
@@ -175,8 +245,5 @@ def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
         parts = f"{', '.join(state)} in host memory; on its GPU, {', '.join(of_passes)}"
     else:
         parts = ", ".join([*state, *of_passes])
-    computed = {"bf16": "; passes compute in bfloat16", "fp16": "; passes compute in float16"}
-    return (
-        f"memory of a worker: {parts}: {size_text(memory.total)}; {what} in {dtypes}"
-        f"{computed.get(config.train.precision, '')}"
-    )
+    passes = f"; passes compute in {computed}" if computed else ""
+    return f"memory of a worker: {parts}: {size_text(memory.total)}; {what} in {dtypes}{passes}"

@@ -19,6 +19,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, receive_state, send_state
 
 KEPT = 2
+"""The snapshots that a rank keeps of its own state, and of its neighbour's: 4 in all."""
 
 States = dict[int, TrainState]
 """Snapshots by the step after which they were taken."""

@@ -112,7 +112,9 @@ def _replicas(profile: Profile, plan: Plan) -> Prediction:
         exchange_ms=exchange_ms,
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(share),
-        memory_bytes=_state_bytes(profile, profile.parameter_bytes) + profile.activation_bytes * rows,
+        memory_bytes=_state_bytes(profile, profile.parameter_bytes)
+        + profile.cast_bytes
+        + profile.activation_bytes * rows,
     )
 
 
@@ -155,7 +157,7 @@ def _devices(profile: Profile, plan: Plan) -> Prediction:
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(plan.global_batch_size),
         memory_bytes=_state_bytes(profile, profile.parameter_bytes)
-        + profile.activation_bytes * math.ceil(rows / n) * replicas,
+        + (profile.cast_bytes + profile.activation_bytes * math.ceil(rows / n)) * replicas,
     )
 
 
@@ -167,7 +169,8 @@ def _servers(profile: Profile, plan: Plan) -> Prediction:
     rows = share / slices
     received_bytes = n * profile.gradient_bytes / shards
     update_ms = profile.update_ms(threads=threads, busy=shards) / shards
-    worker_bytes = 2 * profile.parameter_bytes + profile.gradient_bytes + profile.activation_bytes * rows
+    of_pass_bytes = profile.cast_bytes + profile.activation_bytes * rows
+    worker_bytes = 2 * profile.parameter_bytes + profile.gradient_bytes + of_pass_bytes
     shard_bytes = _state_bytes(profile, profile.parameter_bytes / shards) + received_bytes
     return Prediction(
         compute_ms=slices * profile.pass_ms(rows, threads=threads, busy=n) + update_ms,
@@ -227,7 +230,8 @@ def _pipeline(profile: Profile, plan: Plan, layout: PipelineLayout, orders: Sequ
         idle_ms=slices * (schedule_ms - compute_ms),
         input_ms=profile.loop_ms + own.overhead_ms + profile.data.at(plan.global_batch_size / replicas),
         memory_bytes=max(
-            state_bytes(sum(layer.parameter_bytes for layer in layers)) + _activations(stages, order) * rows
+            state_bytes(sum(layer.parameter_bytes for layer in layers))
+            + _held_bytes(stages, order, lambda layer: (shards == 1) * layer.cast_bytes + layer.activation_bytes * rows)
             for layers, order in zip(of_rank, orders, strict=True)
         ),
     )
@@ -240,13 +244,15 @@ def _stages(profile: Profile, num_stages: int) -> list[Sequence[LayerProfile]]:
     return [[layers[i] for i in cut.layers_of(stage, len(layers))] for stage in range(num_stages)]
 
 
-def _activations(stages: Sequence[Sequence[LayerProfile]], order: Iterable[Action]) -> float:
-    """Return the largest sum of activations that a worker holds, in bytes for each sample of a micro-batch."""
+def _held_bytes(
+    stages: Sequence[Sequence[LayerProfile]], order: Iterable[Action], of_pass: Callable[[LayerProfile], float]
+) -> float:
+    """Return the most that a worker holds of passes of micro-batches, each of which keeps ``of_pass`` of a layer."""
     held: Counter[int] = Counter()
     largest = 0.0
     for kind, stage, _ in order:
         held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-        now = math.fsum(held[s] * sum(layer.activation_bytes for layer in stages[s]) for s in held)
+        now = math.fsum(held[s] * sum(map(of_pass, stages[s])) for s in held)
         largest = max(largest, now)
     return largest
 

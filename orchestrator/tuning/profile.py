@@ -54,6 +54,7 @@ class LayerProfile:
     Attributes:
         activation_bytes: what a sample keeps in memory until the backward pass.
         output_bytes: what a sample sends on.
+        cast_bytes: the copies of its parameters that autocast makes for each pass; 0 in other precisions.
     """
 
     name: str
@@ -64,6 +65,7 @@ class LayerProfile:
     backward_ms: float
     activation_bytes: float
     output_bytes: float
+    cast_bytes: int = 0
 
     @property
     def total_ms(self) -> float:
@@ -173,6 +175,11 @@ class Profile:
     def layers(self) -> tuple[LayerProfile, ...]:
         """The layers of the model in any division; empty if it cannot be cut."""
         return next((division.layers for division in self.divisions if division.layers), ())
+
+    @property
+    def cast_bytes(self) -> int:
+        """The copies of the parameters that autocast makes for a pass of the whole model."""
+        return sum(layer.cast_bytes for layer in self.layers)
 
     def pass_ms(self, rows: float, *, threads: int, busy: int) -> float:
         """Return the time of a forward and a backward pass of the whole model over ``rows`` samples."""

@@ -29,6 +29,7 @@ from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
+    SHOW_ALL_GPUS,
     Assignment,
     FlightRecord,
     Heartbeat,
@@ -370,6 +371,7 @@ def _worker_info() -> WorkerInfo:
         gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if usable else None,
         gpu_error=error,
         has_bf16=usable and has_bf16(len(gpus)),
+        sees_all_gpus=os.environ.get(SHOW_ALL_GPUS, "").lower() in ("1", "true"),
     )
 
 

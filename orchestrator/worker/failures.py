@@ -15,6 +15,7 @@ from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.left_out import FrozenError
 from orchestrator.state.schedule import ScheduleError
+from orchestrator.strategies.constructor import outline_of
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
@@ -93,6 +94,7 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
         return explain_out_of_memory(
             str(error),
             tensors=_tensor_sizes(loop),
+            gathered_bytes=_gathered_bytes(loop),
             train=assignment.config.train,
             is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
             has_training_step=loop is not None and has_training_step(loop.job),
@@ -123,6 +125,19 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
     except Exception:
         traceback.print_exc()
         return ()
+
+
+def _gathered_bytes(loop: Loop | None) -> float:
+    """Return the most that this rank has of the parts of other ranks; 0 if it is unknown."""
+    try:
+        if loop is None or loop.strategy.context.mesh.shard == 1:
+            return 0.0
+        context = loop.strategy.context
+        model = outline_of(loop.job, context.train)
+        return 0.0 if model is None else loop.strategy.gathered_bytes(context.options, model)
+    except Exception:
+        traceback.print_exc()
+        return 0.0
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.jobs.gpu_jobs import COMMUNICATOR_MB
 from helpers.machines.commands import environment
 from helpers.ranks.gang import Backend
 from helpers.records.runs import events, series
 from orchestrator.driver.gang.gang import SHARED_GPU
+from orchestrator.protocol.messages import SHOW_ALL_GPUS
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load, path_of
 
@@ -251,12 +253,14 @@ def test_a_rank_that_hangs_in_messages_is_found_after_a_recovery(
 
 @pytest.mark.usefixtures("gpu")
 def test_memory_stays_flat_over_three_recoveries(run: Callable[..., Any]) -> None:
-    """If it fails, a recovery leaves tensors or communicators on the GPU."""
+    """If it fails, a recovery leaves tensors, or communicators outside of torch's allocator, on the GPU."""
     faults = "recovery.chaos=[raise@9:1,raise@13:1,raise@17:1]"
     result = run("strategy=ddp", *WORDS, "job._target_=helpers.jobs.gpu_jobs.Observing", faults)
     assert (result.status, result.summary["restarts"]) == ("FINISHED", 3), result.reason
     allocated = series(result.run_dir, "train/allocated_mb")
     assert allocated[STEPS] == pytest.approx(allocated[8], abs=1.0)
+    outside = series(result.run_dir, "train/outside_mb")
+    assert outside[STEPS] < outside[8] + COMMUNICATOR_MB
 
 
 @pytest.mark.usefixtures("gpu")
@@ -266,7 +270,7 @@ def test_two_workers_on_one_gpu_are_refused(run: Callable[..., Any], monkeypatch
     result = run("strategy=ddp", *WORDS)
     assert result.status == "FAILED"
     assert result.reason.startswith("workers 0 and 1 share one GPU (")
-    assert "strategy.num_workers" in result.reason
+    assert SHOW_ALL_GPUS in result.reason
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

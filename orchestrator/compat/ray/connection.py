@@ -159,15 +159,29 @@ def is_node_of(address: str, *, timeout_s: float) -> bool:
     ``ray.init`` waits a minute for one. True if the server does not answer.
     """
     try:
-        return not raylets_here().isdisjoint(node.node_id.hex() for node in known_nodes(address, timeout_s=timeout_s))
+        return (
+            not raylets_here()
+            .keys()
+            .isdisjoint(node.node_id.hex() for node in known_nodes(address, timeout_s=timeout_s))
+        )
     except ConnectionError:
         return True
 
 
-def raylets_here() -> set[str]:
-    """Return the ids of the nodes whose raylets run on this machine."""
-    ids: set[str] = find_internal(Internal.FIND_IN_RAYLETS)("--node_id")
-    return ids
+def raylets_here() -> dict[str, dict[str, str]]:
+    """Return the environment variables of the raylets on this machine by node id; none of a raylet of another user."""
+    flag, found = "--node_id=", dict[str, dict[str, str]]()
+    for raylet in psutil.process_iter(["cmdline"]):
+        words = raylet.info["cmdline"] or []
+        node_id = next((word.removeprefix(flag) for word in words if word.startswith(flag)), None)
+        if node_id is None or not find_internal(Internal.IS_RAYLET)(words):
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            try:
+                found[node_id] = raylet.environ()
+            except psutil.AccessDenied:
+                found[node_id] = {}
+    return found
 
 
 def known_nodes(address: str, *, timeout_s: float) -> list[Any]:

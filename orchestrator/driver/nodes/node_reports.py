@@ -50,7 +50,7 @@ def ask_nodes(
     code: WorkerCode,
     output_dir: str | None = None,
     nonce: str | None = None,
-    with_gpus: bool = False,
+    try_gpus: bool = False,
 ) -> dict[Any, Node]:
     """Ask each node for its report, and return the nodes by pending answer. Ray must be connected.
 
@@ -62,7 +62,7 @@ def ask_nodes(
         job_modules: the modules of the jobs, to import them beside the job of the workers.
         code: the code and the packages that travel to the workers.
         output_dir, nonce: see :func:`~orchestrator.worker.process.node_facts.node_facts`.
-        with_gpus: whether to compute on the GPUs that Ray manages there.
+        try_gpus: whether to compute on the GPUs that Ray manages there.
     """
     facts_wanted = {
         "working_dir": str(Path.cwd()) if code.working_dir is None else None,
@@ -70,10 +70,9 @@ def ask_nodes(
         "modules": [WORKER, *([] if code.pip else job_modules)],
         "output_dir": output_dir,
         "nonce": nonce,
+        "try_gpus": try_gpus,
     }
-    arguments = {
-        node: {"address": node.address, "num_gpus": node.gpus if with_gpus else None, **facts_wanted} for node in nodes
-    }
+    arguments = {node: {"address": node.address, "num_gpus": node.gpus, **facts_wanted} for node in nodes}
     return on_nodes(node_facts.node_facts, arguments, code.runtime_env())
 
 
@@ -91,9 +90,9 @@ def _no_report(node: Node, reason: str) -> NoReport:
     return NoReport(name=node.name, address=node.address, reason=reason)
 
 
-def with_memory_here(node: Node) -> Node:
-    """Return ``node``, which is this machine, with its memory."""
-    return replace(node, **node_facts.memory())
+def with_memory_here(node: Node, environment: Mapping[str, str]) -> Node:
+    """Return ``node``, which is this machine, with its memory. Its Ray was started with the ``environment``."""
+    return replace(node, **node_facts.memory(node.gpus, environment))
 
 
 def with_memory_of(node: Node, report: NodeReport | NoReport) -> Node:

@@ -26,7 +26,7 @@ def nodes_to_plan_on(config: ClusterConfig, address: str) -> tuple[Node, ...]:
     """
     here = raylets_here()
     nodes = cluster.nodes_without_joining(config, address)
-    return tuple(with_memory_here(node) if node.node_id in here else node for node in nodes)
+    return tuple(with_memory_here(node, here[node.node_id]) if node.node_id in here else node for node in nodes)
 
 
 def fit_nodes(
@@ -45,7 +45,8 @@ def fit_nodes(
     """
     asked = [node for node in nodes if node.cpus >= config.cpus_per_worker]
     if {node.node_id for node in asked} <= {ray.get_runtime_context().get_node_id()}:
-        return tuple(with_memory_here(node) if node in asked else node for node in nodes)
+        here = raylets_here()
+        return tuple(with_memory_here(node, here.get(node.node_id, {})) if node in asked else node for node in nodes)
     if code.working_dir is not None:
         modules = [sys.modules[name] for name in job_modules if name in sys.modules]
         needed = dict.fromkeys(loaded_files(code.working_dir, modules), "job._target_")

@@ -179,6 +179,7 @@ class Auto(Strategy):
             control=control,
             free_bytes=free_bytes / (context.mesh.world_size if context.device.type == "cpu" else 1),
             activation_bytes=activation_bytes,
+            cast_bytes=sum(layer.cast_bytes for layer in layers),
             with_shards=with_shards,
         )
         groups: tuple[GroupCost, ...] = ()

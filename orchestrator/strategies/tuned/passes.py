@@ -115,6 +115,7 @@ def _layer_profiles(builder: StageBuilder, rows: int) -> tuple[LayerProfile, ...
             backward_ms=cost.backward_ms,
             activation_bytes=cost.activation_bytes / rows,
             output_bytes=sum(t.nbytes for t in tensors_in(output)) / rows,
+            cast_bytes=cost.cast_bytes,
         )
         for layer, module, cost, output in measured
     )
@@ -148,6 +149,7 @@ def whole_model_cost(
     control: dist.ProcessGroup | None,
     free_bytes: float,
     activation_bytes: float,
+    cast_bytes: int,
     with_shards: bool,
 ) -> WholeModelCost:
     """Measure training steps as ``single`` makes them, on one worker and on several at once. Collective.
@@ -160,6 +162,7 @@ def whole_model_cost(
         control: a group of all ranks, on the hosts; None with one worker.
         free_bytes: the memory that is free for the model of this worker.
         activation_bytes: what a sample keeps in memory until the backward pass; 0 if that is unknown.
+        cast_bytes: the copies of the parameters that autocast makes for a pass; 0 if that is unknown.
         with_shards: whether to measure workers that leave threads to a parameter shard, too.
 
     Returns:
@@ -172,7 +175,7 @@ def whole_model_cost(
     share = 1.0 if outline is None else gathered_share(outline, precision.autocast_dtype)
     parameters = [] if outline is None else list(outline.parameters())
     parameter_bytes = sum(p.nbytes for p in parameters)
-    needed = parameter_bytes * (2 + ADAM_BYTES) + activation_bytes * largest
+    needed = parameter_bytes * (2 + ADAM_BYTES) + cast_bytes + activation_bytes * largest
     if mean_over(world_size, float(needed > free_bytes), control):
         trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
         return WholeModelCost(

@@ -31,6 +31,7 @@ MEMORY_FILES = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """The files with the limit of a container and its use, in cgroups of version 2 and 1."""
+_LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 # In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
 import json, sys, torch
@@ -48,7 +49,8 @@ def node_facts(
     modules: Sequence[str] = (),
     output_dir: str | None = None,
     nonce: str | None = None,
-    num_gpus: int | None = None,
+    num_gpus: int = 0,
+    try_gpus: bool = False,
 ) -> dict[str, Any]:
     """Return the facts of this machine and process, as the fields of a ``NodeReport``.
 
@@ -59,12 +61,13 @@ def node_facts(
         modules: the modules that a worker needs, to try to import them.
         output_dir: the directory with the runs; None if they are on a store.
         nonce: the name of a file that the driver has written into ``output_dir``; None to look for none.
-        num_gpus: how many GPUs Ray manages here, to compute on each of them, which takes seconds; None to leave them.
+        num_gpus: how many GPUs Ray manages here.
+        try_gpus: whether to compute on each of them, which takes seconds.
     """
     if working_dir is not None and Path(working_dir).is_dir():
         os.chdir(working_dir)
     sys.path.extend(path for path in import_paths if path not in sys.path)
-    gpus, gpu_error = (None, None) if num_gpus is None else _gpus(ray_gpus(num_gpus, os.environ))
+    gpus, gpu_error = _gpus(ray_gpus(num_gpus, os.environ)) if try_gpus else (None, None)
     max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return {
         "name": socket.gethostname(),
@@ -82,25 +85,49 @@ def node_facts(
         "sees_output_dir": None if output_dir is None or nonce is None else (Path(output_dir) / nonce).exists(),
         "write_error": None if output_dir is None else _write_error(Path(output_dir)),
         "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
-        **memory(),
+        **memory(num_gpus),
         "gpus": gpus,
         "gpu_error": gpu_error,
     }
 
 
-def memory() -> dict[str, Any]:
-    """Return the memory of this machine or container, and that of its smallest GPU; 0 without a GPU, in bytes."""
+def memory(num_gpus: int, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the memory of this machine or container, and that of the smallest GPU of Ray, in bytes.
+
+    Args:
+        num_gpus: how many GPUs Ray manages here; without any, their memory is 0.
+        environment: the variables with which Ray was started.
+    """
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit, _ in MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # it is "max" without a limit
             sizes.append(int(Path(limit).read_text()))
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    gpus = [0]
-    if shutil.which(command[0]) is not None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True)
-            gpus = [int(line) * 2**20 for line in done.stdout.split()] or gpus
-    return {"memory_bytes": min(sizes), "gpu_memory_bytes": min(gpus)}
+    by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return {"memory_bytes": min(sizes), "gpu_memory_bytes": _smallest(ray_gpus(num_gpus, environment), by_bus=by_bus)}
+
+
+def _smallest(ids: Sequence[str], *, by_bus: bool) -> int:
+    """The memory of the smallest of these GPUs in bytes; 0 if one is unknown, such as a part of a GPU (MIG).
+
+    nvidia-smi counts GPUs by their bus. CUDA begins with the fastest unless it counts ``by_bus`` too, so that a number
+    may be another GPU: then this is the larger answer.
+    """
+    if not ids or shutil.which(_LIST_GPUS[0]) is None:
+        return 0
+    try:
+        done = subprocess.run(_LIST_GPUS, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True)
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+        gpus = [(uuid, int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else 0) for uuid, mib, mig in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
+
+    def size(name: str, ordered: Sequence[tuple[str, int]]) -> int:
+        named = [size for number, (uuid, size) in enumerate(ordered) if name == str(number) or uuid.startswith(name)]
+        return named[0] if len(named) == 1 else 0
+
+    orders = [gpus] if by_bus else [gpus, sorted(gpus, key=lambda gpu: -gpu[1])]
+    answers = [min(size(name.strip(), ordered) for name in ids) for ordered in orders]
+    return max(answers) if all(answers) else 0
 
 
 def wall_clock() -> float:

@@ -19,6 +19,8 @@ _ASKED_OF_HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) byt
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}")
 _ALLOCATED = re.compile(rf"allocated memory {_SIZE} is allocated by PyTorch")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_IN_USE = re.compile(rf"Including non-PyTorch memory, this process has {_SIZE} memory in use")
 _KINDS: tuple[tuple[TensorKind, str], ...] = (
     ("parameter", "parameters"),
     ("gradient", "gradients"),
@@ -28,19 +30,28 @@ _KINDS: tuple[tuple[TensorKind, str], ...] = (
 
 
 def explain_out_of_memory(
-    error: str, *, tensors: Iterable[TensorSize], train: TrainConfig, is_divided: bool, has_training_step: bool
+    error: str,
+    *,
+    tensors: Iterable[TensorSize],
+    gathered_bytes: float,
+    train: TrainConfig,
+    is_divided: bool,
+    has_training_step: bool,
 ) -> str:
     """Return the message of an out-of-memory error.
 
     Args:
         error: the text of an error of torch, whose figures are those at the moment of the failure.
-        tensors: the training state on this rank, on any device; what else is allocated are mostly activations.
+        tensors: the training state on this rank, on any device.
+        gathered_bytes: what this rank has of other ranks at most; what else is allocated are mostly activations.
         train: the ``train`` section of the configuration.
         is_divided: whether workers have parts of the model already.
         has_training_step: whether the job makes its own updates, which leaves fewer keys to change.
     """
     full = "cpu" if _ASKED_OF_HOST.search(error) else "cuda"
-    parts = [_figures(error), *_state([tensor for tensor in tensors if tensor.device_type == full])]
+    on_device = [tensor for tensor in tensors if tensor.device_type == full]
+    state, largest = _state(on_device)
+    parts = [_figures(error), *state, *_rest(error, sum(t.size_bytes for t in on_device), gathered_bytes), *largest]
     advice = _advice(error, train, is_divided=is_divided, has_training_step=has_training_step)
     return f"{'; '.join(parts)}. To need less memory: {', or '.join(advice)}"
 
@@ -64,16 +75,33 @@ def _figures(error: str) -> str:
     return f"CUDA out of memory: tried to allocate {asked}, with {allocated} allocated and {reserved} reserved{total}"
 
 
-def _state(tensors: Sequence[TensorSize]) -> list[str]:
-    """Return the size of the training state by kind, and its largest tensors; empty if it is unknown."""
+def _rest(error: str, state_bytes: float, gathered_bytes: float) -> list[str]:
+    """Return what takes the memory beside the training state, as far as it is known."""
+    allocated, unused, capacity, free, in_use = (
+        None if (found := pattern.search(error)) is None else _bytes(found[1])
+        for pattern in (_ALLOCATED, _UNUSED, _CAPACITY, _FREE, _IN_USE)
+    )
+    sizes = {"gathered blocks": gathered_bytes}
+    if allocated is not None and state_bytes:
+        sizes["gathered blocks"] = gathered = min(gathered_bytes, max(0.0, allocated - state_bytes))
+        sizes["activations"] = allocated - state_bytes - gathered
+    if in_use is None and capacity is not None and free is not None:
+        in_use = capacity - free
+    if allocated is not None and unused is not None and in_use is not None:
+        sizes["communicators and others outside of torch's allocator"] = in_use - allocated - unused
+    return [f"about {_text(round(size))} of {what}" for what, size in sizes.items() if size > 0]
+
+
+def _state(tensors: Sequence[TensorSize]) -> tuple[list[str], list[str]]:
+    """Return the size of the training state by kind, and its largest tensors; nothing if it is unknown."""
     totals = {plural: sum(t.size_bytes for t in tensors if t.kind == kind) for kind, plural in _KINDS}
     if not any(totals.values()):
-        return []
+        return [], []
     largest = sorted(tensors, key=lambda t: (-t.size_bytes, t.name))[:LARGEST]
-    return [
-        "training state: " + ", ".join(f"{plural} {_text(size)}" for plural, size in totals.items() if size),
-        "largest tensors: " + ", ".join(f"{t.name} ({t.kind}, {_text(t.size_bytes)})" for t in largest),
-    ]
+    return (
+        ["training state: " + ", ".join(f"{plural} {_text(size)}" for plural, size in totals.items() if size)],
+        ["largest tensors: " + ", ".join(f"{t.name} ({t.kind}, {_text(t.size_bytes)})" for t in largest)],
+    )
 
 
 def _advice(error: str, train: TrainConfig, *, is_divided: bool, has_training_step: bool) -> list[str]:

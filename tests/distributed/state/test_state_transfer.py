@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.conformance.cases import RECOVERY, Case, config_of, having, plan_of
+from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.training import make, steps
+from helpers.jobs.quick_jobs import AdamDigits
 from helpers.ranks.gang import Gang
 from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1, state
+from helpers.records.runs import in_campaign
+from orchestrator.planning.memory import Division, NodeShare
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
+from orchestrator.strategies.constructor import outline_of
+from orchestrator.strategies.memory_plan import host_memory, parameter_sizes
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 
 
@@ -62,3 +73,28 @@ def submitted_after_a_failure(rank: int) -> str:
 
 def test_copies_that_cannot_be_exchanged_are_reported(gang: Gang) -> None:
     assert all("destination rank" in text for text in gang.run(submitted_after_a_failure, world_size=2))
+
+
+def copied_bytes(rank: int, case: Case) -> int:
+    """What the copies of a rank take, of its own state and of its neighbour's."""
+    strategy = make(case, rank, peer_copy_every=1)
+    assert isinstance(strategy, PartTrainer)
+    for step, _ in enumerate(steps(strategy, last=4), 1):
+        strategy.after_step(step=step, samples_consumed=step * case.train.global_batch_size)
+    copies = strategy._copies
+    assert copies is not None
+    copies._exchange.work.join()
+    return sum(state.size_bytes for states in (copies._own, copies._neighbours) for state in states.values())
+
+
+@pytest.mark.parametrize("name", ["fsdp-2", *in_campaign("sharded-ddp-2", "1F1B-2")])
+def test_copies_take_what_the_plan_says(gang: Gang, name: str) -> None:
+    layout = LAYOUTS[name]
+    case = layout.of(Case(job=AdamDigits(hidden=64, depth=3), train=having(steps=4, global_batch_size=32)))
+    config = config_of(case, layout.world_size, recovery=replace(RECOVERY, peer_copy_every=1))
+    model = outline_of(case.job, case.train)
+    assert model is not None
+    plan = replace(plan_of(config), node=NodeShare(workers=layout.world_size))
+    planned = host_memory(config, plan, parameter_sizes(config, case.job, model), Division.of(plan.mesh))
+    taken = gang.run(copied_bytes, case, world_size=layout.world_size)
+    assert sum(taken) == pytest.approx(planned.peer_copies, rel=0.01)

@@ -16,16 +16,28 @@ from torch import Tensor
 
 from jobs.digits import Digits
 
+COMMUNICATOR_MB = 8
+"""What may change outside of torch's allocator: less than a communicator of NCCL takes of a GPU."""
+
+
+def outside_of_torch() -> int:
+    """The bytes of the GPU that are in use, by any process, beside what torch's allocator has taken in this one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observing(Digits):
-    """Measures the devices that a worker sees, whether it computes on one, and the memory of its tensors."""
+    """Measures the devices that a worker sees, whether it computes on one, and the memory of its tensors and beside."""
 
     def train_metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         values = {
             "visible_devices": torch.cuda.device_count(),
             "on_gpu": output.is_cuda,
             "allocated_mb": torch.cuda.memory_allocated() / 1e6,
+            "outside_mb": outside_of_torch() / 1e6,
         }
         return {name: torch.tensor(len(target) * float(value)) for name, value in values.items()}
 

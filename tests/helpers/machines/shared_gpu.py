@@ -48,11 +48,12 @@ def shared_gpu_ray(num_gpus: int) -> Iterator[None]:
     import ray
 
     from orchestrator.driver.gang.gang import SHARED_GPU
+    from orchestrator.protocol.messages import SHOW_ALL_GPUS
 
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # so that the workers find this module
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        SHOW_ALL_GPUS: "1",
         DEVICE: device,
         SHARED_GPU: "1",
     }

@@ -21,6 +21,16 @@ def test_two_workers_on_one_gpu_are_refused() -> None:
     error = shared_gpu([worker_on("10.0.0.1", 0, "a"), worker_on("10.0.0.1", 1, "a")])
     assert error is not None
     assert "workers 0 and 1 share one GPU" in error
+    assert "Lower strategy.num_workers" in error
+
+
+def test_workers_from_which_ray_hides_no_gpu_are_told_of_the_variable() -> None:
+    """With fewer workers, one GPU would be used of several."""
+    every = [replace(worker_on("10.0.0.1", index, "a"), sees_all_gpus=True) for index in range(2)]
+    error = shared_gpu(every)
+    assert error is not None
+    assert "Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started" in error
+    assert "strategy.num_workers" not in error
 
 
 def broken(ip: str) -> WorkerInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -109,8 +110,51 @@ def test_only_the_gpus_that_ray_manages_have_to_work(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    facts = node_facts.node_facts(num_gpus=managed)
+    facts = node_facts.node_facts(num_gpus=managed, try_gpus=True)
     assert (facts["gpus"], facts["gpu_error"]) == (["H100"] * seen, error)
+
+
+DISPLAY, LARGE, LARGER = "GPU-5ac1, 4096, [N/A]", "GPU-5ac2, 24576, Disabled", "GPU-7d00, 49152, Disabled"
+DIVIDED = "GPU-9e33, 81920, Enabled"
+BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("listed", "managed", "environment", "mib"),
+    [
+        ([LARGE, LARGER], 2, {}, 24576),
+        ([DISPLAY, LARGE], 0, {}, 0),
+        ([DISPLAY, LARGE], 1, {"CUDA_VISIBLE_DEVICES": "1"}, 24576),
+        ([DISPLAY, LARGE], 1, {"CUDA_VISIBLE_DEVICES": "0"}, 24576),
+        ([DISPLAY, LARGE], 1, {"CUDA_VISIBLE_DEVICES": "0"} | BY_BUS, 4096),
+        ([DISPLAY, LARGE, LARGER], 1, {}, 49152),
+        ([DISPLAY, LARGE, LARGER], 2, {"CUDA_VISIBLE_DEVICES": "1, 2"} | BY_BUS, 24576),
+        ([DISPLAY, LARGE, LARGER], 1, {"CUDA_VISIBLE_DEVICES": "2,0"} | BY_BUS, 49152),
+        ([DISPLAY, LARGE, LARGER], 2, {"CUDA_VISIBLE_DEVICES": "GPU-7,GPU-5ac2"}, 24576),
+        ([DISPLAY, LARGE, LARGER], 1, {"CUDA_VISIBLE_DEVICES": "GPU-5ac"}, 0),
+        ([DISPLAY], 1, {"CUDA_VISIBLE_DEVICES": "MIG-9e33"}, 0),
+        ([LARGE, DIVIDED], 2, {}, 0),
+        ([LARGE, DIVIDED], 1, {} | BY_BUS, 24576),
+        ([LARGE, "GPU-0b, [N/A], [N/A]"], 2, {}, 0),
+        ([DIVIDED, LARGE], 1, {}, 0),
+        ([LARGE], 2, {}, 0),
+        (["No devices were found"], 1, {}, 0),
+    ],
+)
+def test_the_memory_of_a_gpu_is_that_of_the_smallest_that_ray_manages(
+    listed: list[str],
+    managed: int,
+    environment: dict[str, str],
+    mib: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small card for a display is none of them. CUDA counts from the fastest, if it is not told otherwise."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in listed)]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert node_facts.memory(managed, environment)["gpu_memory_bytes"] == mib * 2**20
 
 
 def test_the_report_needs_no_orchestrator(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.conformance.cases import DDP, TRAIN, Case, config_of, plan_of
+from helpers.conformance.cases import DDP, RECOVERY, TRAIN, Case, config_of, plan_of
 from helpers.conformance.layouts import FSDP, LAYOUTS
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig, TrainConfig
-from orchestrator.planning.memory import GIB, MIB, MemoryLimit
+from orchestrator.job import Job
+from orchestrator.planning.memory import GIB, MIB, MemoryLimit, NodeShare
 from orchestrator.strategies import registry
 
 
@@ -37,15 +38,23 @@ WEIGHTS = 4 * 14_000
 
 
 def checked(
-    options: StrategyConfig, workers: int, *, limit: MemoryLimit | None = None, train: TrainConfig = TRAIN
+    options: StrategyConfig,
+    workers: int,
+    *,
+    job: Job | None = None,
+    limit: MemoryLimit | None = None,
+    train: TrainConfig = TRAIN,
+    peer_copy_every: int = 0,
+    **planned: Any,
 ) -> tuple[list[str], str]:
-    """The errors and the notes about memory in ``plan=true``."""
-    config = config_of(Case(job=Wide(), options=options, train=train), workers, plan=True)
+    """The errors and the notes about memory in ``plan=true``; ``planned``: what the plan has else."""
+    job, recovery = job or Wide(), replace(RECOVERY, peer_copy_every=peer_copy_every)
+    config = config_of(Case(job=job, options=options, train=train), workers, plan=True, recovery=recovery)
     plan = plan_of(config)
     errors: list[str] = []
-    job_plan = plan if limit is None else replace(plan, memory=limit)
-    notes = registry.load(config.strategy.name).check(config, Wide(), job_plan, errors)
-    return errors, "; ".join(note for note in notes if "memory of a worker" in note or "estimated" in note)
+    job_plan = replace(plan, **planned) if limit is None else replace(plan, memory=limit)
+    notes = registry.load(config.strategy.name).check(config, job, job_plan, errors)
+    return errors, "; ".join(note for note in notes if "memory of a " in note or "estimated" in note)
 
 
 def mib(size: float) -> str:
@@ -86,6 +95,57 @@ def test_activations_are_those_that_the_backward_pass_needs() -> None:
     assert f"about {mib(16 * 4 * 1010)} of activations" in checked(DDP, 2, train=replace(TRAIN, grad_accumulation=2))[1]
 
 
+class Mask(nn.Module):
+    """Keeps ten thousand numbers, whatever the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.ones(10_000, requires_grad=True) * torch.ones(10_000)).sum()
+
+
+class Twice(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(Wide):
+    """A mask and two blocks, and 5,010 activations of a sample."""
+
+    def model(self) -> nn.Module:
+        first = nn.Linear(10, 1000, bias=False)
+        return nn.Sequential(Mask(), first, nn.Tanh(), Twice(), Twice(), nn.Linear(1000, 4))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "casts"), [("single", 1), ("ddp-2", 1), ("sharded-ddp-2", 1), ("GPipe-2", 4 / 2), ("1F1B-2", 2 / 2)]
+)
+def test_casts_of_parameters_count_once_in_a_pass(name: str, casts: float, precision: Any) -> None:
+    """Each micro-batch in flight has those of its stage; two stages are half of the model each."""
+    layout = LAYOUTS[name]
+    errors, note = checked(layout.options, layout.world_size, train=replace(TRAIN, precision=precision))
+    assert errors == []
+    rows = {"single": 64, "ddp-2": 32, "sharded-ddp-2": 32}.get(name, casts * 16)
+    kept = f"{mib(casts * WEIGHTS / 2)} of casts to {'bfloat16' if precision == 'bf16' else 'float16'}, "
+    assert f"{kept}about {mib(rows * 2 * 1010)} of activations" in note
+
+
+def test_parts_have_no_casts() -> None:
+    assert "casts" not in checked(FSDP, 2, train=replace(TRAIN, precision="bf16"))[1]
+
+
+@pytest.mark.parametrize(("recomputed", "numbers"), [("none", 5010), ("blocks", 3010), ("selective", 5010)])
+def test_a_mask_does_not_grow_with_the_batch_and_blocks_keep_their_input_alone(recomputed: Any, numbers: int) -> None:
+    said = checked(DDP, 2, job=Masked(), train=replace(TRAIN, activation_checkpointing=recomputed))[1]
+    assert f"about {mib(4 * 10_000 + 32 * 4 * numbers)} of activations" in said
+
+
 def test_the_types_of_what_is_kept_and_computed_are_named() -> None:
     assert checked(FSDP, 2)[1].endswith("parameters are kept, gathered and summed in float32")
     said = checked(FSDP, 2, train=replace(TRAIN, precision="bf16"))[1]
@@ -120,3 +180,58 @@ def test_an_estimate_that_does_not_fit_is_only_warned_of() -> None:
     assert errors == []
     assert "training is estimated to take" in notes
     assert "estimated" not in checked(DDP, 2, limit=MemoryLimit(largest_bytes=GIB))[1]
+
+
+STATE = 3 * WEIGHTS
+"""Parameters and the state of their optimizer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "on_node", "copies", "snapshots"),
+    [
+        ("ddp-4", 5, 4, 0, 1),
+        ("fsdp-2", 0, 2, 0, 1),
+        ("fsdp-2", 5, 2, 4, 1),
+        ("fsdp-2", 5, 1, 4 / 2, 1 / 2),
+        ("sharded-ddp-2", 5, 2, 4, 1),
+        ("hsdp-2x2", 5, 4, 2 * 4, 1),
+        ("hsdp-2x2", 5, 1, 4 / 2, 1 / 2),
+        ("1F1B-2", 5, 2, 4, 1),
+        ("1F1B-2", 11, 2, 2, 1),
+    ],
+)
+def test_copies_in_host_memory_count_for_the_workers_of_a_node(
+    name: str, every: int, on_node: int, copies: float, snapshots: float
+) -> None:
+    """Four parts for each worker, of which two are of a neighbour, and one part of each worker that saves."""
+    layout = LAYOUTS[name]
+    given: dict[str, Any] = {"device": "cuda", "node": NodeShare(workers=on_node), "peer_copy_every": every}
+    errors, notes = checked(layout.options, layout.world_size, train=replace(TRAIN, steps=20), **given)
+    assert errors == []
+    assert f"up to {mib(snapshots * STATE)} of snapshots for checkpoints" in notes
+    expected = f"{mib(copies * STATE)} of copies for recovery (recovery.peer_copy_every={every}), "
+    assert (expected in notes) if copies else ("copies" not in notes)
+    assert notes.endswith(f": {mib((copies + snapshots) * STATE)}")
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "bytes_there", "is_only", "remedy", "refused"),
+    [
+        (FSDP, "cuda", 5 * STATE, True, None, False),
+        (FSDP, "cuda", 4 * STATE, True, "set recovery.peer_copy_every=0, or raise checkpoint.every", False),
+        (FSDP, "cuda", 4 * STATE - 1, True, "set recovery.peer_copy_every=0, or raise checkpoint.every", True),
+        (FSDP, "cuda", STATE, False, "set recovery.peer_copy_every=0, or raise checkpoint.every", False),
+        (FSDP, "cpu", 5 * STATE, True, "set recovery.peer_copy_every=0, or raise checkpoint.every", True),
+        (replace(FSDP, cpu_offload=True), "cuda", STATE, True, "set strategy.cpu_offload=false", True),
+        (DDP, "cuda", STATE - 1, True, "raise checkpoint.every", False),
+    ],
+)
+def test_only_copies_that_cannot_fit_on_the_only_node_are_refused(
+    options: StrategyConfig, device: str, bytes_there: float, is_only: bool, remedy: str | None, refused: bool
+) -> None:
+    node = NodeShare(workers=2, memory_bytes=bytes_there, is_only=is_only)
+    errors, notes = checked(options, 2, device=device, node=node, peer_copy_every=1)
+    told = [text for text in [*errors, *notes.split("; host ")] if "there are" in text]
+    assert bool(errors) == refused
+    assert len(told) == (remedy is not None)
+    assert remedy is None or remedy in "".join([*errors, notes])

@@ -167,6 +167,28 @@ def test_dp_takes_as_long_as_was_measured_or_computes_at_once_and_copies_the_mod
     assert (predicted.compute_ms, predicted.exchange_ms) == pytest.approx((2 * 16 * 1.5 + 3.0, 2 * 2 * 1.0))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "casts"),
+    [
+        ("single", Mesh(), 1),
+        ("ddp", Mesh(replicate=2), 1),
+        ("fsdp", Mesh(shard=2), 0),
+        ("pipeline", Mesh(pipeline=2), 4 / 2),
+        ("fsdp_pipeline", Mesh(pipeline=2, shard=2), 0),
+    ],
+)
+def test_casts_of_parameters_do_not_grow_with_the_batch(strategy: str, mesh: Mesh, casts: float) -> None:
+    """Each micro-batch in flight has those of its stage. Parts are gathered in the type of the passes."""
+    stages = two_stages(4) if mesh.pipeline > 1 else None
+    layer = dataclasses.replace(LAYER, cast_bytes=2**21)
+    divided = (dataclasses.replace(PROFILE.divisions[0], layers=(layer, layer)),)
+    before, after = (
+        predict(profile, plan(strategy, mesh, pipeline=stages), gpipe).memory_bytes
+        for profile in (PROFILE, dataclasses.replace(PROFILE, divisions=divided))
+    )
+    assert after - before == casts * 2 * 2**21
+
+
 def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -> None:
     grid = Mesh(pipeline=2)
     prediction = predict(PROFILE, plan("pipeline", grid, pipeline=two_stages(4)), gpipe)

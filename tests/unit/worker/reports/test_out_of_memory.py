@@ -30,6 +30,7 @@ TENSORS = [
 def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
     arguments: dict[str, Any] = {
         "tensors": TENSORS,
+        "gathered_bytes": 0.0,
         "train": TRAIN,
         "is_divided": False,
         "has_training_step": False,
@@ -40,13 +41,34 @@ def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
 def test_the_message_says_what_takes_the_memory_and_what_to_change() -> None:
     assert message() == (
         "CUDA out of memory: tried to allocate 20.00 GiB, with 60.00 GiB allocated and 69.50 GiB reserved of "
-        "79.11 GiB; training state: parameters 3.00 GiB, gradients 3.00 GiB, optimizer state 6.00 GiB; "
+        "79.11 GiB; training state: parameters 3.00 GiB, gradients 3.00 GiB, optimizer state 6.00 GiB; about "
+        "48.00 GiB of activations; about 1.00 GiB of communicators and others outside of torch's allocator; "
         "largest tensors: head.weight (optimizer state, 6.00 GiB), head.weight (parameter, 3.00 GiB), "
         "head.weight (gradient, 3.00 GiB), layer0.bias (parameter, 1.00 KiB), layer1.bias (parameter, 1.00 KiB). "
         "To need less memory: raise train.grad_accumulation=1, or lower train.global_batch_size=64, or set "
         "train.activation_checkpointing=blocks, or set train.precision=bf16, or divide the model with "
         "strategy=fsdp or strategy=pipeline"
     )
+
+
+@pytest.mark.parametrize(
+    ("gathered_gib", "said"),
+    [
+        (2, "about 2.00 GiB of gathered blocks; about 46.00 GiB of activations; about 1.00 GiB of communicators "),
+        (99, "6.00 GiB; about 48.00 GiB of gathered blocks; about 1.00 GiB of communicators "),
+    ],
+)
+def test_gathered_blocks_and_communicators_are_no_activations(gathered_gib: int, said: str) -> None:
+    assert said in message(gathered_bytes=gathered_gib * 2**30, is_divided=True)
+
+
+def test_other_processes_on_the_gpu_are_no_communicators() -> None:
+    several = OUT_OF_MEMORY.replace(
+        "Process 1234 has 70.50 GiB memory in use.",
+        "Process 7 has 0.75 GiB memory in use. Including non-PyTorch memory, this process has 69.75 GiB memory in use.",
+    )
+    assert "about 256.00 MiB of communicators" in message(several)
+    assert "communicators" not in message(OUT_OF_MEMORY.replace("8.61 GiB is free", "9.61 GiB is free"))
 
 
 def test_only_keys_that_help_are_named() -> None:
