@@ -20,6 +20,7 @@ Every test has the name of its folder as a marker: ``pytest -m "distributed or t
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ import pytest
 from helpers.files.golden import Golden
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
+
+gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray")
@@ -110,6 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("fast")
     order = [*WHOLE, *FOLDERS] if _whole_first(config) else FOLDERS
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures start processes
