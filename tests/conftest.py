@@ -121,6 +121,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries say at the exit what they have leaked
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures start processes
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Give process groups the niceness of Ray's workers, which would otherwise wait too long beside them."""

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -275,32 +275,26 @@ def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).exists() for name in leftovers} == leftovers
 
 
-SAVE_FOR_EVER = """
-import sys, torch
-from pathlib import Path
-from orchestrator.state.checkpoint import save
-from orchestrator.state.train_state import TrainState
-state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={},
-                   meta={"step": 2, "samples_consumed": 2})
-while True:
-    save(Path(sys.argv[1]), state, run_uid="killed")
-"""
+def save_for_ever(root: Path) -> None:
+    state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={}, meta=make_state(2).meta)
+    while True:
+        save(root, state, run_uid="killed")
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     (first,) = save_all(tmp_path, 1)
-    writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)])
+    writer = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
+    writer.start()
     try:
         half_written = f".step-00000002.*.{writer.pid}-*/model.safetensors"
         deadline = time.monotonic() + 60
         while not any(p.stat().st_size > 50e6 for p in tmp_path.glob(half_written)):
             assert time.monotonic() < deadline
-            assert writer.poll() is None
+            assert writer.is_alive()
             time.sleep(0.002)
-        os.kill(writer.pid, signal.SIGKILL)
     finally:
         writer.kill()
-        writer.wait(timeout=30)
+        writer.join(30)
     (leftover,) = tmp_path.glob(".step-*")
     assert not (leftover / "manifest.json").exists(), "killed too late to show anything"
     assert CheckpointStore(tmp_path, None).find_newest(never) == first
