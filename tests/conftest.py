@@ -20,6 +20,7 @@ Every test has the name of its folder as a marker: ``pytest -m "distributed or t
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,20 @@ from helpers.files.golden import Golden
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
+gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
+
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray")
 """In the order they run, as far as they depend on it:
 
 - ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
-- ``ray`` is last: its Ray and the user's token stay in their process until the end, and ``cluster`` starts commands
-  that must inherit neither.
+- ``ray`` is last: the user's token stays in its process until the end, and ``cluster`` starts commands that must not
+  inherit it.
 """
 WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
+LONGEST = ("ray", "distributed")
+"""The folders with which the fast tier begins, so that at its end no process waits for a long test of the other."""
 WITHOUT_COMMAND = "not command"
 """In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
 RAYS_NICENESS = 15
@@ -108,8 +113,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
-    order = [*WHOLE, *FOLDERS] if _whole_first(config) else FOLDERS
+    first = WHOLE if _whole_first(config) else LONGEST if config.option.markexpr == "fast" else ()
+    order = [*first, *FOLDERS]
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries say at the exit what they have leaked
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures start processes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.compat.hydra import compose_files, read_yaml
@@ -59,7 +61,7 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
     # Hydra rejects experiment=null, although it is the default.
     groups = [o for o in overrides if o.key_or_group in GROUPS and plain(o.value()) is not None]
     try:
-        composed = compose_files(conf_dir(), [str(o.input_line).lstrip("+") for o in groups], _marked)
+        composed = copy.deepcopy(_files(conf_dir(), tuple(str(o.input_line).lstrip("+") for o in groups)))
         for override in overrides:
             if override.key_or_group not in GROUPS:
                 # Also keys that no file has: the fields of a job are in none, and the schema has better messages.
@@ -71,6 +73,12 @@ def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any]
         return _compose(rest, errors) if len(rest) < len(overrides) else None
     assert isinstance(data, dict)
     return {str(k): unmark(v) for k, v in data.items()}
+
+
+@functools.cache
+def _files(directory: Path, groups: tuple[str, ...]) -> DictConfig:
+    """Return the files in ``directory`` that ``groups`` choose. Composing them takes 0.1 s."""
+    return compose_files(directory, groups, _marked)
 
 
 def _marked(text: str, value: Any) -> Any:
@@ -117,7 +125,7 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
     """Return the keys but for the ones of other strategies; append an error for each of these, naming its strategy."""
-    keys_by_strategy = {name: group_keys("strategy", name) for name in choices("strategy")}
+    keys_by_strategy = {name: _keys(conf_dir() / "strategy" / f"{name}.yaml") for name in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
         owners = [name for name, keys in keys_by_strategy.items() if key in keys]
@@ -130,9 +138,10 @@ def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: li
     return own
 
 
-def group_keys(group: str, name: str) -> set[str]:
-    """Return the keys that ``conf/<group>/<name>.yaml`` sets."""
-    return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{name}.yaml")}
+@functools.cache
+def _keys(path: Path) -> frozenset[str]:
+    """Return the keys that the file ``path`` sets."""
+    return frozenset(map(str, OmegaConf.load(path)))
 
 
 def preset_sweep(words: Sequence[str]) -> dict[str, str]:

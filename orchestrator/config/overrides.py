@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ _TEXTS = "cluster.env."
 """Keys whose values are always texts, also with a comma."""
 
 
+@functools.cache
 def conf_dir() -> Path:
     """Return ``conf/`` of the checkout, or the copy inside the installed package."""
     package = Path(__file__).resolve().parents[1]

@@ -13,9 +13,13 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_ray() -> Iterator[None]:
-    """A local Ray with four CPUs. Its workers get this process's ``sys.path``, and so find the jobs in ``helpers``."""
+    """A local Ray with four CPUs. Its workers get this process's ``sys.path``, and so find the jobs in ``helpers``.
+
+    It ends with the tests of this folder, and what it and the runs have set in the environment goes with it.
+    """
+    before = dict(os.environ)
     os.environ.pop("RAY_ADDRESS", None)
     ray.init(
         address="local",
@@ -26,6 +30,8 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import ray
-from mlflow import MlflowClient
 
 from helpers.records.runs import events, in_campaign, losses, series, wait_for, wait_for_step
 from orchestrator.records import lease
@@ -20,6 +19,7 @@ from orchestrator.records.json_file import read_json
 from orchestrator.records.lock import changed_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
+from orchestrator.tracking.mlflow import connect
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",
@@ -47,7 +47,7 @@ def test_digits_at_defaults(run: Callable[..., Any]) -> None:
 
     assert {metric["name"] for metric in record["metrics"]} >= {"train/loss", "train/lr", "perf/step_ms"}
 
-    client = MlflowClient(record["tracking"]["uri"])
+    client = connect(record["tracking"]["uri"], request_timeout_s=10)
     wait_for(lambda: client.get_run(record["mlflow_run_id"]).info.status == "FINISHED", "the end of the run in MLflow")
     tracked = client.get_run(record["mlflow_run_id"])
     assert tracked.data.metrics.keys() >= LINES | {f"summary/{name}" for name in BARS}
@@ -170,7 +170,7 @@ def test_stop_and_resume_is_the_same_run(
 
     run_dir = RunDir(resumed.run_dir)
     run_id = wait_for(lambda: run_dir.read_record().get("mlflow_run_id"), "the upload, which may outlast the run")
-    client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
+    client = connect(f"sqlite:///{Path.cwd()}/mlflow.db", request_timeout_s=10)
     wait_for(lambda: client.get_run(run_id).info.status == "FINISHED", "the end of the run in MLflow")
     points = [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")]
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
@@ -237,7 +237,7 @@ def test_a_stopped_pipeline_shows_its_last_step(
     assert trace["otherData"]["step"] == max(measured)
 
     wait_for(lambda: read_json(result.run_dir / "tracking.json").get("closed_at"), timeout_s=30)
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = connect(f"sqlite:///{tmp_path}/mlflow.db", request_timeout_s=10)
     run_id = read_json(result.run_dir / "tracking.json")["run_id"]
     assert client.get_run(run_id).data.metrics["summary/bubble_pct"] == pytest.approx(summary["bubble_pct"], rel=1e-4)
     assert {"timeline.png", "timeline.json"} <= {f.path for f in client.list_artifacts(run_id)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -190,6 +191,7 @@ def _lead(backend: Backend, fds: list[int]) -> None:
     _die_with_parent()
     if backend.device == "cpu":
         _import()
+    gc.freeze()  # so that no rank looks through what is imported, which would copy it
     for rank, fd in enumerate(fds):
         if os.fork() == 0:
             _die_with_parent()
@@ -212,6 +214,7 @@ def _import() -> None:
 
     import jobs.digits
     import jobs.gpt  # noqa: F401
+    from helpers.conformance import matrix, reference  # noqa: F401
 
 
 def _serve(rank: int, connection: Connection) -> None:

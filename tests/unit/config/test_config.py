@@ -134,6 +134,12 @@ def test_words_choose_groups_and_set_keys() -> None:
     assert (config.train.steps, config.tracking.uri, config.run_name) == (7, None, "mine")
 
 
+def test_a_composition_leaves_nothing_to_the_next() -> None:
+    before = composed()
+    composed("train.steps=7", "cluster.env.A=1", "job.hidden=3")
+    assert composed() == before
+
+
 def test_an_experiment_beats_the_defaults_and_the_command_line_beats_the_experiment() -> None:
     preset = read("experiment/quick.yaml")["train"]
     assert composed("experiment=quick").train.steps == preset["steps"] != composed().train.steps

@@ -255,11 +255,12 @@ def test_a_part_that_is_drawn_by_itself_takes_its_own_numbers_and_no_others() ->
         build_divided(job.model, third(0), seed=5, device=CPU)
     parts, counts = zip(*(drawn(job.model, index) for index in range(3)), strict=True)
     assert max(counts) < draws.count / 5, "each number of the whole model is drawn twice"
-    assert drawn(job.model, 1)[0].keys() == whole.keys()
+    again = drawn(job.model, 1)[0]
+    assert again.keys() == whole.keys()
     for name, parameter in whole.items():
         joined = torch.cat([own[name].detach() for own in parts])
         assert (joined.shape, joined.dtype) == (parameter.shape, parameter.dtype)
-        assert torch.equal(drawn(job.model, 1)[0][name], parts[1][name]), "the numbers belong to seed and part"
+        assert torch.equal(again[name], parts[1][name]), "the numbers belong to seed and part"
         std = float(parameter.detach().std())
         if std == 0:
             assert torch.equal(joined, parameter), "a constant"

@@ -95,7 +95,7 @@ def test_the_number_that_is_chosen_divides_the_batch_and_keeps_the_rules(
     possible = [
         m
         for m in range(1, min(samples) + 1)
-        if all(n % m == 0 for n in samples) and torch_accepts(schedule, workers, m, schedule.stages_per_rank)
+        if all(n % m == 0 for n in samples) and schedule.microbatches_error(m, num_stages, workers) is None
     ]
     chosen = schedule.choose_microbatches(samples, num_stages, workers)
     if not possible:

@@ -15,21 +15,17 @@ TESTS = Path(__file__).resolve().parents[2]
 MODULES = sorted(TESTS.glob("*/**/*.py"))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_only_helpers_are_imported_by_other_modules(path: Path) -> None:
+def test_only_helpers_are_imported_by_other_modules() -> None:
     others = {module.stem for module in MODULES if module.parts[len(TESTS.parts)] != "helpers"}
-    imported = {
-        name.split(".")[0]
+    imported = [
+        f"{path.relative_to(TESTS)}: {name}"
+        for path in MODULES
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [str(node.module)]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert not imported & others, "move what several modules share to tests/helpers"
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)])
+        if name.split(".")[0] in others
+    ]
+    assert imported == [], "move what several modules share to tests/helpers"
 
 
 def test_every_test_file_has_a_name_of_its_own() -> None:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -275,32 +275,26 @@ def test_only_the_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).exists() for name in leftovers} == leftovers
 
 
-SAVE_FOR_EVER = """
-import sys, torch
-from pathlib import Path
-from orchestrator.state.checkpoint import save
-from orchestrator.state.train_state import TrainState
-state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={},
-                   meta={"step": 2, "samples_consumed": 2})
-while True:
-    save(Path(sys.argv[1]), state, run_uid="killed")
-"""
+def save_for_ever(root: Path) -> None:
+    state = TrainState(model={"w": torch.ones(75_000_000)}, optimizer={}, meta=make_state(2).meta)
+    while True:
+        save(root, state, run_uid="killed")
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     (first,) = save_all(tmp_path, 1)
-    writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)])
+    writer = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
+    writer.start()
     try:
         half_written = f".step-00000002.*.{writer.pid}-*/model.safetensors"
         deadline = time.monotonic() + 60
         while not any(p.stat().st_size > 50e6 for p in tmp_path.glob(half_written)):
             assert time.monotonic() < deadline
-            assert writer.poll() is None
+            assert writer.is_alive()
             time.sleep(0.002)
-        os.kill(writer.pid, signal.SIGKILL)
     finally:
         writer.kill()
-        writer.wait(timeout=30)
+        writer.join(30)
     (leftover,) = tmp_path.glob(".step-*")
     assert not (leftover / "manifest.json").exists(), "killed too late to show anything"
     assert CheckpointStore(tmp_path, None).find_newest(never) == first
@@ -314,40 +308,42 @@ import resource, sys, torch
 from pathlib import Path
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.train_state import TrainState
-root, limit = Path(sys.argv[1]), int(sys.argv[2])
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-writer = CheckpointWriter(root, keep=1, run_uid="run")
-for step, numbers in ((1, 1_000), (2, 8_000_000), (3, 2_000)):
-    writer.submit(TrainState(model={"w": torch.ones(numbers)}, optimizer={},
-                             meta={"step": step, "samples_consumed": step}))
-    assert writer.drain(30) is None
-    print(writer.results()[0])
-    print(sorted(p.name for p in root.iterdir()))
-assert writer.close(30) is None
+for root, limit in zip(map(Path, sys.argv[1::2]), map(int, sys.argv[2::2])):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+    writer = CheckpointWriter(root, keep=1, run_uid="run")
+    for step, numbers in ((1, 1_000), (2, 8_000_000), (3, 2_000)):
+        writer.submit(TrainState(model={"w": torch.ones(numbers)}, optimizer={},
+                                 meta={"step": step, "samples_consumed": step}))
+        assert writer.drain(30) is None
+        print(writer.results()[0])
+        print(sorted(p.name for p in root.iterdir()))
+    assert writer.close(30) is None
 """
 
 
-@pytest.mark.parametrize("how", ["disk", "limit"])
-def test_a_full_disk_costs_one_checkpoint_and_leaves_no_trace(tmp_path: Path, how: str) -> None:
-    if how == "disk":
-        # A small disk that vanishes with the process: a mount in a namespace of its own.
-        inside = f'mount -t tmpfs -o size=8m none "$0" && exec {sys.executable} -c "$1" "$0" 0'
-        command = ["unshare", "-rm", "sh", "-c", inside, str(tmp_path), FILL_UP]
-        if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
-            pytest.skip("no right to a mount namespace: no real full disk to be had")
-        reason = "disk full: the checkpoint takes 32 MB"
-    else:
-        command = [sys.executable, "-c", FILL_UP, str(tmp_path), "8000000"]
-        reason = "file too large for this file system or its limit"
+def test_a_full_disk_costs_one_checkpoint_and_leaves_no_trace(tmp_path: Path) -> None:
+    """A limit on the size of a file, and a small disk that vanishes with the process: a mount of its namespace."""
+    limited, disk = (tmp_path / name for name in ("limited", "disk"))
+    limited.mkdir(), disk.mkdir()
+    reasons = ["file too large for this file system or its limit", "disk full: the checkpoint takes 32 MB"]
+    command: list[str | Path] = [sys.executable, "-c", FILL_UP, limited, "8000000"]
+    has_disk = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+    if has_disk:
+        mount = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+        command = ["unshare", "-rm", "sh", "-c", mount, disk, *command, disk, "-1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    first, listed, failed, listed_after, third, listed_last = done.stdout.splitlines()
-    assert first.startswith("Written(step=1,")
-    assert failed.startswith(f"WriteFailed(step=2, reason='{reason}")
-    assert third.startswith("Written(step=3,")
-    assert listed == listed_after == "['step-00000001']"
-    assert listed_last == "['step-00000003']"
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6 * (1 + has_disk)
+    for reason, at in zip(reasons, range(0, len(lines), 6), strict=False):
+        first, listed, failed, listed_after, third, listed_last = lines[at : at + 6]
+        assert first.startswith("Written(step=1,")
+        assert failed.startswith(f"WriteFailed(step=2, reason='{reason}")
+        assert third.startswith("Written(step=3,")
+        assert listed == listed_after == "['step-00000001']"
+        assert listed_last == "['step-00000003']"
+    if not has_disk:
+        pytest.skip("no right to a mount namespace: no real full disk to be had")
 
 
 LOAD_WITHOUT_PICKLE = """
