@@ -13,8 +13,8 @@ import pytest
 
 from orchestrator import cli
 from orchestrator.config.compose import compose
+from orchestrator.config.files import GROUPS, choices
 from orchestrator.config.help import help_text
-from orchestrator.config.overrides import GROUPS, choices
 from orchestrator.launch import main
 from orchestrator.strategies import registry
 
