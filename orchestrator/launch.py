@@ -184,7 +184,7 @@ def _show(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.config.shown import config_text
 
     shown = config_text(
-        options.words, redactor, kind=options.cfg or "job", package=options.package, resolve=options.resolve
+        options.words, redactor, kind=options.cfg or "job", package=options.package, resolved=options.resolve
     )
     if options.info:
         print_info(options.words, INFO_TOPICS[options.info])

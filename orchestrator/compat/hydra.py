@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ def opened(
                 return super().load_config(config_path)  # which says so
             # Hydra checks the types of its own keys, and describes errors in them with its own classes.
             config = read_yaml(path, keep if not config_path.startswith("hydra/") else lambda _, value: value)
+            if "defaults" in config:  # names of files are texts
+                config.defaults = read_yaml(path, lambda text, _: text).defaults
             kept = {key: OmegaConf.select(config, key) for key in honoured}
             section = config.pop("hydra", None)
             read[path] = OmegaConf.to_container(section) if OmegaConf.is_config(section) else section
@@ -188,9 +191,15 @@ def show_info(directories: Sequence[Path], name: str, words: Sequence[str], topi
     Raises:
         HydraException, OmegaConfBaseException: they cannot be composed.
     """
-    with opened(directories, lambda _, value: value, (), {}) as hydra:
-        for topic in topics:
-            hydra.show_info(topic, name, list(words))
+    root = logging.getLogger()  # by which Hydra prints
+    handlers, level = root.handlers[:], root.level
+    try:
+        with opened(directories, lambda _, value: value, (), {}) as hydra:
+            for topic in topics:
+                hydra.show_info(topic, name, list(words))
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def read_yaml(path: Path, keep: KeepText) -> DictConfig:

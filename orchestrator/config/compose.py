@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from orchestrator.config.build import ConfigError, build
 from orchestrator.config.files import DIR_OPTION, GROUPS, NAME_OPTION, PRIMARY, Files, choices, conf_dir
 from orchestrator.config.hydra_keys import HONOURED, choice_errors, file_errors
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
+from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 from orchestrator.config.text import first_few, format_override, to_cli
 from orchestrator.config.typed import Typed, mark, merged, plain, unmark
@@ -57,10 +58,20 @@ def compose(
             "which has the shipped values"
         )
         return None, None
+    for key in _masked_keys(data):
+        errors.append(f"{key}={MASK}: stands for a secret that a file does not have; give the secret")
     for group in [key for key in data if key not in Config.__dataclass_fields__ and files.is_group(key)]:
         del data[group]
         errors.append(f"{group}: no such section; begin its files with a line that names one, as in `# @package job`")
     return _config(data, unknown, errors, strategy_config)
+
+
+def _masked_keys(data: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _masked_keys(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(data, str) and stands_for_secret(f"{prefix}={data}"):
+        yield prefix
 
 
 def compose_unresolved(words: Sequence[str]) -> DictConfig:
@@ -176,9 +187,17 @@ def _group_words(overrides: Iterable[Override], files: Files) -> list[str]:
 def _resolved(composed: DictConfig) -> dict[str, Any]:
     with open_dict(composed):
         composed.pop("hydra", None)
-    written = OmegaConf.to_container(composed, resolve=False)
-    data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return {str(k): v for k, v in merged(written, unmark(data), _interpolated).items()}
+    return {str(key): value for key, value in resolve(composed, throw_on_missing=True).items()}
+
+
+def resolve(composed: DictConfig, *, throw_on_missing: bool = False) -> Any:
+    """Return plain values in place of interpolations, with the text of those that are numbers.
+
+    Raises:
+        OmegaConfBaseException: an interpolation cannot be resolved, or a value is missing.
+    """
+    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=throw_on_missing, enum_to_str=True)
+    return merged(OmegaConf.to_container(composed), unmark(values), _interpolated)
 
 
 def _interpolated(written: Any, value: Any) -> Any:
@@ -233,7 +252,7 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
     """Return the keys but for the ones of other strategies; append an error for each of these, naming its strategy."""
-    keys_by_strategy = {name: group_keys("strategy", name) for name in choices("strategy")}
+    keys_by_strategy = {name: group_values("strategy", name) for name in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
         owners = [name for name, keys in keys_by_strategy.items() if key in keys]
@@ -246,9 +265,9 @@ def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: li
     return own
 
 
-def group_keys(group: str, name: str) -> set[str]:
-    """Return the keys that ``conf/<group>/<name>.yaml`` sets."""
-    return {str(key) for key in OmegaConf.load(conf_dir() / group / f"{name}.yaml")}
+def group_values(group: str, name: str) -> dict[str, Any]:
+    """Return the keys that the file of a group that ships sets, with their values."""
+    return recorded_data(conf_dir() / group / f"{name}.yaml")
 
 
 def preset_sweep(words: Sequence[str]) -> dict[str, str]:

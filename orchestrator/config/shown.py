@@ -12,13 +12,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.compat.hydra import write_yaml, yaml_value
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose_unresolved
+from orchestrator.config.compose import compose_unresolved, resolve
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import did_you_mean
 from orchestrator.config.typed import Typed, merged, unmark
 
 
-def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package: str | None, resolve: bool) -> str:
+def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package: str | None, resolved: bool) -> str:
     """Return what ``words`` compose, as a file that may be put into ``conf/``.
 
     Args:
@@ -26,7 +26,7 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
         redactor: learns the secrets, and masks them.
         kind: one of :data:`~orchestrator.config.hydra_keys.KINDS`: our keys, those of Hydra, or both.
         package: the key of the section to return; None for everything.
-        resolve: replace interpolations by their values.
+        resolved: replace interpolations by their values.
 
     Raises:
         ConfigError: the words cannot be composed, or there is no such section.
@@ -38,13 +38,13 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
         elif kind == "hydra":
             composed = OmegaConf.masked_copy(composed, "hydra")
     try:
-        data = unmark(OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True))
+        data = resolve(composed) if resolved else unmark(OmegaConf.to_container(composed, enum_to_str=True))
     except OmegaConfBaseException as e:
         raise ConfigError([f"--resolve: {str(e).splitlines()[0]}"]) from e
     for name in ("help", "hydra_help"):  # pages of text
         data.get("hydra", {}).pop(name, None)
     redactor.learn(data)
-    data = merged(data, redactor.data(data), lambda value, masked: _written(value, masked, resolve=resolve))
+    data = merged(data, redactor.data(data), lambda value, masked: _written(value, masked, resolved=resolved))
     for name in [] if package in (None, "_global_") else str(package).split("."):
         if not isinstance(data, Mapping) or name not in data:
             hint = did_you_mean(name, data) if isinstance(data, Mapping) else "valid: none"
@@ -55,12 +55,12 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
     return f"# @package {package or '_global_'}\n{write_yaml(data, Typed)}"
 
 
-def _written(value: Any, masked: Any, *, resolve: bool) -> Any:
+def _written(value: Any, masked: Any, *, resolved: bool) -> Any:
     """Return a value for a file: typed text as it is if a file says the same with it."""
     if isinstance(value, Typed) and str(value) == masked:
         if isinstance(value.value, float) and not math.isfinite(value.value):
             return str(value)  # no field takes it as a number
         return value if yaml_value(str(value)) == value.value else value.value
-    if resolve and isinstance(masked, str):
+    if resolved and isinstance(masked, str):
         return re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", masked)
     return masked
