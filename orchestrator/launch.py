@@ -88,7 +88,7 @@ def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-i", "--info", nargs="?", const="all", choices=INFO_TOPICS)
     add_files(parser)
     # Hydra would take an override after --info as its value.
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    pairs = zip(arguments, [*arguments[1:], ""], strict=False)
     words = ["--info=all" if w in ("-i", "--info") and after not in INFO_TOPICS else w for w, after in pairs]
     options, rest = parser.parse_known_intermixed_args(words)
     if rest:

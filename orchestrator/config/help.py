@@ -44,7 +44,7 @@ Options
   -c, --cfg job|hydra|all                 print the configuration as a file for conf/, and exit
   -p, --package SECTION  --resolve        of --cfg, one section; values in place of interpolations
   -i, --info [defaults|searchpath|...]    print where the configuration comes from, and exit
-  -cd, --config-dir DIR                   a directory with files of yours (default: conf, if there is one)
+  -cd, --config-dir DIR                   files of yours (default: conf, if there is one)
   -cn, --config-name NAME                 the file that composition begins with (default: config)
   --restarts=N                            start the command again if its process dies
   --version                               print the version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -22,6 +23,7 @@ from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.sweep.sweep import output_of
 from orchestrator.strategies import registry
 
+ROOT = Path(__file__).resolve().parents[3]
 FILES = {
     "conf/job/line.yaml": "# a line\n_target_: jobs.digits.Digits\nhidden: 8\nlr: ${oc.env:LR,0.5}\n",
     "conf/cluster/ours.yaml": "defaults: [default, _self_]\ncpus_per_worker: 0.5\nenv: {RELEASE: 1.10}\n",
@@ -119,6 +121,18 @@ def test_an_environment_variable_may_be_a_number(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("STEPS", value)
     config = composed("train.steps=${oc.env:STEPS}", "name=${oc.env:STEPS}", "job.x=n-${oc.env:STEPS}")
     assert (config.train.steps, config.name, config.job.fields) == (steps, value, {"x": f"n-{value}"})
+
+
+def test_the_files_of_the_page_compose(directory: Path) -> None:
+    blocks = re.findall(r'```yaml title="([^"]+)"\n(.*?)```', (ROOT / "docs/your-configuration.md").read_text(), re.S)
+    assert len(blocks) == 5
+    for name, text in blocks:
+        write(directory / name, text)
+    config = composed("experiment=mine", "cluster=ours")
+    assert (config.strategy.name, config.train.steps, config.cluster.address) == ("pipeline", 1000, "auto")
+    assert composed("--config-name=mine", "train.steps=20").seed == 7
+    words = ["experiment=rates"]
+    assert len(expand_sweep(words, preset_sweep(words))) == 6
 
 
 # Sweeps, and commands that a run suggests ---------------------------------------------------------
