@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
+from orchestrator import __version__
 from orchestrator.config.build import ConfigError
 from orchestrator.config.hydra_keys import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.options import add_files, file_words
@@ -29,7 +30,6 @@ from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
 from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from orchestrator.user_code.exits import exits_refused
-from orchestrator.version import __version__
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")

@@ -74,20 +74,33 @@ def _masked_keys(data: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def compose_unresolved(words: Sequence[str]) -> DictConfig:
-    """Compose as :func:`compose`, without the checks, and with Hydra's own keys; see :mod:`orchestrator.config.typed`.
+def composed_data(words: Sequence[str], kind: str = "job", *, resolved: bool = False) -> dict[str, Any]:
+    """Compose as :func:`compose`, without the checks, into plain values and typed text.
+
+    Args:
+        words: options that choose files, and overrides.
+        kind: ``job`` for our keys, ``hydra`` for those of Hydra, ``all`` for both.
+        resolved: replace interpolations by their values.
 
     Raises:
         ConfigError: the words cannot be composed.
     """
+
+    def read(composed: DictConfig) -> dict[str, Any]:
+        kept = [key for key in composed if kind == "all" or (key == "hydra") == (kind == "hydra")]
+        chosen = OmegaConf.masked_copy(composed, kept)
+        data = _resolve(chosen) if resolved else unmark(OmegaConf.to_container(chosen, enum_to_str=True))
+        for name in ("help", "hydra_help"):  # pages of text
+            data.get("hydra", {}).pop(name, None)
+        return {str(key): value for key, value in data.items()}
+
     files, errors = Files.of(words), list[str]()
     if (error := files.error()) is not None:
         raise ConfigError([error])
-    composed = _compose(select_valid(parse(words, errors), files, errors), files, errors, lambda config: config)
-    if errors:
+    data = _compose(select_valid(parse(words, errors), files, errors), files, errors, read)
+    if errors or data is None:
         raise ConfigError(errors)
-    assert isinstance(composed, DictConfig)
-    return composed
+    return {**data}
 
 
 def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
@@ -96,7 +109,7 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
     Raises:
         ConfigError: the words cannot be composed.
     """
-    compose_unresolved(words)
+    composed_data(words)
     files = Files.of(words)
     show_info(files.directories, files.name, _group_words(parse(words, []), files), topics)
 
@@ -187,10 +200,10 @@ def _group_words(overrides: Iterable[Override], files: Files) -> list[str]:
 def _resolved(composed: DictConfig) -> dict[str, Any]:
     with open_dict(composed):
         composed.pop("hydra", None)
-    return {str(key): value for key, value in resolve(composed, throw_on_missing=True).items()}
+    return {str(key): value for key, value in _resolve(composed, throw_on_missing=True).items()}
 
 
-def resolve(composed: DictConfig, *, throw_on_missing: bool = False) -> Any:
+def _resolve(composed: DictConfig, *, throw_on_missing: bool = False) -> Any:
     """Return plain values in place of interpolations, with the text of those that are numbers.
 
     Raises:

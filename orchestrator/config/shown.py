@@ -7,15 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
-
 from orchestrator.compat.hydra import write_yaml, yaml_value
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose_unresolved, resolve
+from orchestrator.config.compose import composed_data
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import did_you_mean
-from orchestrator.config.typed import Typed, merged, unmark
+from orchestrator.config.typed import Typed, merged
 
 
 def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package: str | None, resolved: bool) -> str:
@@ -31,18 +28,7 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
     Raises:
         ConfigError: the words cannot be composed, or there is no such section.
     """
-    composed = compose_unresolved(words)
-    with open_dict(composed):
-        if kind == "job":
-            composed.pop("hydra")
-        elif kind == "hydra":
-            composed = OmegaConf.masked_copy(composed, "hydra")
-    try:
-        data = resolve(composed) if resolved else unmark(OmegaConf.to_container(composed, enum_to_str=True))
-    except OmegaConfBaseException as e:
-        raise ConfigError([f"--resolve: {str(e).splitlines()[0]}"]) from e
-    for name in ("help", "hydra_help"):  # pages of text
-        data.get("hydra", {}).pop(name, None)
+    data: Any = composed_data(words, kind, resolved=resolved)
     redactor.learn(data)
     data = merged(data, redactor.data(data), lambda value, masked: _written(value, masked, resolved=resolved))
     for name in [] if package in (None, "_global_") else str(package).split("."):
