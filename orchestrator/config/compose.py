@@ -87,7 +87,7 @@ def composed_data(words: Sequence[str], kind: str = "job", *, resolved: bool = F
     """
 
     def read(composed: DictConfig) -> dict[str, Any]:
-        kept = [key for key in composed if kind == "all" or (key == "hydra") == (kind == "hydra")]
+        kept = [str(key) for key in composed if kind == "all" or (key == "hydra") == (kind == "hydra")]
         chosen = OmegaConf.masked_copy(composed, kept)
         data = _resolve(chosen) if resolved else unmark(OmegaConf.to_container(chosen, enum_to_str=True))
         for name in ("help", "hydra_help"):  # pages of text
