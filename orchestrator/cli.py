@@ -45,6 +45,7 @@ VERBS: Mapping[str, Verb] = {
     "export": Verb("orchestrator.export", "write the model of a run as files for other programs"),
     "tokenize": Verb("orchestrator.tokenize", "make a file of tokens from texts, for job=gpt"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
+    "schema": Verb("orchestrator.schema", "print the JSON Schema of configuration files, for an editor"),
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
 }

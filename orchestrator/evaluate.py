@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.evaluated import VAL
-from orchestrator.config.options import add_run
+from orchestrator.config.options import add_files, add_run, file_words
 from orchestrator.display.text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Evaluate a checkpoint of a run, without training, as a run of its own.",
     )
     add_run(parser)
+    add_files(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what differs from the run, as for launch")
     parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
     parser.add_argument(
@@ -62,7 +63,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from orchestrator.config.overrides import quote_text, values
     from orchestrator.config.recorded import overrides_to_evaluate
 
-    words = list(options.overrides)
+    words = [*file_words(options), *options.overrides]
     if options.data:
         words += _data_overrides(run_dir.config_file, options.data)
     if splits := options.split or (options.data and [VAL]):

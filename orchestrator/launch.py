@@ -10,13 +10,21 @@ was saved.
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import contextlib
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import NoReturn
 
+from orchestrator import __version__
 from orchestrator.config.build import ConfigError
+from orchestrator.config.hydra_keys import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
+from orchestrator.config.options import add_files, file_words
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
@@ -25,8 +33,8 @@ from orchestrator.user_code.exits import exits_refused
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
+VERSION_OPTION = "--version"
 RESTARTS_OPTION = "--restarts"
-_OPTIONS = (*HELP_OPTIONS, "-m", "--multirun", RESTARTS_OPTION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,30 +63,69 @@ def _spare_garbage_search() -> None:
         gc.freeze()
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message.removeprefix("argument ")])
+
+
+def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options, which are those of Hydra, and as ``words`` the overrides and the options that choose files.
+
+    Raises:
+        ConfigError: an option is unknown, or has no effect here.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument(*HELP_OPTIONS, action="store_true")
+    parser.add_argument(*COMPLETION_OPTIONS, action="store_true")
+    parser.add_argument(VERSION_OPTION, action="store_true")
+    parser.add_argument(RESTARTS_OPTION)
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-r", "--run", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=KINDS)
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-i", "--info", nargs="?", const="all", choices=INFO_TOPICS)
+    add_files(parser)
+    # Hydra would take an override after --info as its value.
+    pairs = zip(arguments, [*arguments[1:], ""], strict=False)
+    words = ["--info=all" if w in ("-i", "--info") and after not in INFO_TOPICS else w for w, after in pairs]
+    options, rest = parser.parse_known_intermixed_args(words)
+    if rest:
+        valid = [option for option in parser._option_string_actions if option not in ("-r", "--run")]
+        instead = {o: f"has no effect here; {OPTIONS[n]}" for o in rest if (n := o.partition("=")[0]) in OPTIONS}
+        unknown = [o for o in rest if o.startswith("-")]
+        raise ConfigError(f"{o}: {instead.get(o) or f'unknown option; {did_you_mean(o, valid)}'}" for o in unknown)
+    options.words = [*file_words(options), *options.words]
+    return options
+
+
 def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
-    options = [w for w in arguments if w.startswith("-")]
-    overrides = [w for w in arguments if not w.startswith("-")]
-    if any(o in COMPLETION_OPTIONS for o in options):
+    options = _read_options(arguments)
+    words = options.words
+    if options.shell_completion:
         _complete()
         return 0
-    if unknown := [o for o in options if o.partition("=")[0] not in _OPTIONS]:
-        valid = _OPTIONS + COMPLETION_OPTIONS
-        raise ConfigError(f"{o}: unknown option; {did_you_mean(o, valid)}" for o in unknown)
-    if any(o in HELP_OPTIONS for o in options):
+    if options.version:
+        print(version_text())
+        return 0
+    if options.help:
         from orchestrator.config.help import help_text
         from orchestrator.strategies import registry
 
-        print(help_text(overrides, registry.config_class))
+        print(help_text(words, registry.config_class))
         return 0
-    if restarts := [o for o in options if o.partition("=")[0] == RESTARTS_OPTION]:
+    if options.cfg or options.info or options.package or options.resolve:
+        return _show(options, redactor)
+    if options.restarts is not None:
         from orchestrator.driver.submit.restarts import launch_with_restarts
 
-        return launch_with_restarts(overrides, _number_of_restarts(restarts[-1], options), redactor)
-    preset, runs = _runs(overrides, sweep=bool(options))
+        return launch_with_restarts(words, _number_of_restarts(options), redactor)
+    preset, runs = _runs(words, sweep=options.multirun)
     if runs is None:
-        return _search(overrides, preset, redactor)
+        return _search(words, preset, redactor)
     if len(runs) > 1:
-        return _sweep(overrides, runs, redactor)
+        return _sweep(words, runs, redactor)
     from orchestrator.driver.process.early_start import early_start
     from orchestrator.driver.process.signals import StopSignals
 
@@ -102,8 +149,9 @@ def _runs(overrides: Sequence[str], *, sweep: bool) -> tuple[Mapping[str, str], 
     from orchestrator.config.search_space import example, is_search
 
     preset, given = preset_sweep(overrides), values(overrides)
-    if not sweep and preset.keys() - given.keys():
-        raise ConfigError([f"experiment={given['experiment']}: a sweep of several runs; add -m"])
+    if not sweep and preset.keys() - given.keys() - {"sweep.unfit"}:
+        chosen = f"experiment={given['experiment']}" if "experiment" in given else "the chosen files"
+        raise ConfigError([f"{chosen}: a sweep of several runs; add -m"])
     if not is_search(overrides, preset):
         return preset, expand_sweep(overrides, preset) if sweep else [list(overrides)]
     if not sweep:
@@ -127,13 +175,36 @@ def _search(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redac
     return run_search(open_search(overrides, preset, redactor))
 
 
-def _number_of_restarts(option: str, options: Sequence[str]) -> int:
-    number = option.partition("=")[2]
-    if not number.isdecimal():
+def _show(options: argparse.Namespace, redactor: Redactor) -> int:
+    if options.multirun:
+        raise ConfigError(["--cfg, --info: for a single run; leave out -m"])
+    if not (options.cfg or options.info):
+        raise ConfigError(["--package, --resolve: only with --cfg, as in --cfg job --package train"])
+    from orchestrator.config.compose import print_info
+    from orchestrator.config.shown import config_text
+
+    shown = config_text(
+        options.words, redactor, kind=options.cfg or "job", package=options.package, resolved=options.resolve
+    )
+    if options.info:
+        print_info(options.words, INFO_TOPICS[options.info])
+    if options.cfg or options.info in INFO_WITH_CONFIG:
+        print(shown, end="")
+    return 0
+
+
+def version_text() -> str:
+    """Return what ``--version`` prints."""
+    return f"orchestrator {__version__}, Hydra {version('hydra-core')}"
+
+
+def _number_of_restarts(options: argparse.Namespace) -> int:
+    option = f"{RESTARTS_OPTION}={options.restarts}"
+    if not options.restarts.isdecimal():
         raise ConfigError([f"{option}: expected a whole number, as in {RESTARTS_OPTION}=3"])
-    if len(options) > 1:
-        raise ConfigError([f"{option}: only for a single run, without other options"])
-    return int(number)
+    if options.multirun:
+        raise ConfigError([f"{option}: only for a single run, without -m"])
+    return int(options.restarts)
 
 
 def _complete() -> None:
@@ -141,7 +212,10 @@ def _complete() -> None:
 
     if sys.argv[0].endswith(".py"):
         raise ConfigError(["--shell-completion: works only for the `orchestrator` command; install it with pip"])
-    shell_completion()
+    words: list[str] = []
+    with contextlib.suppress(ConfigError):  # a line that is not complete
+        words = _read_options(os.environ.get("COMP_LINE", "").split()[1:]).words
+    shell_completion(words)
 
 
 if __name__ == "__main__":

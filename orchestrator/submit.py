@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.options import add_files, file_words
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.marked_output import JobLog
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     options = _parser().parse_intermixed_args(argv)
+    options.overrides = [*file_words(options), *options.overrides]
     redactor = Redactor.of_process()
     with closing_interrupts(), masked_output(redactor):
         try:
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "Ctrl-C ends the following, not the job.",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
+    add_files(parser)
     parser.add_argument("-m", "--multirun", action="store_true", help="run a sweep, as for `orchestrator launch`")
     parser.add_argument(
         "--address",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import yaml
+from hydra import compose
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.grammar.functions import FunctionCall, Functions
+from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import create_functions
 from hydra.core.override_parser.overrides_visitor import HydraErrorListener, HydraOverrideVisitor
@@ -19,12 +24,13 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobRuntime
+from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer  # type: ignore[attr-defined]
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from hydra.plugins.config_source import ConfigResult
-from hydra.version import VersionBase
+from hydra.version import VersionBase, setbase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
+from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
 
 CHECKED_VERSION = "1.3.8"
 
@@ -32,7 +38,7 @@ KeepText = Callable[[str, Any], Any]
 """Returns what stands for a value that is no text: ``(its text, the value)``."""
 
 _SINGLETONS: tuple[type, ...] = (GlobalHydra, JobRuntime, VersionBase)
-"""What ``initialize_config_dir`` and the parser of overrides change for the whole process."""
+"""What composing and the parser of overrides change for the whole process."""
 _KEEPS_TEXT = ("choice", "shuffle", "sort", "tag", "str")
 """The functions in overrides whose arguments keep their text; the others compute with numbers."""
 _NO_TEXT = ("int", "float", "bool")
@@ -101,11 +107,30 @@ def element_text(value: Any) -> str:
     return text
 
 
-def compose_files(directory: Path, words: Sequence[str], keep: KeepText) -> DictConfig:
-    """Compose the files in ``directory`` with the groups that ``words`` choose, as Hydra does, but ``keep`` texts.
+@dataclass(frozen=True)
+class Composed:
+    """Composed files.
 
-    Raises:
-        HydraException, OmegaConfBaseException: they cannot be composed.
+    Attributes:
+        config: the result, with Hydra's own keys.
+        read: the files that were read, each with its section ``hydra``.
+    """
+
+    config: DictConfig
+    read: Mapping[Path, Any]
+
+
+@contextlib.contextmanager
+def opened(
+    directories: Sequence[Path], keep: KeepText, honoured: Sequence[str], read: dict[Path, Any]
+) -> Iterator[Hydra]:
+    """Open Hydra on the files in ``directories``, of which it takes the first that has a file, but ``keep`` texts.
+
+    Args:
+        directories: at least one.
+        keep: see above.
+        honoured: the keys of Hydra that a file may set, such as ``hydra.sweeper.params``; others are left out.
+        read: receives the files that are read, each with its section ``hydra``.
     """
 
     class Source(FileConfigSource):
@@ -113,31 +138,111 @@ def compose_files(directory: Path, words: Sequence[str], keep: KeepText) -> Dict
             path = Path(self.path, self._normalize_file_name(config_path))
             if not path.is_file():
                 return super().load_config(config_path)  # which says so
+            # Hydra checks the types of its own keys, and describes errors in them with its own classes.
+            config = read_yaml(path, keep if not config_path.startswith("hydra/") else lambda _, value: value)
+            if "defaults" in config:  # names of files are texts
+                config.defaults = read_yaml(path, lambda text, _: text).defaults
+            kept = {key: OmegaConf.select(config, key) for key in honoured}
+            section = config.pop("hydra", None)
+            read[path] = OmegaConf.to_container(section) if OmegaConf.is_config(section) else section
+            for key, value in kept.items():
+                if value is not None:
+                    OmegaConf.update(config, key, value, force_add=True)
             return ConfigResult(
-                config=read_yaml(path, keep),
+                config=config,
                 path=f"{self.scheme()}://{self.path}",
                 provider=self.provider,
                 header=self._get_header_dict(path.read_text(encoding="utf-8")),
             )
 
+    first, *others = directories
     Plugins.instance()  # registers the sources
     sources = SourcesRegistry.instance().types
     scheme = FileConfigSource.scheme()
     before = sources[scheme]
     sources[scheme] = Source
     try:
-        with own_hydra(), initialize_config_dir(config_dir=os.fspath(directory), version_base="1.3"):
-            return compose("config", overrides=list(words))
+        with own_hydra():
+            setbase("1.3")
+            path = create_config_search_path(search_path_dir=os.fspath(first))
+            for directory in others:
+                path.prepend("user", f"{scheme}://{directory}", anchor="schema")  # Hydra wants the schema last
+            yield Hydra.create_main_hydra2(task_name="app", config_search_path=path)
     finally:
         sources[scheme] = before
 
 
-def read_yaml(path: Path, keep: KeepText) -> Any:
-    """Read a file as ``OmegaConf.load`` does, but ``keep`` the text of numbers and switches."""
+def compose_files(
+    directories: Sequence[Path], name: str, words: Sequence[str], keep: KeepText, honoured: Sequence[str]
+) -> Composed:
+    """Compose the file ``name`` and the groups that ``words`` choose, as Hydra does; other arguments as in `opened`.
+
+    Raises:
+        HydraException, OmegaConfBaseException: they cannot be composed.
+    """
+    read: dict[Path, Any] = {}
+    with opened(directories, keep, honoured, read):
+        return Composed(compose(name, overrides=list(words), return_hydra_config=True), read)
+
+
+def show_info(directories: Sequence[Path], name: str, words: Sequence[str], topics: Sequence[str]) -> None:
+    """Print what Hydra knows about the files: ``plugins``, ``searchpath``, ``defaults-tree`` or ``defaults``.
+
+    Raises:
+        HydraException, OmegaConfBaseException: they cannot be composed.
+    """
+    root = logging.getLogger()  # by which Hydra prints
+    handlers, level = root.handlers[:], root.level
+    try:
+        with opened(directories, lambda _, value: value, (), {}) as hydra:
+            for topic in topics:
+                hydra.show_info(topic, name, list(words))
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def read_yaml(path: Path, keep: KeepText) -> DictConfig:
+    """Read a file as ``OmegaConf.load`` does, but ``keep`` the text of numbers and switches.
+
+    Raises:
+        HydraException: it cannot be read, or has no keys.
+    """
     loader = get_yaml_loader()
     for name in _NO_TEXT:
         tag = f"tag:yaml.org,2002:{name}"
         construct = loader.yaml_constructors[tag]
         loader.add_constructor(tag, lambda it, node, construct=construct: keep(node.value, construct(it, node)))
-    with path.open(encoding="utf-8") as file:
-        return OmegaConf.create(loader(file).get_single_data() or {})
+    try:
+        with path.open(encoding="utf-8") as file:
+            config = OmegaConf.create(loader(file).get_single_data() or {})
+    except yaml.MarkedYAMLError as e:
+        line = "" if e.problem_mark is None else f", line {e.problem_mark.line + 1}"
+        raise HydraException(f"{path}{line}: not YAML ({e.problem})") from e
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        reason = getattr(e, "strerror", None) or " ".join(str(e).split())
+        raise HydraException(f"{path}: cannot be read ({reason})") from e
+    if not isinstance(config, DictConfig):
+        raise HydraException(f"{path}: expected keys with values, as in `steps: 100`")
+    return config
+
+
+def yaml_value(text: str) -> Any:
+    """Return the number, switch, null or text that ``text`` is in a file."""
+    try:
+        return get_yaml_loader()(text).get_single_data()
+    except yaml.YAMLError:
+        return text
+
+
+def write_yaml(data: Any, typed: type[str]) -> str:
+    """Return nested plain values as YAML; the texts ``typed`` without quotes."""
+
+    class Dumper(get_omega_conf_dumper()):  # type: ignore[misc]
+        pass
+
+    def represent(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar(dumper.resolve(yaml.ScalarNode, str(text), (True, False)), str(text))
+
+    Dumper.add_representer(typed, represent)
+    return str(yaml.dump(data, Dumper=Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))

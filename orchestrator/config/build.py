@@ -137,6 +137,8 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
         return _within(value, key, limits)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _fit_dataclass(value, kind, key)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
         return kind(_within(value, key, limits))
     if kind in _TEXTS and isinstance(value, (str, int, float)) and not isinstance(value, bool):

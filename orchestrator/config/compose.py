@@ -6,22 +6,26 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.compat.hydra import compose_files, read_yaml
-from orchestrator.config.build import build
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid, value_of
+from orchestrator.compat.hydra import Composed, compose_files, show_info, yaml_value
+from orchestrator.config.build import ConfigError, build
+from orchestrator.config.files import DIR_OPTION, GROUPS, NAME_OPTION, PRIMARY, Files, choices, conf_dir
+from orchestrator.config.hydra_keys import HONOURED, choice_errors, file_errors
+from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
+from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
-from orchestrator.config.text import format_override
-from orchestrator.config.typed import Typed, mark, plain, unmark
+from orchestrator.config.text import first_few, format_override, to_cli
+from orchestrator.config.typed import Typed, mark, merged, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
 
@@ -40,45 +44,191 @@ def compose(
         The configuration, None if there were errors; and the job's part of it, which may be valid even
         if the rest is not, so that the job can be checked in the same pass.
     """
+    files = Files.of(words)
+    if (error := files.error()) is not None:
+        errors.append(error)
+        return None, None
     parsed = parse(words, errors)
-    data = _compose(select_valid(parsed, errors), errors)
+    data = _compose(select_valid(parsed, files, errors), files, errors, _resolved)
     if data is None:
         return None, None
     # Without a valid name, the keys of that section cannot be checked.
-    unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o)}
+    unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o, files)}
+    if files.name != PRIMARY and (missing := Config.__dataclass_fields__.keys() - data):
+        errors.append(
+            f"{NAME_OPTION}={files.name}: has no {first_few(sorted(missing))}; begin its defaults list with {PRIMARY}, "
+            "which has the shipped values"
+        )
+        return None, None
+    for key in _masked_keys(data):
+        errors.append(f"{key}={MASK}: stands for a secret that a file does not have; give the secret")
+    for group in [key for key in data if key not in Config.__dataclass_fields__ and files.is_group(key)]:
+        del data[group]
+        errors.append(f"{group}: no such section; begin its files with a line that names one, as in `# @package job`")
     return _config(data, unknown, errors, strategy_config)
 
 
-def shell_completion() -> None:
-    """Handle Hydra's ``--shell-completion`` option in ``sys.argv``."""
+def _masked_keys(data: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _masked_keys(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(data, str) and stands_for_secret(f"{prefix}={data}"):
+        yield prefix
+
+
+def composed_data(words: Sequence[str], kind: str = "job", *, resolved: bool = False) -> dict[str, Any]:
+    """Compose as :func:`compose`, without the checks, into plain values and typed text.
+
+    Args:
+        words: options that choose files, and overrides.
+        kind: ``job`` for our keys, ``hydra`` for those of Hydra, ``all`` for both.
+        resolved: replace interpolations by their values.
+
+    Raises:
+        ConfigError: the words cannot be composed.
+    """
+
+    def read(composed: DictConfig) -> dict[str, Any]:
+        kept = [str(key) for key in composed if kind == "all" or (key == "hydra") == (kind == "hydra")]
+        chosen = OmegaConf.masked_copy(composed, kept)
+        data = _resolve(chosen) if resolved else unmark(OmegaConf.to_container(chosen, enum_to_str=True))
+        for name in ("help", "hydra_help"):  # pages of text
+            data.get("hydra", {}).pop(name, None)
+        return {str(key): value for key, value in data.items()}
+
+    files, errors = Files.of(words), list[str]()
+    if (error := files.error()) is not None:
+        raise ConfigError([error])
+    data = _compose(select_valid(parse(words, errors), files, errors), files, errors, read)
+    if errors or data is None:
+        raise ConfigError(errors)
+    return {**data}
+
+
+def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
+    """Print what Hydra knows about the files of a command; see :func:`orchestrator.compat.hydra.show_info`.
+
+    Raises:
+        ConfigError: the words cannot be composed.
+    """
+    composed_data(words)
+    files = Files.of(words)
+    show_info(files.directories, files.name, _group_words(parse(words, []), files), topics)
+
+
+def shell_completion(words: Sequence[str]) -> None:
+    """Handle Hydra's ``--shell-completion`` option in ``sys.argv``; ``words`` choose the files."""
     import hydra
 
+    files = Files.of(words)
+    if files.own is not None and files.own.is_dir():
+        sys.argv += [DIR_OPTION, str(files.own)]
+    if files.name != PRIMARY:
+        sys.argv += [NAME_OPTION, files.name]
     GlobalHydra.instance().clear()
-    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
+    hydra.main(config_path=str(conf_dir()), config_name=PRIMARY, version_base="1.3")(lambda _: None)()
 
 
-def _compose(overrides: Sequence[Override], errors: list[str]) -> dict[str, Any] | None:
-    # Hydra rejects experiment=null, although it is the default.
-    groups = [o for o in overrides if o.key_or_group in GROUPS and plain(o.value()) is not None]
+def _compose(
+    overrides: Sequence[Override], files: Files, errors: list[str], read: Callable[[DictConfig], Any]
+) -> Any | None:
+    """Return what ``read`` gets from the composed files and keys; None if they cannot be composed."""
     try:
-        composed = copy.deepcopy(_files(conf_dir(), tuple(str(o.input_line).lstrip("+") for o in groups)))
+        composed = _composed_files(overrides, files, errors)
         for override in overrides:
-            if override.key_or_group not in GROUPS:
+            if not files.is_group(override.key_or_group) or isinstance(override.value(), dict):
                 # Also keys that no file has: the fields of a job are in none, and the schema has better messages.
                 OmegaConf.update(composed, override.key_or_group, mark(value_of(override)), merge=True, force_add=True)
-        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return read(composed)
     except (HydraException, OmegaConfBaseException) as e:
         errors.append(_explain(e))
         rest = [o for o in overrides if o.key_or_group != getattr(e, "full_key", None)]
-        return _compose(rest, errors) if len(rest) < len(overrides) else None
-    assert isinstance(data, dict)
-    return {str(k): unmark(v) for k, v in data.items()}
+        return _compose(rest, files, errors, read) if len(rest) < len(overrides) else None
+
+
+def _composed_files(overrides: Sequence[Override], files: Files, errors: list[str]) -> DictConfig:
+    words = _group_words(overrides, files)
+    composed = _load(files, words)
+    chosen = OmegaConf.select(composed.config, "hydra.runtime.choices.strategy")
+    name = OmegaConf.select(composed.config, "strategy.name")
+    if name != chosen and all(choice in choices("strategy") for choice in (name, chosen)):
+        # A file that names another strategy, as the output of --cfg does, means the defaults of that one.
+        if any(override.key_or_group == "strategy" for override in overrides):
+            errors.append(f"strategy={chosen}: a chosen file sets strategy.name={name}; leave one of them out")
+        composed = _load(files, [*words, f"strategy={name}"])
+    errors += choice_errors(OmegaConf.select(composed.config, "hydra.runtime.choices"))
+    for path, section in composed.read.items():
+        if files.is_own(path):
+            errors += (f"{path}: {error}" for error in file_errors(section))
+    for path, name in files.shadowed(composed.read):
+        if files.notes() and path.parent == files.own:
+            continue
+        errors.append(
+            f"{path}: hidden by the shipped file of this name; rename it, and to change single values of that one, "
+            f"begin it with `defaults: [{name}, _self_]`"
+        )
+    return composed.config
+
+
+def _load(files: Files, words: Sequence[str]) -> Composed:
+    if files.own is not None:  # its files may change
+        return compose_files(files.directories, files.name, words, _marked, HONOURED)
+    return copy.deepcopy(_shipped(files, tuple(words)))
 
 
 @functools.cache
-def _files(directory: Path, groups: tuple[str, ...]) -> DictConfig:
-    """Return the files in ``directory`` that ``groups`` choose. Composing them takes 0.1 s."""
-    return compose_files(directory, groups, _marked)
+def _shipped(files: Files, words: tuple[str, ...]) -> Composed:
+    """Compose files that ship, which takes 0.1 s."""
+    return compose_files(files.directories, files.name, words, _marked, HONOURED)
+
+
+def own_files(words: Sequence[str]) -> list[Path]:
+    """Return the files of the user that ``words`` choose, without keys, as far as they are valid."""
+    files = Files.of(words)
+    if files.own is None or files.error() is not None:
+        return []
+    chosen = [o for o in parse(words, []) if not o.is_sweep_override() and not group_error(o, files)]
+    try:
+        return [path for path in _load(files, _group_words(chosen, files)).read if files.is_own(path)]
+    except (HydraException, OmegaConfBaseException):
+        return []
+
+
+def _group_words(overrides: Iterable[Override], files: Files) -> list[str]:
+    """Return the overrides that choose files, as Hydra takes them."""
+    words = []
+    for override in overrides:
+        # Hydra rejects experiment=null, although it is the default.
+        value = plain(override.value())
+        if files.is_group(override.key_or_group) and value is not None and not isinstance(value, dict):
+            is_listed = files.name == PRIMARY and override.key_or_group in GROUPS
+            word = str(override.input_line)
+            words.append(word.lstrip("+") if is_listed else word)
+    return words
+
+
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    with open_dict(composed):
+        composed.pop("hydra", None)
+    return {str(key): value for key, value in _resolve(composed, throw_on_missing=True).items()}
+
+
+def _resolve(composed: DictConfig, *, throw_on_missing: bool = False) -> Any:
+    """Return plain values in place of interpolations, with the text of those that are numbers.
+
+    Raises:
+        OmegaConfBaseException: an interpolation cannot be resolved, or a value is missing.
+    """
+    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=throw_on_missing, enum_to_str=True)
+    return merged(OmegaConf.to_container(composed), unmark(values), _interpolated)
+
+
+def _interpolated(written: Any, value: Any) -> Any:
+    """Return ``value`` as typed if an interpolation was ``written``: the texts of environment variables are numbers."""
+    if not (isinstance(written, str) and "${" in written and type(value) is str):
+        return value
+    number = yaml_value(value)
+    return Typed(value, number) if isinstance(number, (int, float)) else value
 
 
 def _marked(text: str, value: Any) -> Any:
@@ -87,7 +237,7 @@ def _marked(text: str, value: Any) -> Any:
 
 def _explain(error: HydraException | OmegaConfBaseException) -> str:
     """Return the error in one line, which begins with the key if the error has one."""
-    text = str(getattr(error, "msg", None) or error)
+    text = str(getattr(error, "msg", None) or error).partition("Config search path:")[0]
     lines = text.splitlines()
     key = getattr(error, "full_key", None)
     if not key:
@@ -125,7 +275,7 @@ def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
     """Return the keys but for the ones of other strategies; append an error for each of these, naming its strategy."""
-    keys_by_strategy = {name: _keys(conf_dir() / "strategy" / f"{name}.yaml") for name in choices("strategy")}
+    keys_by_strategy = {name: group_values("strategy", name) for name in choices("strategy")}
     own: dict[str, Any] = {}
     for key, value in strategy.items():
         owners = [name for name, keys in keys_by_strategy.items() if key in keys]
@@ -139,23 +289,31 @@ def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: li
 
 
 @functools.cache
-def _keys(path: Path) -> frozenset[str]:
-    """Return the keys that the file ``path`` sets."""
-    return frozenset(map(str, OmegaConf.load(path)))
+def group_values(group: str, name: str) -> Mapping[str, Any]:
+    """Return the keys that the file of a group that ships sets, with their values."""
+    return recorded_data(conf_dir() / group / f"{name}.yaml")
 
 
 def preset_sweep(words: Sequence[str]) -> dict[str, str]:
-    """Return the sweep that the chosen ``experiment`` defines, as overrides of its keys; empty if it defines none.
+    """Return the sweep that the chosen files define, as overrides of its keys; empty if they define none.
 
-    A file in ``conf/experiment/`` has it where Hydra looks for it, in ``hydra.sweeper.params``.
+    They have it where Hydra looks for it, in ``hydra.sweeper.params``, and how to search in the section ``sweep``.
     """
-    for override in parse(words, []):
-        if override.key_or_group == "experiment" and override.value() in choices("experiment"):
-            params = OmegaConf.select(
-                read_yaml(conf_dir() / "experiment" / f"{override.value()}.yaml", _marked), "hydra.sweeper.params"
-            )
-            return {str(key): str(unmark(value)) for key, value in (params or {}).items()}
-    return {}
+    errors: list[str] = []
+    files = Files.of(words)
+    if files.error() is not None or not files.may_set_any(values(words)):
+        return {}
+    single = [o for o in select_valid(parse(words, []), files, []) if files.is_group(o.key_or_group)]
+    composed = _compose(single, files, errors, lambda config: config)
+    if composed is None:
+        return {}  # the check of the runs says why
+    params = unmark(OmegaConf.to_container(OmegaConf.select(composed, "hydra.sweeper")))["params"] or {}
+    preset = {str(key): to_cli(value) for key, value in params.items()}
+    section = unmark(OmegaConf.to_container(OmegaConf.select(composed, "sweep") or OmegaConf.create()))
+    for key, default in (("trials", None), ("unfit", "refuse")):
+        if (value := plain(section.get(key, default))) != default:
+            preset.setdefault(f"sweep.{key}", str(value))
+    return preset
 
 
 def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:

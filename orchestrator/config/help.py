@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import StrategyConfigs, compose
-from orchestrator.config.overrides import GROUPS, choices, summary
+from orchestrator.config.files import GROUPS, Files, choices, summary
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 
@@ -41,6 +41,13 @@ OPTIONS = """\
 Options
   -m, --multirun                          run every combination of values: a,b range(1,4) glob(*)
   -h, --help                              print this text, for the given strategy, job and values
+  -c, --cfg job|hydra|all                 print the configuration as a file for conf/, and exit
+  -p, --package SECTION  --resolve        of --cfg, one section; values in place of interpolations
+  -i, --info [defaults|searchpath|...]    print where the configuration comes from, and exit
+  -cd, --config-dir DIR                   files of yours (default: conf, if there is one)
+  -cn, --config-name NAME                 the file that composition begins with (default: config)
+  --restarts=N                            start the command again if its process dies
+  --version                               print the version
   --shell-completion install=bash         tab completion for `orchestrator`, also for zsh and fish:
                                           eval "$(orchestrator --shell-completion install=bash)"
 
@@ -59,10 +66,11 @@ def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str
     config, _ = compose(overrides, errors, strategy_config)
     if config is None:
         raise ConfigError(errors)
+    files = Files.of(overrides)
     lines = [INTRODUCTION, "", "Groups (group=name)"]
-    lines += [_entry(group, ", ".join(choices(group))) for group in GROUPS]
+    lines += [_entry(group, ", ".join(choices(group, files))) for group in GROUPS]
     lines += ["", "Strategies"]
-    lines += [_entry(name, summary("strategy", name)) for name in choices("strategy")]
+    lines += [_entry(name, summary("strategy", name, files)) for name in choices("strategy", files)]
     lines += ["", "Keys (key=value; shown with their current values)", *_keys(config, "")]
     for section in SECTIONS:
         entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.")

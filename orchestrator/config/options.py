@@ -35,6 +35,22 @@ def add_run_search(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options of Hydra that choose the files of the configuration; :func:`file_words` reads them."""
+    parser.add_argument(
+        "--config-dir", "-cd", metavar="DIR", help="directory with files of yours (default: conf, if there is one)"
+    )
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="the file that composition begins with (default: config)"
+    )
+
+
+def file_words(options: argparse.Namespace) -> list[str]:
+    """Return the given options of :func:`add_files` as the words that precede overrides."""
+    given = (("--config-dir", options.config_dir), ("--config-name", options.config_name))
+    return [f"{option}={value}" for option, value in given if value is not None]
+
+
 def positive(text: str) -> int:
     """Return the whole number ``text``, which is at least 1.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,41 +13,28 @@ from hydra.errors import HydraException
 
 from orchestrator.compat.hydra import element_text, own_hydra, parse_override
 from orchestrator.config.build import ConfigError
+from orchestrator.config.files import GROUPS, Files, is_option, options_of
+from orchestrator.config.hydra_keys import instead_of
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.secret_names import is_secret
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.config.typed import Typed, plain
 
-GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
 _UNKNOWN_KEY = "unknown key; write keys like train.steps, groups like strategy"
 _TEXTS = "cluster.env."
 """Keys whose values are always texts, also with a comma."""
 
 
-@functools.cache
-def conf_dir() -> Path:
-    """Return ``conf/`` of the checkout, or the copy inside the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
-
-
-def choices(group: str) -> list[str]:
-    """Return the valid names of a group: one per file in ``conf/<group>/``."""
-    return sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
-
-
-def summary(group: str, name: str) -> str:
-    """Return the comment in the first line of ``conf/<group>/<name>.yaml``."""
-    first_line = (conf_dir() / group / f"{name}.yaml").read_text().partition("\n")[0]
-    return first_line.removeprefix("#").strip()
-
-
 @own_hydra()
 def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
-    """Return the overrides that can be parsed; append a line to ``errors`` for each of the others."""
+    """Return the overrides that can be parsed; append a line to ``errors`` for each of the others.
+
+    Options among ``words``, which choose files, are left out.
+    """
     parsed: list[Override] = []
     for text in words:
+        if is_option(text):
+            continue
         try:
             parsed.append(_parse(text))
         except (HydraException, ValueError) as e:  # ValueError: a number of thousands of digits
@@ -90,6 +75,14 @@ def values(words: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def choosing(words: Sequence[str], *keys: str) -> list[str]:
+    """Return of ``words`` those that choose valid files, and those that set single values of keys that begin so."""
+    files = Files.of(words)
+    valid = (o for o in parse(words, []) if not o.is_sweep_override() and not group_error(o, files))
+    lines = (str(o.input_line) for o in valid if files.is_group(o.key_or_group) or o.key_or_group.startswith(keys))
+    return [*options_of(words), *lines]
+
+
 def with_strategy(words: Iterable[str], strategy: Iterable[str]) -> tuple[str, ...]:
     """Return the overrides ``words`` with the overrides of ``strategy`` in place of their own strategy and its keys."""
     return (*strategy, *(w for w in words if not re.match(r"\+*strategy[.=]", w)))
@@ -119,10 +112,11 @@ def expand_sweep(words: Sequence[str], preset: Mapping[str, str] = MappingProxyT
         ConfigError: an override cannot be parsed, or its values cannot be listed.
     """
     errors: list[str] = []
-    lines = [alternatives(override, errors) for override in parse_sweep(words, preset, errors)]
+    options, files = options_of(words), Files.of(words)
+    lines = [alternatives(override, files, errors) for override in parse_sweep(words, preset, errors)]
     if errors:
         raise ConfigError(errors)
-    return [list(run) for run in itertools.product(*lines)]
+    return [[*options, *run] for run in itertools.product(*lines)]
 
 
 def parse_sweep(words: Sequence[str], preset: Mapping[str, str], errors: list[str]) -> list[Override]:
@@ -132,13 +126,13 @@ def parse_sweep(words: Sequence[str], preset: Mapping[str, str], errors: list[st
     return [*given, *parse([f"{key}={value}" for key, value in preset.items() if key not in keys], errors)]
 
 
-def alternatives(override: Override, errors: list[str]) -> list[str]:
+def alternatives(override: Override, files: Files, errors: list[str]) -> list[str]:
     """Return an override for each value that ``override`` lists. If it lists none, ``errors`` receives the reason."""
     key = override.get_key_element()
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    if isinstance(pattern := override.value(), Glob) and key in GROUPS:
-        return [f"{key}={name}" for name in pattern.filter(choices(key))]
+    if isinstance(pattern := override.value(), Glob) and files.is_group(key.lstrip("+")):
+        return [f"{key}={name}" for name in pattern.filter(files.choices(key.lstrip("+")))]
     if override.is_discrete_sweep() and not isinstance(pattern, Glob):
         return [f"{key}={_listed(value)}" for value in override.sweep_iterator()]
     hint = "; sweep.trials=20 searches an interval with Optuna" if override.is_interval_sweep() else ""
@@ -151,12 +145,14 @@ def _listed(value: Any) -> str:
     return quote_text(value) if type(value) is str and "${" not in value else element_text(value)
 
 
-def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override]:
+def select_valid(parsed: Sequence[Override], files: Files, errors: list[str]) -> list[Override]:
     """Return the overrides that can be composed, each key once; append a line to ``errors`` for each of the others."""
     valid: dict[str, Override] = {}
     for override in parsed:
         key = override.key_or_group
-        if override.package is not None or not re.fullmatch(r"(?!hydra\b)[\w.-]+", key):
+        if re.match(r"hydra\b", key):
+            errors.append(instead_of(key))
+        elif override.package is not None or not (re.fullmatch(r"[\w.-]+", key) or files.is_group(key)):
             errors.append(f"{_typed(override)}: {_UNKNOWN_KEY}")
         elif override.is_delete():
             errors.append(f"{_typed(override)}: keys cannot be removed; set another value")
@@ -164,7 +160,7 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
             errors.append(
                 f"{_typed(override)}: several values; add -m to run each, or write a list as [a,b], a text as \"'a,b'\""
             )
-        elif error := group_error(override):
+        elif error := group_error(override, files):
             errors.append(error)
         elif stands_for_secret(str(override.input_line)):
             errors.append(f"{_typed(override)}: {MASK} stands for a secret that a run did not store; give the secret")
@@ -179,14 +175,24 @@ def select_valid(parsed: Sequence[Override], errors: list[str]) -> list[Override
     return list(valid.values())
 
 
-def group_error(override: Override) -> str | None:
+def group_error(override: Override, files: Files) -> str | None:
     """Return why the name given for a group is invalid; None if it is valid or the override sets a key."""
-    group, name = override.key_or_group, plain(override.value())
-    if group not in GROUPS or name in choices(group) or (group == "experiment" and name is None):
+    group, value = override.key_or_group, plain(override.value())
+    if not files.is_group(group):
         return None
-    if group == "job" and "." in str(name):
+    names = [value]
+    if group == "experiment" or group not in GROUPS:
+        if value is None or isinstance(value, dict):  # keys of a section for which the user has a directory too
+            return None
+        names = value if isinstance(value, list) else names  # which Hydra composes in this order
+    unknown = [str(n) for n in names if not isinstance(n, str) or files.find(group, n) is None]
+    if not unknown:
+        return None
+    name = unknown[0]
+    if group == "job" and "." in name:
         return f"{_typed(override)}: unknown; for a class of your own, write {format_override('job._target_', name)}"
-    hint, valid = did_you_mean(str(name), choices(group)), f"valid: {', '.join(choices(group))}"
+    known = files.choices(group)
+    hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from orchestrator.config.arguments import read_arguments
 from orchestrator.config.compose import recorded_data, recorded_job
+from orchestrator.config.files import GROUPS
 from orchestrator.config.job_loader import unmasked
-from orchestrator.config.overrides import GROUPS, values
+from orchestrator.config.overrides import values
 
 _OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "start_from", "plan", "profile", "checkpoint", "sweep"})
 """Keys and sections that say how the run was trained, or have no meaning for another one."""

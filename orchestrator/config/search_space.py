@@ -9,6 +9,7 @@ from types import MappingProxyType
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.files import Files, options_of
 from orchestrator.config.overrides import alternatives, parse_sweep, values
 
 
@@ -55,12 +56,12 @@ def search_space(words: Sequence[str], preset: Mapping[str, str] = MappingProxyT
         ConfigError: an override cannot be parsed, or none has several values.
     """
     errors: list[str] = []
-    fixed: list[str] = []
+    fixed, files = options_of(words), Files.of(words)
     space: dict[str, Interval | Choices] = {}
     for override in parse_sweep(words, preset, errors):
         if not override.is_sweep_override():
             fixed.append(str(override.input_line))
-        elif (tried := _values(override, errors)) is not None:
+        elif (tried := _values(override, files, errors)) is not None:
             space[override.get_key_element()] = tried
     if not space and not errors:
         errors.append("sweep.trials: nothing to search; give a key several values, as in 'job.lr=interval(0.01,1)'")
@@ -69,13 +70,13 @@ def search_space(words: Sequence[str], preset: Mapping[str, str] = MappingProxyT
     return fixed, space
 
 
-def _values(override: Override, errors: list[str]) -> Interval | Choices | None:
+def _values(override: Override, files: Files, errors: list[str]) -> Interval | Choices | None:
     match override.value():
         case IntervalSweep(start=low, end=high, tags=tags) if low is not None and high is not None:
             return Interval(low, high, log="log" in tags)
         case RangeSweep(start=int() as start, stop=int() as stop, step=int() as step) if 0 < step <= stop - start:
             return Interval(start, start + (stop - 1 - start) // step * step, step=step)
-    listed = tuple(line.partition("=")[2] for line in alternatives(override, errors))
+    listed = tuple(line.partition("=")[2] for line in alternatives(override, files, errors))
     return Choices(listed) if listed else None
 
 

@@ -54,6 +54,16 @@ def unmark(data: Any) -> Any:
     return _mapped(data, lambda value: _unmarked(value) if isinstance(value, str) else value)
 
 
+def merged(one: Any, other: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return nested data of one shape with the keys of ``other``, and ``change`` of the two values of each."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        pairs = zip(one.values(), other.items(), strict=True)
+        return {key: merged(value, changed, change) for value, (key, changed) in pairs}
+    if isinstance(one, list) and isinstance(other, list):
+        return [merged(value, changed, change) for value, changed in zip(one, other, strict=True)]
+    return change(one, other)
+
+
 def _unmarked(text: str) -> str:
     whole = _MARKED.fullmatch(text)
     return _MARKED.sub(r"\1", text) if whole is None else Typed(whole[1], json.loads(whole[2]))

@@ -14,8 +14,9 @@ from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.evaluated import unknown_split
 from orchestrator.config.field_size import field_values, too_large
+from orchestrator.config.files import Files
 from orchestrator.config.job_loader import is_importable, load_job
-from orchestrator.config.overrides import quote_text, values, with_strategy
+from orchestrator.config.overrides import choosing, quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, chosen_before
@@ -174,7 +175,7 @@ def _check(
         redactor.learn(to_dict(config))
         with collect_errors(errors):
             packages.install(config.cluster)
-    warnings: list[str] = []
+    warnings = Files.of(overrides).notes()
     job = load_job(job_spec, errors, redactor, job_argument, noticed=warnings) if job_spec is not None else None
     if job is not None and (large := too_large(field_values(job))):
         errors += large
@@ -243,6 +244,5 @@ def _check(
 
 def _paths_config(overrides: Sequence[str]) -> Config | None:
     """Compose only the overrides that say where results go; None if these have errors too."""
-    overrides = [o for o in overrides if o.startswith(("output_dir=", "storage.", "tracking=", "tracking."))]
-    config, _ = compose(overrides, [], registry.config_class)
+    config, _ = compose(choosing(overrides, "output_dir", "storage.", "tracking."), [], registry.config_class)
     return config

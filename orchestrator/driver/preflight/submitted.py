@@ -11,7 +11,8 @@ from pathlib import Path
 
 from orchestrator.compat.ray.packages import max_upload_bytes
 from orchestrator.config.build import ConfigError, collect_errors
-from orchestrator.config.compose import compose
+from orchestrator.config.compose import compose, own_files, preset_sweep
+from orchestrator.config.files import DEFAULT_DIR, DIR_OPTION, conf_dir
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import expand_sweep, values
 from orchestrator.config.redact import Redactor
@@ -35,12 +36,14 @@ def checked(words: Sequence[str], working_dir: Path, redactor: Redactor, *, swee
         raise ConfigError([f"--working-dir={working_dir}: no such directory"])
     errors: list[str] = []
     configs: list[Config] = []
+    words = local_words(words, working_dir)
     for run in _runs(words, sweep=sweep):
         config, job = compose(run, errors, registry.config_class)
         made = load_job(job, errors, redactor) if job is not None and working_dir == Path.cwd() else None
         if config is not None and job is not None:
             with collect_errors(errors):
-                needed = _needed_files(job, made, working_dir)
+                needed = {path: str(path.relative_to(working_dir)) for path in own_files(run)}
+                needed |= _needed_files(job, made, working_dir)
                 errors += ignored_errors(working_dir, needed, config.cluster.py_modules)
         if config is not None:
             errors += _local_only(config)
@@ -78,7 +81,23 @@ def _needed_files(spec: JobSpec, job: Job | None, working_dir: Path) -> dict[Pat
 def _runs(words: Sequence[str], *, sweep: bool) -> Sequence[Sequence[str]]:
     if not sweep:
         return [words]
-    return [example(words)] if is_search(words) else expand_sweep(words)
+    preset = preset_sweep(words)
+    return [example(words, preset)] if is_search(words, preset) else expand_sweep(words, preset)
+
+
+def local_words(words: Sequence[str], working_dir: Path) -> list[str]:
+    """Return ``words`` with the files in the directory that travels, in which the job will look for them.
+
+    Raises:
+        ConfigError: ``--config-dir`` is outside of it.
+    """
+    given = next((word.partition("=")[2] for word in words if word.startswith(f"{DIR_OPTION}=")), None)
+    own = working_dir / (DEFAULT_DIR if given is None else given)
+    if given is not None and (Path(given).is_absolute() or not own.resolve().is_relative_to(working_dir.resolve())):
+        raise ConfigError([f"{DIR_OPTION}={given}: does not travel; give a directory in --working-dir, relative to it"])
+    if given is None and not own.is_dir():
+        own = conf_dir()  # and not one in the directory of this process
+    return [f"{DIR_OPTION}={own}", *(word for word in words if not word.startswith(f"{DIR_OPTION}="))]
 
 
 def visible_secrets(words: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.config.files import Files
 from orchestrator.config.overrides import values
 from orchestrator.records.sweep_dir import membership
 
@@ -17,7 +18,7 @@ _DECIDE_LATER = ("plan", "experiment", "cluster.address", "cluster.dashboard")
 def early_start(overrides: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Start the processes of the Ray that a run with ``overrides`` will embed; see :func:`cluster.started_early`."""
     given = values(overrides)
-    if not embeds_ray(given, os.environ) or membership() is not None:
+    if Files.of(overrides).may_set_any(given) or not embeds_ray(given, os.environ) or membership() is not None:
         return contextlib.nullcontext()
     from orchestrator.driver.process.cluster import started_early
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
-from orchestrator.config.overrides import masked, values
+from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import SweepConfig
 from orchestrator.config.search_space import Choices, Interval, Space, search_space
@@ -218,7 +218,7 @@ def open_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redac
     fixed, space = search_space(words, preset)
     redactor.learn(values(fixed))
     errors: list[str] = []
-    config, _ = compose([word for word in fixed if word.startswith(("sweep.", "seed="))], errors, registry.config_class)
+    config, _ = compose(choosing(fixed, "sweep.", "seed"), errors, registry.config_class)
     if config is not None and config.sweep.parallel != 1:
         errors.append("sweep.parallel: the runs of a search follow one another; leave it out")
     if importlib.util.find_spec("optuna") is None:

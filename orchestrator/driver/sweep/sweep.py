@@ -17,7 +17,7 @@ from typing import Protocol
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.markdown import plain
-from orchestrator.config.overrides import masked, values
+from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
@@ -306,6 +306,5 @@ def _identity(overrides: Sequence[str], redactor: Redactor) -> tuple[str, ...]:
 
 def output_of(overrides: Sequence[str]) -> OutputDir:
     """Return the directory of the runs, as far as the overrides are valid; the check of the runs reports the errors."""
-    kept = [o for o in overrides if o.startswith(("output_dir=", "storage."))]
-    config, _ = compose(kept, [], registry.config_class)
+    config, _ = compose(choosing(overrides, "output_dir", "storage."), [], registry.config_class)
     return OutputDir(Path()) if config is None else output_dir(absolute_paths(config))

@@ -13,7 +13,7 @@ import pytest
 from helpers.models.zoo import ZOO
 from helpers.models.zoo_cells import STRATEGIES, cell
 from helpers.ranks.gang import Gang
-from orchestrator.config.overrides import choices
+from orchestrator.config.files import choices
 
 SHORT = [
     *(("t5", strategy) for strategy in ("ddp", "fsdp", "dp", "model_parallel", "pipeline", "parameter_server sync")),

@@ -18,7 +18,7 @@ from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.ranks.gang import Gang
 from orchestrator.config.compose import compose
-from orchestrator.config.overrides import choices
+from orchestrator.config.files import choices
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.strategies import registry
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import yaml
 from helpers.files.golden import Golden
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, expand_sweep
+from orchestrator.config.files import GROUPS, choices, conf_dir
+from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -280,9 +280,8 @@ def test_text_in_a_section_stays_as_it_was_typed() -> None:
 
 
 def test_text_in_a_file_stays_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr("orchestrator.config.overrides.conf_dir", lambda: tmp_path / "conf")
-    monkeypatch.setattr("orchestrator.config.compose.conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\nname: 1_0\ncluster: {env: {A: 1.10, B: yes, C: 0x10, D: 1:30, E: 010, F: null}}\n"
         "train: {steps: 1_0, clip_norm: 1e0}\nhydra: {sweeper: {params: {job.x: 1.10}}}\n"

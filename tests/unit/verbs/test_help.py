@@ -13,8 +13,8 @@ import pytest
 
 from orchestrator import cli
 from orchestrator.config.compose import compose
+from orchestrator.config.files import GROUPS, choices
 from orchestrator.config.help import help_text
-from orchestrator.config.overrides import GROUPS, choices
 from orchestrator.launch import main
 from orchestrator.strategies import registry
 
@@ -132,7 +132,19 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("comp", ["compare"]),
         (
             "s",
-            ["seed=", "show", "start_from=", "stop", "storage.", "strategy.", "strategy=", "submit", "sweep.", "sync"],
+            [
+                "schema",
+                "seed=",
+                "show",
+                "start_from=",
+                "stop",
+                "storage.",
+                "strategy.",
+                "strategy=",
+                "submit",
+                "sweep.",
+                "sync",
+            ],
         ),
         ("strategy=ddp comp", []),
         ("compare out", []),
@@ -140,6 +152,15 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
 )
 def test_tab_completes_verbs_groups_and_keys(script: Path, typed: str, offered: list[str], tmp_path: Path) -> None:
     assert complete(script, f"orchestrator {typed}", tmp_path) == offered
+
+
+def test_tab_completes_files_of_the_user(script: Path, tmp_path: Path) -> None:
+    for directory in ("conf/job", "other/job"):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / f"{directory[:4]}_line.yaml").write_text("_target_: jobs.toy.Toy\nsamples: 3\n")
+    assert complete(script, "orchestrator job=conf_", tmp_path) == ["job=conf_line"]
+    assert complete(script, "orchestrator job=conf_line job.", tmp_path) == ["job._target_=", "job.samples="]
+    assert complete(script, "orchestrator --config-dir other job=othe", tmp_path) == ["job=othe_line"]
 
 
 def test_tab_offers_every_verb_and_group_as_the_first_word(script: Path, tmp_path: Path) -> None:

@@ -48,6 +48,29 @@ class Own(Digits):
 }
 
 
+def test_files_of_the_user_travel_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job finds them there, whatever is in the directory of the command."""
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "code"
+    for path in ("code/conf/job/there.yaml", "code/own/job/named.yaml", "conf/job/here.yaml"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("_target_: jobs.toy.Toy\n")
+
+    def target(*words: str) -> str:
+        (config,) = checked(words, code, Redactor(), sweep=False)
+        return config.job.target
+
+    assert target("job=there") == target("--config-dir=own", "job=named") == "jobs.toy.Toy"
+    (code / ".rayignore").write_text("conf\n")
+    for words, error in [
+        (["job=here"], "job=here: unknown"),
+        (["--config-dir=../conf", "job=here"], "--config-dir=../conf: does not travel"),
+        (["job=there"], f"conf/job/there.yaml: {code}/conf/job/there.yaml does not travel"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            target(*words)
+
+
 @pytest.mark.parametrize("ignored", ["own_job.py", "own_*/inner.py", "own_parts", "*.txt", ""])
 @pytest.mark.parametrize("ignore_file", [".gitignore", ".rayignore"])
 def test_what_an_ignore_file_keeps_from_travelling_is_refused_if_the_job_needs_it(

@@ -1,0 +1,134 @@
+"""The files that a command composes: those that ship, in ``conf/``, and those in a directory of the user."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.text import did_you_mean
+
+GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
+PRIMARY = "config"
+"""The file that composition begins with, unless ``--config-name`` names another one."""
+DIR_OPTION, NAME_OPTION = "--config-dir", "--config-name"
+DEFAULT_DIR = "conf"
+"""The directory of the user, if there is one, unless ``--config-dir`` names another one."""
+
+
+@functools.cache
+def conf_dir() -> Path:
+    """Return ``conf/`` of the checkout, or the copy inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Where the files of a command are.
+
+    Attributes:
+        own: the directory of the user, which Hydra searches after ours; None without one.
+        name: the file that composition begins with, without ``.yaml``.
+    """
+
+    own: Path | None = None
+    name: str = PRIMARY
+
+    @classmethod
+    def of(cls, words: Iterable[str]) -> Files:
+        """Return the files that the options among ``words`` choose; without any, the user's are in ``conf/``."""
+        given = dict(word.split("=", 1) for word in words if is_option(word))
+        own = Path(given.get(DIR_OPTION, DEFAULT_DIR)).expanduser().absolute()
+        without = DIR_OPTION not in given and not own.is_dir()
+        return cls(
+            own=None if without or own.resolve() == conf_dir() else own,
+            name=given.get(NAME_OPTION, PRIMARY).removesuffix(".yaml"),
+        )
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where files are looked for, in this order."""
+        return [conf_dir(), *([] if self.own is None else [self.own])]
+
+    def error(self) -> str | None:
+        """Return what is wrong with the options; None if nothing is."""
+        if self.own is not None and not self.own.is_dir():
+            return f"{DIR_OPTION}={self.own}: no such directory"
+        if self.find("", self.name) is None:
+            return f"{NAME_OPTION}={self.name}: no such file; {did_you_mean(self.name, self.choices(''))}"
+        return None
+
+    def choices(self, group: str) -> list[str]:
+        """Return the valid names of a group: one per file in its directories."""
+        return sorted({path.stem for directory in self.directories for path in (directory / group).glob("*.yaml")})
+
+    def find(self, group: str, name: str) -> Path | None:
+        """Return the file of a name of a group; None if there is none."""
+        paths = (directory / group / f"{name}.yaml" for directory in self.directories)
+        return next((path for path in paths if path.is_file()), None)
+
+    def is_group(self, key: str) -> bool:
+        """Return whether ``key`` is a group, and not a key with a value: a directory of ours or of the user."""
+        own = self.own is not None and re.fullmatch(r"[\w/-]+", key) and (self.own / key).is_dir()
+        return key in GROUPS or bool(own)
+
+    def may_set_any(self, given: Mapping[str, Any]) -> bool:
+        """Return whether a file that the overrides ``given`` choose may set keys of any section.
+
+        Those that ship do not, unless they are experiments.
+        """
+        names = {k: v if isinstance(v, list) else [v] for k, v in given.items() if self.is_group(k)}
+        chosen = (self.find(group, str(name)) for group in names for name in names[group])
+        return self.name != PRIMARY or "experiment" in names or any(path and self.is_own(path) for path in chosen)
+
+    def is_own(self, path: Path) -> bool:
+        """Return whether a file is in the directory of the user."""
+        return self.own is not None and path.is_relative_to(self.own)
+
+    def shadowed(self, read: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+        """Yield each file of the user in whose place one that ships was ``read``, and its name."""
+        for path in read:
+            if self.own is not None and path.is_relative_to(conf_dir()):
+                hidden = self.own / path.relative_to(conf_dir())
+                if hidden.is_file():
+                    yield hidden, path.stem
+
+    def notes(self) -> list[str]:
+        """Return what the user should know: a ``config.yaml`` of theirs, maybe of another program, is not read."""
+        if self.own is None or not (self.own / f"{PRIMARY}.yaml").is_file():
+            return []
+        return [
+            f"{self.own / PRIMARY}.yaml is not read, because the shipped configuration has this name; to use it, "
+            f"rename it to mine.yaml, begin it with `defaults: [{PRIMARY}, _self_]`, and add {NAME_OPTION}=mine"
+        ]
+
+
+SHIPPED = Files()
+
+
+def is_option(word: str) -> bool:
+    """Return whether a word among overrides is an option that chooses files, as in ``--config-name=mine``."""
+    return word.startswith((f"{DIR_OPTION}=", f"{NAME_OPTION}="))
+
+
+def options_of(words: Sequence[str]) -> list[str]:
+    """Return the options among ``words`` that choose files."""
+    return [word for word in words if is_option(word)]
+
+
+def choices(group: str, files: Files = SHIPPED) -> list[str]:
+    """Return the valid names of a group; without ``files``, of those that ship."""
+    return files.choices(group)
+
+
+def summary(group: str, name: str, files: Files = SHIPPED) -> str:
+    """Return the comment in the first lines of a file of a group; empty without one."""
+    path = files.find(group, name)
+    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    comments = (line.lstrip("# ") for line in lines[:2] if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@package")), "")

@@ -1,0 +1,67 @@
+"""Print the JSON Schema of configuration files, for an editor: ``orchestrator schema > conf/schema.json``.
+
+Exit codes: 0 done; 2 the section or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.options import add_files, file_words
+from orchestrator.exit_codes import BAD_INPUT
+from orchestrator.user_code.exits import exits_refused
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="orchestrator schema",
+        description="Print the JSON Schema of configuration files, for an editor.",
+        epilog="In a file: # yaml-language-server: $schema=schema.json",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="SECTION | key=value",
+        help="the section that a file has, such as strategy (default: all); job=<name> for the fields of a job",
+    )
+    add_files(parser)
+    options = parser.parse_intermixed_args(argv)
+    overrides = [word for word in options.words if "=" in word]
+    sections = [word for word in options.words if "=" not in word]
+    if len(sections) > 1:
+        parser.error(f"{' '.join(sections)}: name one section")
+    try:
+        with exits_refused():
+            schema = _schema([*file_words(options), *overrides], *sections)
+    except ConfigError as e:
+        from orchestrator.display.report import errors_text
+
+        print(errors_text(e.errors), file=sys.stderr)
+        return BAD_INPUT
+    print(json.dumps(schema, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _schema(words: Sequence[str], section: str | None = None) -> dict[str, object]:
+    from orchestrator.config.compose import compose
+    from orchestrator.config.files import choices
+    from orchestrator.config.job_loader import find_class
+    from orchestrator.config.json_schema import json_schema
+    from orchestrator.strategies import registry
+
+    errors: list[str] = []
+    config, job = compose(words, errors, registry.config_class)
+    cls = None if job is None else find_class(job.target, errors)
+    if errors or config is None:
+        raise ConfigError(errors)
+    strategies = {name: registry.config_class(name) for name in choices("strategy")}
+    return json_schema(config, strategies, cls, section)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
