@@ -29,8 +29,8 @@ def with_own_memory(tensors: Mapping[str, Tensor], others: Iterable[Tensor]) -> 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage of a tensor, and where in it the tensor begins and ends, in bytes."""
-    begin = tensor.storage_offset()
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    reach = sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     first, last = begin * tensor.itemsize, (begin + reach + 1) * tensor.itemsize
     return storage_key(tensor.untyped_storage()), first, last
 

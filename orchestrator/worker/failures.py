@@ -132,9 +132,8 @@ def _gathered_bytes(loop: Loop | None) -> float:
     try:
         if loop is None or loop.strategy.context.mesh.shard == 1:
             return 0.0
-        context = loop.strategy.context
-        model = outline_of(loop.job, context.train)
-        return 0.0 if model is None else loop.strategy.gathered_bytes(context.options, model)
+        model = outline_of(loop.job, loop.config.train)
+        return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, model)
     except Exception:
         traceback.print_exc()
         return 0.0
