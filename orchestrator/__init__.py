@@ -2,7 +2,8 @@
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
 subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch, and :func:`batches_by_length` for
-batches of samples of similar length.
+batches of samples of similar length. A script of your own, run by ``strategy=script``, has :func:`report` and
+:func:`checkpoint_dir`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job, StepEnd
+from orchestrator.script_api import checkpoint_dir, report
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.version import __version__
 
@@ -20,7 +22,17 @@ if TYPE_CHECKING:
     from orchestrator.strategies.replicated.gather import gather_batch
     from orchestrator.worker.data.length import batches_by_length
 
-__all__ = ["ConfigError", "Job", "StepEnd", "__version__", "batches_by_length", "gather_batch", "run"]
+__all__ = [
+    "ConfigError",
+    "Job",
+    "StepEnd",
+    "__version__",
+    "batches_by_length",
+    "checkpoint_dir",
+    "gather_batch",
+    "report",
+    "run",
+]
 
 Argument = Job | type[Job] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """What :func:`run` takes: a job, its class, an override such as ``"train.steps=100"``, a mapping of keys to values, or

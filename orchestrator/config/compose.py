@@ -16,9 +16,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.compat.hydra import compose_files, read_yaml
 from orchestrator.config.build import build
-from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid, value_of
+from orchestrator.config.overrides import GROUPS, choices, conf_dir, group_error, parse, select_valid, value_of, values
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
-from orchestrator.config.text import format_override
+from orchestrator.config.text import format_override, path_override
 from orchestrator.config.typed import Typed, mark, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
@@ -38,13 +38,28 @@ def compose(
         The configuration, None if there were errors; and the job's part of it, which may be valid even
         if the rest is not, so that the job can be checked in the same pass.
     """
-    parsed = parse(words, errors)
+    parsed = parse(_with_script_defaults(words), errors)
     data = _compose(select_valid(parsed, errors), errors)
     if data is None:
         return None, None
     # Without a valid name, the keys of that section cannot be checked.
     unknown = {o.key_or_group for o in parsed if not o.is_sweep_override() and group_error(o)}
     return _config(data, unknown, errors, strategy_config)
+
+
+SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
+"""What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
+
+
+def _with_script_defaults(words: Sequence[str]) -> list[str]:
+    given = values(words)
+    if given.get("strategy") != "script":
+        return list(words)
+    if "job._target_" in given:
+        given["job"] = given["job._target_"]
+    if "name" not in given and isinstance(script := given.get("job.script"), str):
+        words = [*words, path_override("name", Path(script).stem)]
+    return [*words, *(f"{key}={value}" for key, value in SCRIPT_DEFAULTS.items() if key not in given)]
 
 
 def shell_completion() -> None:

@@ -82,8 +82,9 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     return [
         (
             "request",
-            f"strategy {plan.strategy}, job {plan.job}, {count(plan.steps, 'step')} "
-            f"of {count(plan.global_batch_size, 'sample')}{accumulation}",
+            f"strategy {plan.strategy}, job {plan.job}"
+            + (f", {count(plan.steps, 'step')} of {count(plan.global_batch_size, 'sample')}" if plan.steps else "")
+            + accumulation,
         ),
         ("cluster", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (

@@ -83,11 +83,11 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(plan, Mapping):
         return
     steps, samples = (int(plan.get(key, 0)) for key in ("steps", "global_batch_size"))
-    request = f"strategy {plan.get('strategy')}, job {plan.get('job')}, {count(steps, 'step')}"
+    request = f"strategy {plan.get('strategy')}, job {plan.get('job')}"
     for key, verb in (("evaluated", "evaluates"), ("started_from", "continues from")):
         if isinstance(source := record.get(key), Mapping):
             yield f"{verb} the checkpoint of step {source.get('step')} of {source.get('run')}"
-    yield f"{request} of {count(samples, 'sample')}"
+    yield request + (f", {count(steps, 'step')} of {count(samples, 'sample')}" if steps else "")
     yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
     if isinstance(pipeline := plan.get("pipeline"), Mapping):
         pieces = count(int(pipeline.get("num_microbatches", 1)), "micro-batch", "es")

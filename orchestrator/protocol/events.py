@@ -168,6 +168,21 @@ class SystemMetricsLogged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepsKnown(Event):
+    """A script has reported how many ``steps`` the run has."""
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPrinted(Event):
+    """The script of a rank has printed ``lines``. Only the console uses it; the log of the rank has them."""
+
+    rank: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankProgress(Event):
     """The progress of a rank. Only the console uses it; the journal does not keep it.
 

@@ -63,6 +63,14 @@ class WorkerInfo:
         return f"{self.hostname} ({self.node_ip})"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: the number of its node, in the order of ranks, and its GPU there; None without a usable GPU."""
+
+    node: int
+    gpu: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variables:
     """Environment variables: a process sets ``values``, and ``defaults`` where it has no value of its own."""
@@ -103,6 +111,8 @@ class Assignment:
         checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
         checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: the faults to inject.
+        places: the place of each rank.
+        failures: how many failures have ended earlier generations.
     """
 
     generation: int
@@ -121,6 +131,8 @@ class Assignment:
     checkpoint: str | None = None
     checkpoint_remote: Remote | None = None
     faults: tuple[Fault, ...] = ()
+    places: tuple[Place, ...] = ()
+    failures: int = 0
 
     @property
     def config(self) -> Config:
@@ -158,6 +170,7 @@ class TrainPoint:
         flops: the floating-point operations of this rank in a step; None if unknown.
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
         machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
+        samples: what this rank has trained on since its last point, as a script reports it; None from the training loop.
     """
 
     step: int
@@ -175,6 +188,7 @@ class TrainPoint:
     flops: float | None = None
     flops_at_peak_ms: float | None = None
     machine: MachineUse | None = None
+    samples: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +228,7 @@ class Heartbeat:
         first_report: the number of reports that the driver has received from this process before.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
+        lines: what a script has printed, for the console.
     """
 
     step: int
@@ -228,9 +243,10 @@ class Heartbeat:
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
     leaving: bool = False
+    lines: tuple[str, ...] = ()
 
     def after(self, earlier: Heartbeat | None) -> Heartbeat:
-        """Return this heartbeat with the points, events and system metrics of an ``earlier``, undelivered one added."""
+        """Return this heartbeat with the reports, lines and system metrics of an ``earlier``, undelivered one added."""
         if earlier is None:
             return self
         return replace(
@@ -239,6 +255,7 @@ class Heartbeat:
             points=(*earlier.points, *self.points),
             events=(*earlier.events, *self.events),
             system={**earlier.system, **self.system},
+            lines=(*earlier.lines, *self.lines),
         )
 
 

@@ -65,7 +65,8 @@ class Health:
         self._telemetry = telemetry
         self._outcomes = outcomes
         self._heard_at: dict[int, float] = {}
-        synchronous = registry.load(config.strategy.name).is_synchronous(config.strategy)
+        rules = registry.load(config.strategy.name)
+        synchronous = rules.is_synchronous(config.strategy) or rules.runs_script
         self._hangs = HangDetector(config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
 
     @property

@@ -30,6 +30,7 @@ from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 
 
@@ -47,6 +48,7 @@ class Run:
         self._reports = WorkerReports(
             context, self._workers, self._course, self._checkpoints, uploader=uploader, records=records
         )
+        self._runs_script = registry.load(self.spec.config.strategy.name).runs_script
         self._faults = self.spec.sizes.largest.faults
         self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
@@ -135,6 +137,7 @@ class Run:
             checkpoint_remote=self._checkpoints.remote,
             faults=() if only_saves else self._faults,
             only_saves=only_saves,
+            failures=len(self._failures),
         )
         telemetry, hangs = self._reports.telemetry, tuple(self._hangs)
         generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
@@ -158,7 +161,13 @@ class Run:
 
     def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
         config = self.spec.config
-        state = what_follows(end, self._failures, recovery=config.recovery, stop_grace_s=config.cluster.stop_grace_s)
+        state = what_follows(
+            end,
+            self._failures,
+            recovery=config.recovery,
+            stop_grace_s=config.cluster.stop_grace_s,
+            always_restarts=self._runs_script,
+        )
         if end.failure is not None:
             self._failures.append(end.failure)
         return state
@@ -247,7 +256,7 @@ class Run:
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         steps = self._workers.plan.steps
-        if end.last_step == steps and self.spec.config.evaluate is None and not self._checkpoints.why_missing(steps):
+        if steps and end.last_step == steps and self.spec.config.evaluate is None and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
         return verdict.failed(what + (f" ({why})" if why else ""))
 
@@ -258,16 +267,16 @@ class Run:
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
         ended_early = None if rank_0 is None else rank_0.ended_early
-        evaluates = self.spec.config.evaluate is not None
-        step = end.last_step if ended_early is not None or evaluates else self._workers.plan.steps
-        missing = None if evaluates else self._checkpoints.why_missing(step)
+        saves_nothing = self.spec.config.evaluate is not None or self._runs_script
+        step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
+        missing = None if saves_nothing else self._checkpoints.why_missing(step)
         return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
-        missing = self._checkpoints.why_missing(at_step) if at_step else None
+        missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
         return verdict.stopped(
             int(self._stop.received),
             self._stop.cause,

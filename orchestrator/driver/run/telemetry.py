@@ -18,12 +18,14 @@ from orchestrator.protocol.events import (
     Event,
     FirstStepDone,
     MetricsLogged,
+    RankPrinted,
     RankProgress,
     StragglerFound,
     SystemMetricsLogged,
 )
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, TrainPoint, WorkerInfo
 from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.control.spool import read_spool, remove_spool
 
@@ -52,6 +54,7 @@ class Telemetry:
         last_step: the last completed step of each rank.
         straggler: the straggler found in this generation; None if there is none.
         aggregator: combines the metrics of the ranks.
+        runs_script: whether the ranks report themselves, which some may not do.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Telemetry:
         self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
         self._config = spec.config
         self._plan = plan
+        self.runs_script = registry.load(plan.strategy).runs_script
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._machines = SharedMachine()
         self._driver_s: tuple[float, float] | None = None  # its CPU time at the first and the last reading of machines
@@ -113,6 +117,10 @@ class Telemetry:
                     evaluated=heartbeat.evaluated,
                 )
             )
+            if heartbeat.lines:
+                self._events.show(RankPrinted(rank=rank, lines=heartbeat.lines))
+        if self.runs_script:
+            self.complete_points(final=False)
         # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.
         events = self._emit_events(event for _, h in sorted(heartbeats.items()) for event in h.events)
         if system:
@@ -150,6 +158,11 @@ class Telemetry:
                 events += self._emit_events(report for report in unreceived if isinstance(report, Event))
                 remove_spool(spool)
         return tuple(events)
+
+    def complete_points(self, *, final: bool = True) -> None:
+        """Emit what :meth:`Aggregator.incomplete` returns."""
+        for logged in self.aggregator.incomplete(final=final):
+            self._events.emit(logged)
 
     def has_trained(self, generation: int) -> bool:
         """Return whether a step of ``generation``, or of a later one, is complete."""
