@@ -77,7 +77,15 @@ def describe_event(event: Event) -> list[Line]:
             return [(f"warning: {event.message}", "yellow")]
         case RankPrinted():
             return [(f"[rank {event.rank}] {line}", "") for line in event.lines]
-        case StepsKnown() | BestFound() | StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
+        case (
+            StepsKnown()
+            | BestFound()
+            | StateChanged()
+            | FirstStepDone()
+            | RankProgress()
+            | SystemMetricsLogged()
+            | MetricsLogged()
+        ):
             return []
         case SampleSaved() | TextSampled() | Continued() | RunEnded():
             return []
@@ -123,8 +131,10 @@ def _recovered(event: Recovered) -> str:
         how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
     else:
         how = "process group formed again"
-    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
     verb = "recovered" if event.planned is None else "continued"
+    if event.steps_lost is None:
+        return f"{verb} after {event.seconds:.1f} s: {how}, the script starts again (generation {event.generation})"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
     return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 

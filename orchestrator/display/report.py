@@ -212,7 +212,8 @@ def shared_machine(others: str) -> str:
 
 def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     summary = ended.summary
-    text = f"finished: {count(int(summary.get('steps') or step), 'step')}"
+    steps = int(summary.get("steps") or step)
+    text = f"finished: {count(steps, 'step')}" if steps else "finished"  # a script need not report any
     if started:
         if started.evaluates:
             text = f"evaluated: step {started.resumed_from_step}"

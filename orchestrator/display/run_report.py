@@ -130,7 +130,7 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) ->
                 reason = first_line(str(event.get("reason")))
                 yield f"{event.get('display_name')} lost at step {event.get('step')}: {reason}"
             case "recovered":
-                seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost", 0))
+                seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost") or 0)
                 steps = f"{count(lost, 'step')} repeated" if lost else "no step lost"
                 yield f"continued at step {event.get('step')} after {duration(float(seconds))}, {steps}"
     effective_pct = summary_value(summary, "effective_time_pct")

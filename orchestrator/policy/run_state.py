@@ -133,9 +133,7 @@ def what_follows(
     survivors, world_size = end.outcomes.survivors(), end.outcomes.world_size
     if (failure := end.failure) is not None:
         failures = [*earlier_failures, failure]
-        decision = decide(
-            failures, survivors, world_size=world_size, config=recovery, always_restarts=always_restarts
-        )
+        decision = decide(failures, survivors, world_size=world_size, config=recovery, always_restarts=always_restarts)
         if isinstance(decision, GiveUp):
             return Stopped() if end.asked == "stopped" else Failed(failure.rank, decision.why)
         if end.stopped_ago_s is not None and (decision.sources is None or end.stopped_ago_s >= stop_grace_s):

@@ -287,6 +287,7 @@ class Recovered(Event):
     """Training continues from ``step`` after a failure or a planned pause.
 
     Attributes:
+        steps_lost: how many steps are repeated; None if a script decides that, and has not reported it.
         replaced: the ranks that have new workers.
         in_place: whether training continues from the state of the survivors, rather than from a checkpoint or anew.
         seconds: the time from the failure to the end of the next step.
@@ -295,7 +296,7 @@ class Recovered(Event):
 
     generation: int
     step: int
-    steps_lost: int
+    steps_lost: int | None
     replaced: tuple[int, ...]
     in_place: bool
     seconds: float

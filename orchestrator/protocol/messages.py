@@ -113,6 +113,7 @@ class Assignment:
         faults: the faults to inject.
         places: the place of each rank.
         failures: how many failures have ended earlier generations.
+        tracked_as: the id of the run on the tracking server, for a script that logs there; None if there is none.
     """
 
     generation: int
@@ -133,6 +134,7 @@ class Assignment:
     faults: tuple[Fault, ...] = ()
     places: tuple[Place, ...] = ()
     failures: int = 0
+    tracked_as: str | None = None
 
     @property
     def config(self) -> Config:
@@ -170,7 +172,7 @@ class TrainPoint:
         flops: the floating-point operations of this rank in a step; None if unknown.
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
         machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
-        samples: what this rank has trained on since its last point, as a script reports it; None from the training loop.
+        samples: what this rank has trained on since its last point, if a script reports it; None otherwise.
     """
 
     step: int

@@ -53,6 +53,7 @@ class Start:
         faults: those still to be injected.
         only_saves: the ranks are to save what they hold and to stop, because the run cannot continue.
         failures: how many failures have ended earlier generations.
+        tracked_as: the id of the run on the tracking server; None if it is unknown.
     """
 
     recovery_plan: RecoveryPlan | None
@@ -62,6 +63,7 @@ class Start:
     faults: tuple[Fault, ...] = ()
     only_saves: bool = False
     failures: int = 0
+    tracked_as: str | None = None
 
 
 class Generation:
@@ -149,6 +151,7 @@ class Generation:
             faults=self._start.faults,
             places=_places(members),
             failures=self._start.failures,
+            tracked_as=self._start.tracked_as,
         )
         packed = assignment.packed()  # once, not for every worker
         self._next_round = time.monotonic() + self._config.cluster.heartbeat_s  # the calls below take part of it

@@ -48,6 +48,7 @@ class Run:
         self._reports = WorkerReports(
             context, self._workers, self._course, self._checkpoints, uploader=uploader, records=records
         )
+        self._uploader = uploader
         self._runs_script = registry.load(self.spec.config.strategy.name).runs_script
         self._faults = self.spec.sizes.largest.faults
         self._failures: list[FailureRecord] = []
@@ -138,6 +139,7 @@ class Run:
             faults=() if only_saves else self._faults,
             only_saves=only_saves,
             failures=len(self._failures),
+            tracked_as=self._tracked_as() if self._runs_script else None,
         )
         telemetry, hangs = self._reports.telemetry, tuple(self._hangs)
         generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
@@ -146,6 +148,26 @@ class Run:
             workers.queue.has_workers()
             self._reports.begin_generation()
         return generation
+
+    def _tracked_as(self) -> str | None:
+        """Return the id of the run on the tracking server, to which the script may log; None if there is none in time.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        tracking = self.spec.config.tracking
+        deadline = time.monotonic() + tracking.request_timeout_s
+        while tracking.uri is not None and (run_id := self._uploader.run_id()) is None:
+            if self._stop.received is not None:
+                raise Interrupted
+            if time.monotonic() > deadline:
+                self._events.warn(
+                    f"MLflow has made no run within {tracking.request_timeout_s:g} s (tracking.request_timeout_s); "
+                    "what the script itself logs to MLflow goes elsewhere"
+                )
+                return None
+            time.sleep(0.05)
+        return None if tracking.uri is None else run_id
 
     def _watch(self, generation: Generation) -> GenerationEnd:
         """Let the workers train until all have ended, one has failed, or all pause; returns what has happened."""
@@ -219,6 +241,10 @@ class Run:
 
     def _continue_with(self, plan: RecoveryPlan) -> None:
         """Prepare the records for the next generation, to which a transition leads."""
+        if self._runs_script:  # its first report tells from which step it continues
+            self._course.continue_with(plan, step=None)
+            self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, 0)
+            return
         if plan.sources is None:
             self._checkpoints.find_newest()
         step = self._checkpoints.step if plan.sources is None else plan.step
@@ -256,7 +282,8 @@ class Run:
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         steps = self._workers.plan.steps
-        if steps and end.last_step == steps and self.spec.config.evaluate is None and not self._checkpoints.why_missing(steps):
+        saves = not self._runs_script and self.spec.config.evaluate is None
+        if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
         return verdict.failed(what + (f" ({why})" if why else ""))
 

@@ -15,6 +15,7 @@ from orchestrator.policy.shared_machine import SharedMachine
 from orchestrator.policy.straggler import Straggler, StragglerWatch
 from orchestrator.protocol.events import (
     CheckpointSaved,
+    Continued,
     Event,
     FirstStepDone,
     MetricsLogged,
@@ -66,6 +67,7 @@ class Telemetry:
         self.aggregator = Aggregator(
             mesh=plan.mesh, global_batch_size=plan.global_batch_size, tokens_per_sample=spec.tokens_per_sample
         )
+        self._awaits_report = spec.resumed_from_step is not None and registry.load(plan.strategy).runs_script
         self._trained_generation = 0
         self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
         self._config = spec.config
@@ -178,6 +180,7 @@ class Telemetry:
 
     def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
         """Prepare for a generation under ``plan``: all ranks are at ``step``, those in ``lost`` have new workers."""
+        self._awaits_report = self.runs_script
         self.aggregator.begin_generation(plan.mesh)
         self.last_step = dict.fromkeys(range(plan.world_size), step)
         self.straggler = None
@@ -192,6 +195,9 @@ class Telemetry:
                 self._machines.add(rank, members[rank].info.node_id, point.machine)
                 now_s = time.process_time()
                 self._driver_s = (now_s if self._driver_s is None else self._driver_s[0]), now_s
+            if self._awaits_report:  # only now it is known from where the script has started again
+                self._awaits_report = False
+                self._events.emit(Continued(step=point.step - 1))
             logged = self.aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)

@@ -50,6 +50,13 @@ def script_environment(
     }
     if "OMP_NUM_THREADS" not in assignment.config.cluster.env:
         values["OMP_NUM_THREADS"] = str(assignment.plan.threads_per_worker)
+    tracking = assignment.config.tracking
+    if rank == 0 and assignment.tracked_as is not None and tracking.uri is not None:
+        values |= {
+            "MLFLOW_TRACKING_URI": tracking.uri,
+            "MLFLOW_EXPERIMENT_NAME": tracking.experiment,
+            "MLFLOW_RUN_ID": assignment.tracked_as,
+        }
     gpus = [places[r].gpu for r in local]
     if None not in gpus:
         values[VISIBLE_GPUS] = ",".join(map(str, gpus))  # torchrun's scripts choose theirs by LOCAL_RANK
