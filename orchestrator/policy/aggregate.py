@@ -56,6 +56,7 @@ class Aggregator:
         self._train: dict[int, dict[int, TrainPoint]] = {}
         self._reported: dict[int, int] = {}  # the last step of each rank that has sent a point in this generation
         self._waited_for: set[int] = set()  # the incomplete steps of the round before
+        self._passed = 0  # the last step that was logged without the parts of all ranks
         self._eval: dict[int, dict[int, EvalPoint]] = {}
         self._values: dict[str, RunningValues] = {}
         self._theoretical_bubble: float | None = None
@@ -72,9 +73,11 @@ class Aggregator:
             for spec in evaluation_specs(point):
                 self._registry.add(spec)
         else:
+            self._reported[rank] = point.step
+            if point.step <= self._passed:
+                return None
             parts = self._train.setdefault(point.step, {})
             parts[rank] = point
-            self._reported[rank] = point.step
             if len(parts) < self._mesh.world_size:
                 return None
             metrics = self._train_metrics(self._train.pop(point.step))
@@ -92,6 +95,7 @@ class Aggregator:
         for step in due:
             parts = self._train.pop(step)
             logged.append(self._logged(parts[min(parts)], self._train_metrics(parts)))
+            self._passed = step
         self._waited_for = set(self._train)
         return logged
 
@@ -106,6 +110,7 @@ class Aggregator:
         self._train.clear()
         self._eval.clear()
         self._reported.clear()
+        self._passed = 0
 
     def specs(self) -> tuple[MetricSpec, ...]:
         """Return the specs of the metrics that this launch has logged."""
