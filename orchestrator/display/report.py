@@ -178,7 +178,8 @@ def verdict(
             lines.append(first_line(ended.reason))
     elif ended.status == "KILLED":
         how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
-        lines = [f"{how}; {_newest(checkpoint, step)}"]
+        has_own_checkpoints = started is not None and not started.steps
+        lines = [how if has_own_checkpoints else f"{how}; {_newest(checkpoint, step)}"]
     else:
         lines = _failed(ended, failure)
         if checkpoint:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
+from orchestrator.strategies.external.job import Script
 
 AUTO = "auto"
 """The strategy that chooses another one."""
@@ -66,6 +68,12 @@ class Candidate:
     def is_auto(self) -> bool:
         """Whether the strategy is still to be chosen."""
         return self.config.strategy.name == AUTO
+
+    @property
+    def scripts(self) -> frozenset[Path]:
+        """The files that the workers run in processes of their own."""
+        is_file = isinstance(self.job, Script) and self.job.kind == "file"
+        return frozenset([Path(self.job.script)]) if is_file else frozenset()
 
     @property
     def embeds_ray(self) -> bool:

@@ -214,7 +214,9 @@ def _ray(
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
             modules = {c.config.job_module for c in candidates if c.given is None}
-            nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
+            nodes = fit_nodes(
+                nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, candidates[0].scripts)
+            )
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()
@@ -314,7 +316,7 @@ def _opened(
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     source = candidate.source
     start = source or resume
-    code = launch.codes.get(config.cluster)
+    code = launch.codes.get(config.cluster, candidate.scripts)
     origin = this_origin()
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)

@@ -28,6 +28,7 @@ class RunStarted(Event):
     """The run has started.
 
     Attributes:
+        steps: 0 for a script, which saves its own checkpoints.
         num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
         resumed_from_step: None for a new run.
         source: another run, with whose checkpoint of that step this one begins; None if it is its own.

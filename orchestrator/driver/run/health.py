@@ -176,6 +176,8 @@ class Health:
             steps=self._telemetry.last_step,
             enqueued={rank: stack.flight.enqueued for rank, stack in stacks.items() if stack.flight is not None},
         )
+        if self._outcomes.done:
+            why = self._outcomes.left_by
         self.hung_at = self._telemetry.last_step.get(rank, 0)
         what = self._hangs.describe(rank, now)
         report = write_stacks(self._run_dir, self._generation, self._plan, stacks)

@@ -310,6 +310,7 @@ class Run:
             at_step=at_step,
             trained=self._reports.has_trained,
             checkpoint_missing=missing,
+            runs_script=self._runs_script,
         )
 
     def _result(self, verdict: Verdict) -> RunResult:

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from orchestrator.protocol.messages import Failure
+from orchestrator.policy.outcomes import Outcomes
+from orchestrator.protocol.messages import Failure, Outcome
 from orchestrator.worker.script.failure import last_traceback, script_failure
 
 RAISED = """\
@@ -85,6 +86,18 @@ def test_what_record_has_written_is_preferred() -> None:
     found = failure(output=RAISED, error_file=json.dumps(written))
     assert (found.message, found.traceback) == ("RuntimeError: x", "Traceback\n  y")
     assert failure(output=RAISED, error_file="{").message == "ValueError: bad value"
+
+
+def test_a_connection_that_others_have_closed_in_order_shows_that_the_ranks_disagree() -> None:
+    closed = failure(output="Traceback (most recent call last):\n  x\nRuntimeError: Connection closed by peer")
+    outcomes = Outcomes(3)
+    outcomes.add(0, Outcome(status="failed", step=1, failure=closed))
+    assert outcomes.failure(0) == closed
+    outcomes.add(2, Outcome(status="done", step=1))
+    assert outcomes.failure(0).message == (
+        "RuntimeError: Connection closed by peer; rank 2 ended without an error before, so the ranks disagree on when "
+        "to end"
+    )
 
 
 def test_no_traceback() -> None:
