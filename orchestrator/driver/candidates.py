@@ -214,6 +214,8 @@ def _check(
     else:
         with collect_errors(errors):
             source = find_source(config, job, warnings=warnings, redactor=redactor)
+    if registry.load(config.strategy.name).runs_script:  # neither of which anything here knows
+        config = replace(config, tracking=replace(config.tracking, log_model=False, log_dataset=False))
     if source is not None and config.evaluate is not None:
         tracking = replace(config.tracking, log_model=False, log_dataset=False)
         config = replace(config, train=source.train, tracking=tracking)

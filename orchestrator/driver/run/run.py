@@ -225,7 +225,7 @@ class Run:
         self._course.enter("yielding")
         workers.queue.begin_yielding()
         self._reports.finish_workers(end.outcomes)
-        if (why := self._checkpoints.why_missing(step)) is not None:
+        if not self._runs_script and (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         workers.gang.release()
         self._course.enter("waiting")

@@ -1,8 +1,10 @@
-"""The environment variables of a rank's script: those that torchrun sets, and those of its run. Pure."""
+"""The environment variables of a rank's script: those that torchrun sets, and those of its run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.protocol.messages import Assignment
@@ -11,14 +13,27 @@ from orchestrator.script_api import CHECKPOINTS_VARIABLE, REPORT_VARIABLE
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
+def installed_packages(paths: Iterable[str]) -> list[str]:
+    """Return the directories in ``sys.path`` with packages that only this worker has installed, for ``cluster.pip``."""
+    own = (Path(sys.prefix), Path(sys.base_prefix))
+    return [p for p in paths if Path(p).name == "site-packages" and not any(Path(p).is_relative_to(o) for o in own)]
+
+
 def script_environment(
-    own: Mapping[str, str], assignment: Assignment, *, reports: Path, errors: Path, checkpoints: Path
+    own: Mapping[str, str],
+    assignment: Assignment,
+    *,
+    packages: Sequence[str] = (),
+    reports: Path,
+    errors: Path,
+    checkpoints: Path,
 ) -> dict[str, str]:
     """Return the environment of the script of one rank.
 
     Args:
         own: the environment of the worker.
         assignment: the generation, and the rank in it.
+        packages: the directories of :func:`installed_packages`.
         reports: the socket for the reports of the script.
         errors: where a function that torch's ``record`` decorates writes its error.
         checkpoints: the directory that restarts find again.
@@ -50,6 +65,8 @@ def script_environment(
     }
     if "OMP_NUM_THREADS" not in assignment.config.cluster.env:
         values["OMP_NUM_THREADS"] = str(assignment.plan.threads_per_worker)
+    if packages:
+        values["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [own.get("PYTHONPATH")])])
     tracking = assignment.config.tracking
     if rank == 0 and assignment.tracked_as is not None and tracking.uri is not None:
         values |= {

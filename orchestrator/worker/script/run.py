@@ -21,7 +21,7 @@ from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
-from orchestrator.worker.script.environment import script_environment
+from orchestrator.worker.script.environment import installed_packages, script_environment
 from orchestrator.worker.script.failure import script_failure
 from orchestrator.worker.script.process import ScriptProcess
 from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
@@ -31,6 +31,8 @@ WORK_CHECK_S = 1.0
 """The interval at which the CPU time of a silent script is read."""
 ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
+GRACE_SHARE = 0.8
+"""The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
 STACKS_S = 1.0
 """How long a script may take to write its stacks, before it is ended."""
 _CHUNK_BYTES = 1 << 16
@@ -79,6 +81,7 @@ class ScriptRun:
             environment = script_environment(
                 os.environ,
                 self._assignment,
+                packages=installed_packages(sys.path),
                 reports=reports.path,
                 errors=reports.errors,
                 checkpoints=self._run_dir.script_checkpoints,
@@ -95,7 +98,7 @@ class ScriptRun:
                 self._end(process, ABANDONED_GRACE_S)
                 raise
             if stopped:
-                self._end(process, self._assignment.config.cluster.stop_grace_s)
+                self._end(process, GRACE_SHARE * self._assignment.config.cluster.stop_grace_s)
                 return Outcome(status="stopped", step=self.step)
             ended_at = time.time()
             self._drain()
@@ -123,6 +126,7 @@ class ScriptRun:
             self._ended_by_us = True
             self._process.abort()
             time.sleep(STACKS_S)
+            self._process.send(signal.SIGKILL)
         text = "\n".join(self._tail)
         innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
         return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
@@ -146,7 +150,7 @@ class ScriptRun:
         return False
 
     def _end(self, process: ScriptProcess, grace_s: float) -> None:
-        """Send SIGTERM to the script, which may save what it needs, and kill it after ``grace_s``."""
+        """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
         self._ended_by_us = True
         process.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s

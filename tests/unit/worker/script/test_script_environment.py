@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from helpers.ranks.script_runs import assignment
 from orchestrator.protocol.messages import Assignment, Place
-from orchestrator.worker.script.environment import script_environment
+from orchestrator.worker.script.environment import installed_packages, script_environment
 
 PLACES = (Place(0, 2), Place(0, 5), Place(1, 0), Place(0, 7))
 
@@ -49,6 +50,16 @@ def test_the_variables_of_the_worker_stay_unless_torchrun_sets_them(tmp_path: Pa
     found = environment(assignment(tmp_path), 1, own)
     assert (found["HOME"], found["RANK"], found["PYTHONUNBUFFERED"]) == ("/h", "1", "")
     assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "3")
+
+
+def test_packages_that_only_the_worker_has_come_first(tmp_path: Path) -> None:
+    added = "/tmp/pip/lib/python3.11/site-packages"
+    assert installed_packages(["", "/work", added, f"{sys.prefix}/lib/python3.11/site-packages"]) == [added]
+    orders = assignment(tmp_path)
+    paths = {name: Path(f"/{name}") for name in ("reports", "errors", "checkpoints")}
+    own = {"PYTHONPATH": "/mine"}
+    assert script_environment(own, orders, packages=[added], **paths)["PYTHONPATH"] == f"{added}:/mine"
+    assert script_environment(own, orders, **paths)["PYTHONPATH"] == "/mine"
 
 
 def test_only_rank_0_logs_to_the_run_on_the_tracking_server(tmp_path: Path) -> None:
