@@ -9,7 +9,7 @@ import pytest
 from mlflow import MlflowClient
 
 from helpers.ranks.script_runs import SCRIPTS
-from helpers.records.runs import events, losses, series
+from helpers.records.runs import events, losses, series, wait_for
 from orchestrator.records.run_dir import RunDir
 
 
@@ -31,6 +31,7 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
     assert logged[20] == pytest.approx(1 / 20 + 0.5), "the mean of both ranks"
     assert series(result.run_dir, "train/accuracy")[20] == 1
     assert result.summary["samples_per_s"] > 0
+    wait_for(lambda: run_dir.read_record()["summary"].get("mlflow_run_id"), "the upload, which may outlast the run")
     record = run_dir.read_record()
     output = capfd.readouterr().out
     assert f"[rank 0] began at 10, run {record['mlflow_run_id']}" in output
