@@ -25,7 +25,8 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
     assert (result.status, result.exit_code, result.summary["restarts"]) == ("FINISHED", 0, 1)
     run_dir = RunDir(result.run_dir)
     (lost,) = [event for event in events(result.run_dir) if event["event"] == "worker_lost"]
-    assert (lost["rank"], lost["reason"]) == (1, "the script was ended by SIGKILL")
+    assert lost["rank"] == 1
+    assert lost["reason"].startswith("the script was ended by SIGKILL")
     logged = losses(result.run_dir)
     assert logged.keys() >= {1, 9, 10, 11, 20}, "the steps before the restart count, and those after it"
     assert logged[20] == pytest.approx(1 / 20 + 0.5), "the mean of both ranks"
