@@ -24,6 +24,7 @@ from orchestrator.config.redact import MASK, Redactor
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.process.reports import LEFT_RUN, left_run
 from orchestrator.records.process import this_process
+from orchestrator.strategies.external.job import Script
 
 
 def test_a_new_run_unless_asked(tmp_path: Path) -> None:
@@ -38,8 +39,20 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
     an_earlier_run(tmp_path, name="other")
     found, warnings = resume(config_of(tmp_path, "resume=auto"))
     assert found is not None
+    assert found.checkpoint is not None
     assert (found.run_dir.path, found.step, found.checkpoint.name) == (wanted.path, 5, "step-00000005")
     assert warnings == []
+
+
+def test_a_script_continues_in_its_run_directory_whatever_it_has_saved(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path, steps=[], state="finished", name="train")
+    wanted = an_earlier_run(tmp_path, steps=[], state="killed", name="train")
+    wanted.metrics_file.write_text('{"step": 12, "time": 1.0, "train/loss": 0.5}\n')
+    words = ["strategy=script", "job.script=train.py"]
+    for asked in ("auto", str(wanted.path)):
+        found, warnings = resume(config_of(tmp_path, *words, f"resume={asked}"), job=Script(script="train.py"))
+        assert found is not None
+        assert (found.run_dir.path, found.step, found.checkpoint, warnings) == (wanted.path, 12, None, [])
 
 
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
