@@ -21,8 +21,10 @@ _MEANINGLESS = (
     *("--master-port", "--local-addr", "--monitor-interval", "--start-method", "--role", "--log-dir", "--redirects"),
     *("--tee", "--log-line-prefix-template", "--local-ranks-filter", "--event-log-handler", "--logs-specs"),
     *("--duplicate-stdout-filters", "--duplicate-stderr-filters", "--signals-to-handle", "--shutdown-timeout"),
+    *("--numa-binding", "--run-path"),
 )
 """Options of torchrun that are accepted, because Ray places the ranks and each rank has a log of its own."""
+_FLAGS = ("--standalone", "--run-path")
 _SHORT = {"--redirects": "-r", "--tee": "-t"}
 _OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=")
 
@@ -79,7 +81,9 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator torchrun",
+        usage="%(prog)s [options] [key=value ...] script [argument ...]",
         description="Run a script that runs under torchrun, with torchrun's options, as strategy=script.",
+        epilog=f"Accepted without effect, because Ray places the ranks: {', '.join(_MEANINGLESS)}.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -91,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
     _add(parser, "--no-python", action="store_true", help="the script is a program of another kind")
     for name in _MEANINGLESS:
-        flag = {"action": "store_const", "const": True} if name == "--standalone" else {}
-        _add(parser, name, help="without effect here", **flag)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="[key=value ...] script [argument ...]")
+        flag = {"action": "store_const", "const": True} if name in _FLAGS else {}
+        _add(parser, name, help=argparse.SUPPRESS, **flag)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script", help="the script, and its arguments")
     return parser
 
 
