@@ -216,8 +216,10 @@ class Worker:
         try:
             with exits_refused():
                 job = self._begin(assignment, startup)
-                train = self._run_script if isinstance(job, Script) else self._run_loop
-                outcome = train(assignment, job, startup)
+                if isinstance(job, Script):
+                    outcome = self._run_script(assignment, job, startup)
+                else:
+                    outcome = self._run_loop(assignment, job, startup)
             clean = True
         except BaseException as e:
             outcome = self._failed(readable(e), assignment)
