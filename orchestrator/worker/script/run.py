@@ -27,8 +27,8 @@ from orchestrator.worker.script.process import ScriptProcess
 from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
 
 POLL_S = 0.1
-WORK_CHECK_S = 1.0
-"""The interval at which the CPU time of a silent script is read."""
+WORK_CHECKS = 10
+"""How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
 ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
@@ -138,12 +138,13 @@ class ScriptRun:
             AbandonedError: the driver has ended the generation.
         """
         generation, checked_at = self._assignment.generation, time.monotonic()
+        check_every_s = self._assignment.config.recovery.hang_max_s / WORK_CHECKS
         while process.exit_code() is None:
             self._gate.check(generation)
             if self._gate.is_stopping(generation):
                 return True
             self._serve(POLL_S)
-            if (passed_s := time.monotonic() - checked_at) >= WORK_CHECK_S:
+            if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
                 if process.has_worked(passed_s):
                     self._outbox.progress()
