@@ -72,8 +72,9 @@ class Candidate:
     @property
     def scripts(self) -> frozenset[Path]:
         """The files that the workers run in processes of their own."""
-        is_file = isinstance(self.job, Script) and self.job.kind == "file"
-        return frozenset([Path(self.job.script)]) if is_file else frozenset()
+        if isinstance(self.job, Script) and self.job.kind == "file":
+            return frozenset([Path(self.job.script)])
+        return frozenset()
 
     @property
     def embeds_ray(self) -> bool:
