@@ -24,7 +24,7 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
     )
     assert (result.status, result.exit_code, result.summary["restarts"]) == ("FINISHED", 0, 1)
     run_dir = RunDir(result.run_dir)
-    (lost,) = [event for event in events(result.run_dir) if event["event"] == "worker_lost"]
+    (lost,) = events(result.run_dir, "worker_lost")
     assert lost["rank"] == 1
     assert lost["reason"].startswith("the script was ended by SIGKILL")
     logged = losses(result.run_dir)
