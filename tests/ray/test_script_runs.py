@@ -29,7 +29,6 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
     assert lost["reason"].startswith("the script was ended by SIGKILL")
     logged = losses(result.run_dir)
     assert logged.keys() >= {1, 9, 10, 11, 20}, "the steps before the restart count, and those after it"
-    assert logged[20] == pytest.approx(1 / 20 + 0.5), "the mean of both ranks"
     assert series(result.run_dir, "train/accuracy")[20] == 1
     assert result.summary["samples_per_s"] > 0
     wait_for(lambda: run_dir.read_record()["summary"].get("mlflow_run_id"), "the upload, which may outlast the run")
