@@ -2,7 +2,8 @@
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
 subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch, and :func:`batches_by_length` for
-batches of samples of similar length.
+batches of samples of similar length. A script of your own, run by ``strategy=script``, has :func:`report` and
+:func:`checkpoint_dir`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job, StepEnd
+from orchestrator.script_api import checkpoint_dir, report
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.version import __version__
@@ -29,7 +31,9 @@ __all__ = [
     "StepEnd",
     "__version__",
     "batches_by_length",
+    "checkpoint_dir",
     "gather_batch",
+    "report",
     "run",
 ]
 

@@ -170,6 +170,12 @@ def torchrun(
     return _peer([*command, *flags], workload)
 
 
+def orchestrator_torchrun(workload: Workload, *, address: str, script: str = "torchrun_ddp.py") -> Arm:
+    """Return the arm that runs a plain script of ``peers/`` under ``orchestrator torchrun``."""
+    flags = [f"--nproc-per-node={WORKERS}", f"cluster.address={address}", "tracking=none"]
+    return _peer(["-m", "orchestrator.torchrun", *flags, str(PEERS / script)], workload)
+
+
 def torch_pipeline(workload: Workload, *, split: str, schedule: str, num_microbatches: int) -> Arm:
     """Return the arm that runs two stages of plain ``torch.distributed.pipelining`` under torchrun.
 

@@ -24,7 +24,7 @@ from orchestrator.config.hydra_keys import HONOURED, choice_errors, file_errors
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
 from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
-from orchestrator.config.text import first_few, format_override, to_cli
+from orchestrator.config.text import first_few, format_override, path_override, to_cli
 from orchestrator.config.typed import Typed, mark, merged, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
@@ -48,7 +48,7 @@ def compose(
     if (error := files.error()) is not None:
         errors.append(error)
         return None, None
-    parsed = parse(words, errors)
+    parsed = parse(_with_script_defaults(words), errors)
     data = _compose(select_valid(parsed, files, errors), files, errors, _resolved)
     if data is None:
         return None, None
@@ -114,6 +114,21 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
     composed_data(words)
     files = Files.of(words)
     show_info(files.directories, files.name, _group_words(parse(words, []), files), topics)
+
+
+SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
+"""What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
+
+
+def _with_script_defaults(words: Sequence[str]) -> list[str]:
+    given = values(words)
+    if given.get("strategy") != "script":
+        return list(words)
+    if "job._target_" in given:
+        given["job"] = given["job._target_"]
+    if "name" not in given and isinstance(script := given.get("job.script"), str):
+        words = [*words, path_override("name", Path(script).stem)]
+    return [*words, *(f"{key}={value}" for key, value in SCRIPT_DEFAULTS.items() if key not in given)]
 
 
 def shell_completion(words: Sequence[str]) -> None:

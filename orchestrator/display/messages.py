@@ -15,6 +15,7 @@ from orchestrator.protocol.events import (
     MetricsLogged,
     ModelCut,
     Noted,
+    RankPrinted,
     RankProgress,
     Recovered,
     RunEnded,
@@ -22,6 +23,7 @@ from orchestrator.protocol.events import (
     SampleSaved,
     StageSummary,
     StateChanged,
+    StepsKnown,
     StopRequested,
     StragglerFound,
     SystemMetricsLogged,
@@ -73,7 +75,17 @@ def describe_event(event: Event) -> list[Line]:
             return [(f"note: {event.message}", "")]
         case Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case BestFound() | StateChanged() | FirstStepDone() | RankProgress() | SystemMetricsLogged() | MetricsLogged():
+        case RankPrinted():
+            return [(f"[rank {event.rank}] {line}", "") for line in event.lines]
+        case (
+            StepsKnown()
+            | BestFound()
+            | StateChanged()
+            | FirstStepDone()
+            | RankProgress()
+            | SystemMetricsLogged()
+            | MetricsLogged()
+        ):
             return []
         case SampleSaved() | TextSampled() | Continued() | RunEnded():
             return []
@@ -83,7 +95,8 @@ def describe_event(event: Event) -> list[Line]:
 
 def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
-    lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}, {count(event.steps, 'step')}"]
+    steps = f", {count(event.steps, 'step')}" if event.steps else ""
+    lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}{steps}"]
     lines.append(f"run directory: {event.run_dir}")
     if event.source is not None:
         verb = "evaluates" if event.evaluates else "continues from"
@@ -118,8 +131,10 @@ def _recovered(event: Recovered) -> str:
         how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
     else:
         how = "process group formed again"
-    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
     verb = "recovered" if event.planned is None else "continued"
+    if event.steps_lost is None:
+        return f"{verb} after {event.seconds:.1f} s: {how}, the script starts again (generation {event.generation})"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
     return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 

@@ -31,6 +31,7 @@ from orchestrator.protocol.events import (
     MetricsLogged,
     RankProgress,
     RunStarted,
+    StepsKnown,
     StopRequested,
     WaitingForResources,
     WaitingInQueue,
@@ -84,6 +85,8 @@ class RunView:
                 self._reached_at.clear()
             case MetricsLogged():
                 self._metrics(event, now)
+            case StepsKnown():
+                self.steps = event.steps
             case RankProgress():
                 self.ranks[event.rank] = event
                 least = min(r.step for r in self.ranks.values())
@@ -125,8 +128,11 @@ class RunView:
         self.step = max(self.step, step)
 
     def eta_s(self) -> float | None:
-        """Return the seconds that remain at the speed of the last points; None before there are two."""
-        if len(self._reached_at) < 2:
+        """Return the seconds that remain at the speed of the last points; None before there are two.
+
+        None if the number of steps is unknown.
+        """
+        if len(self._reached_at) < 2 or not self.steps:
             return None
         (first_time, first_step), (last_time, last_step) = self._reached_at[0], self._reached_at[-1]
         if last_time <= first_time:
@@ -150,11 +156,12 @@ def status_line(
     """Return the progress of a run: ``step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 12s``.
 
     Args:
+        steps: the steps of the run; 0 if they are unknown.
         values: the newest values of metrics by name.
         eta_s: the seconds that remain, None if unknown.
         metrics: the declared metrics, in the order in which they appear.
     """
-    parts = [f"step {step}/{steps}", *_progress_texts(values, metrics)]
+    parts = [f"step {step}/{steps}" if steps else f"step {step}", *_progress_texts(values, metrics)]
     if eta_s is not None and step < steps:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
@@ -203,8 +210,8 @@ def _title(view: RunView) -> Text:
 
 
 def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
-    share = min(1.0, view.step / view.steps)
-    parts = [f"{view.step:,}/{view.steps:,}", f"{share:.0%}"]
+    share = min(1.0, view.step / view.steps) if view.steps else 0.0
+    parts = [f"{view.step:,}/{view.steps:,}", f"{share:.0%}"] if view.steps else [f"{view.step:,}"]
     if view.started:
         parts.append(duration(now - view.started_at, whole=True))
     if (eta := view.eta_s()) is not None:

@@ -82,8 +82,9 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     return [
         (
             "request",
-            f"strategy {plan.strategy}, job {plan.job}, {count(plan.steps, 'step')} "
-            f"of {count(plan.global_batch_size, 'sample')}{accumulation}",
+            f"strategy {plan.strategy}, job {plan.job}"
+            + (f", {count(plan.steps, 'step')} of {count(plan.global_batch_size, 'sample')}" if plan.steps else "")
+            + accumulation,
         ),
         ("cluster", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (
@@ -177,7 +178,8 @@ def verdict(
             lines.append(first_line(ended.reason))
     elif ended.status == "KILLED":
         how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
-        lines = [f"{how}; {_newest(checkpoint, step)}"]
+        has_own_checkpoints = started is not None and not started.steps
+        lines = [how if has_own_checkpoints else f"{how}; {_newest(checkpoint, step)}"]
     else:
         lines = _failed(ended, failure)
         if checkpoint:
@@ -211,7 +213,8 @@ def shared_machine(others: str) -> str:
 
 def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
     summary = ended.summary
-    text = f"finished: {count(int(summary.get('steps') or step), 'step')}"
+    steps = int(summary.get("steps") or step)
+    text = f"finished: {count(steps, 'step')}" if steps else "finished"  # a script need not report any
     if started:
         if started.evaluates:
             text = f"evaluated: step {started.resumed_from_step}"

@@ -61,7 +61,7 @@ def _cell(value: float | None, text: Any) -> str:
 
 
 def _step(run: ComparedRun) -> str:
-    step, steps = run.value("steps"), run.params.get("train.steps")
+    step, steps = run.value("steps"), None if run.strategy == "script" else run.params.get("train.steps")
     return "-" if step is None else f"{step:.0f}/{steps}" if steps else f"{step:.0f}"
 
 

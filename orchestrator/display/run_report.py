@@ -83,11 +83,11 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(plan, Mapping):
         return
     steps, samples = (int(plan.get(key, 0)) for key in ("steps", "global_batch_size"))
-    request = f"strategy {plan.get('strategy')}, job {plan.get('job')}, {count(steps, 'step')}"
+    request = f"strategy {plan.get('strategy')}, job {plan.get('job')}"
     for key, verb in (("evaluated", "evaluates"), ("started_from", "continues from")):
         if isinstance(source := record.get(key), Mapping):
             yield f"{verb} the checkpoint of step {source.get('step')} of {source.get('run')}"
-    yield f"{request} of {count(samples, 'sample')}"
+    yield request + (f", {count(steps, 'step')} of {count(samples, 'sample')}" if steps else "")
     yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
     if isinstance(pipeline := plan.get("pipeline"), Mapping):
         pieces = count(int(pipeline.get("num_microbatches", 1)), "micro-batch", "es")
@@ -130,7 +130,7 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) ->
                 reason = first_line(str(event.get("reason")))
                 yield f"{event.get('display_name')} lost at step {event.get('step')}: {reason}"
             case "recovered":
-                seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost", 0))
+                seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost") or 0)
                 steps = f"{count(lost, 'step')} repeated" if lost else "no step lost"
                 yield f"continued at step {event.get('step')} after {duration(float(seconds))}, {steps}"
     effective_pct = summary_value(summary, "effective_time_pct")

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
+from orchestrator.strategies.external.job import Script
 
 AUTO = "auto"
 """The strategy that chooses another one."""
@@ -67,6 +69,13 @@ class Candidate:
     def is_auto(self) -> bool:
         """Whether the strategy is still to be chosen."""
         return self.config.strategy.name == AUTO
+
+    @property
+    def scripts(self) -> frozenset[Path]:
+        """The files that the workers run in processes of their own."""
+        if isinstance(self.job, Script) and self.job.kind == "file":
+            return frozenset([Path(self.job.script)])
+        return frozenset()
 
     @property
     def embeds_ray(self) -> bool:
@@ -207,6 +216,8 @@ def _check(
     else:
         with collect_errors(errors):
             source = find_source(config, job, warnings=warnings, redactor=redactor)
+    if registry.load(config.strategy.name).runs_script:  # neither of which anything here knows
+        config = replace(config, tracking=replace(config.tracking, log_model=False, log_dataset=False))
     if source is not None and config.evaluate is not None:
         tracking = replace(config.tracking, log_model=False, log_dataset=False)
         config = replace(config, train=source.train, tracking=tracking)

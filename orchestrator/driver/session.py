@@ -59,6 +59,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import end_with_parent
 from orchestrator.records.sweep_dir import membership
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def _ray(
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
             modules = {c.config.job_module for c in candidates if c.given is None}
-            nodes = fit_nodes(nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster))
+            nodes = fit_nodes(
+                nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, candidates[0].scripts)
+            )
             yield nodes, planned_on(nodes, candidates, sweep)
         return
     machine = this_machine()
@@ -313,7 +316,7 @@ def _opened(
     config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
     source = candidate.source
     start = source or resume
-    code = launch.codes.get(config.cluster)
+    code = launch.codes.get(config.cluster, candidate.scripts)
     origin = this_origin()
     as_job = candidate.given.display if candidate.given is not None else ""
     command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
@@ -344,7 +347,7 @@ def _opened(
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,
-        checkpoint=None if start is None else start_dir.checkpoints / start.checkpoint.name,
+        checkpoint=None if start is None or start.checkpoint is None else start_dir.checkpoints / start.checkpoint.name,
         resumed_from_step=None if start is None else start.step,
         source=None if source is None else source.run_dir,
         started_at=started_at,
@@ -355,7 +358,8 @@ def _opened(
         checked_nodes=frozenset(node.node_id for node in launch.nodes),
         known_namesakes=frozenset(namesakes),
     )
-    uploader = Uploader.start(run_dir, config.tracking, redactor.secrets)
+    runs_script = registry.load(config.strategy.name).runs_script
+    uploader = Uploader.start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
     resume_command = command_line(
         (*candidate.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
     )

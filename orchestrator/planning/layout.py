@@ -47,6 +47,10 @@ class LayoutRules:
     config_class: ClassVar[type[StrategyConfig]]
     """The dataclass of the strategy's keys, ``strategy.*``."""
 
+    runs_script: ClassVar[bool] = False
+    """Whether a worker runs a program of the user in place of the training loop. The number of its steps is unknown, it
+    saves what it needs itself, and every generation starts it anew."""
+
     cpu_only: ClassVar[str | None] = None
     """The reason why the strategy runs on CPUs only, for messages; None if it runs on GPUs too."""
 

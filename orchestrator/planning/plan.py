@@ -68,6 +68,7 @@ class Plan:
     """Everything that is decided before Ray starts an actor.
 
     Attributes:
+        steps: the steps of the run; 0 if they are unknown.
         workers: an entry for each rank, in order.
         split: the layers at which the stages after the first begin; None to balance them by measured time.
         processes_per_core: counts shards and spares, too.
@@ -170,7 +171,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         run_name=config.run_name,
         strategy=config.strategy.name,
         job=config.job_name,
-        steps=train.steps,
+        steps=0 if rules.runs_script else train.steps,
         global_batch_size=train.global_batch_size,
         grad_accumulation=train.grad_accumulation,
         mesh=layout.mesh,
@@ -209,7 +210,7 @@ def find_layout(
     layout = rules.plan_layout(replace(config, strategy=options), num_workers, errors)
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
-    if layout.mesh.pipeline == 1:
+    if layout.mesh.pipeline == 1 and not rules.runs_script:
         errors += _batch_errors(config, num_workers)
     _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:

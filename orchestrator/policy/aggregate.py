@@ -54,6 +54,9 @@ class Aggregator:
         self._tokens_per_sample = tokens_per_sample
         self._registry = MetricRegistry(CORE_METRICS)
         self._train: dict[int, dict[int, TrainPoint]] = {}
+        self._reported: dict[int, int] = {}  # the last step of each rank that has sent a point in this generation
+        self._waited_for: set[int] = set()  # the incomplete steps of the round before
+        self._passed = 0  # the last step that was logged without the parts of all ranks
         self._eval: dict[int, dict[int, EvalPoint]] = {}
         self._values: dict[str, RunningValues] = {}
         self._theoretical_bubble: float | None = None
@@ -70,11 +73,33 @@ class Aggregator:
             for spec in evaluation_specs(point):
                 self._registry.add(spec)
         else:
+            self._reported[rank] = point.step
+            if point.step <= self._passed:
+                return None
             parts = self._train.setdefault(point.step, {})
             parts[rank] = point
             if len(parts) < self._mesh.world_size:
                 return None
             metrics = self._train_metrics(self._train.pop(point.step))
+        return self._logged(point, metrics)
+
+    def incomplete(self, *, final: bool = False) -> list[MetricsLogged]:
+        """Return the metrics of steps that some ranks do not report, as a script may, after a round of heartbeats.
+
+        Every rank that has reported anything is past such a step, and the round before had it too, unless this one is
+        ``final``: the part of another rank may come with its next heartbeat.
+        """
+        reached = min(self._reported.values(), default=0)
+        due = [step for step in sorted(self._train) if final or (step <= reached and step in self._waited_for)]
+        logged = []
+        for step in due:
+            parts = self._train.pop(step)
+            logged.append(self._logged(parts[min(parts)], self._train_metrics(parts)))
+            self._passed = step
+        self._waited_for = set(self._train)
+        return logged
+
+    def _logged(self, point: TrainPoint | EvalPoint, metrics: Mapping[str, float]) -> MetricsLogged:
         self._last.update(metrics)
         specs = tuple(self._registry[name] for name in metrics if name in self._registry)
         return MetricsLogged(step=point.step, time=point.time, metrics=metrics, specs=specs)
@@ -84,6 +109,8 @@ class Aggregator:
         self._mesh, self._theoretical_bubble = mesh, None
         self._train.clear()
         self._eval.clear()
+        self._reported.clear()
+        self._passed = 0
 
     def specs(self) -> tuple[MetricSpec, ...]:
         """Return the specs of the metrics that this launch has logged."""
@@ -110,7 +137,7 @@ class Aggregator:
             self._values.setdefault(spec.name, RunningValues()).extend(values)
 
     def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
-        lead = parts[0]
+        lead = parts[min(parts)]
         weight = math.fsum(p.weight for p in parts.values())
         metrics: dict[str, float] = {}
         if weight > 0:
@@ -129,15 +156,19 @@ class Aggregator:
             timeline = self._timeline_of(parts)
             metrics |= self._pipeline_metrics(timeline, parts.values())
             idle_ms = 1e3 * timeline.idle_s
-        if lead.step_ms:
+        if DATA_WAIT_PCT.name in metrics:
             metrics |= self._parts_of_step(metrics, idle_ms=idle_ms)
         return metrics
 
     def _speed_metrics(self, parts: Mapping[int, TrainPoint], steps_ms: Sequence[float]) -> dict[str, float]:
         step_ms = statistics.fmean(steps_ms)
-        rate = self._global_batch_size / step_ms * 1e3
-        rates = [self._global_batch_size / ms * 1e3 for ms in steps_ms if ms > 0]
         self._record(STEP_MS, steps_ms)
+        reported = [p.samples for p in parts.values() if p.samples is not None]
+        batch_size = math.fsum(reported) / len(steps_ms) if reported else self._global_batch_size
+        if not batch_size:
+            return {STEP_MS.name: step_ms}
+        rate = batch_size / step_ms * 1e3
+        rates = [batch_size / ms * 1e3 for ms in steps_ms if ms > 0]
         self._record(SAMPLES_PER_S, rates)
         self._record(SAMPLES_PER_S_PER_WORKER, (r / self._mesh.num_workers for r in rates))
         metrics = {
@@ -148,6 +179,8 @@ class Aggregator:
         if self._tokens_per_sample:
             metrics[TOKENS_PER_S.name] = rate * self._tokens_per_sample
             self._record(TOKENS_PER_S, (r * self._tokens_per_sample for r in rates))
+        if reported:
+            return metrics  # a script does not say what its steps consist of
         workers = [p for rank, p in parts.items() if rank not in self._mesh.servers]
         metrics |= self._compute_metrics(workers, steps_ms)
         waits = {DATA_WAIT_PCT: 100 * statistics.fmean(p.data_wait_ms for p in workers) / step_ms}

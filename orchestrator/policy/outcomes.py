@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
+from orchestrator.config.text import first_few
 from orchestrator.policy.failure import first_failure
 from orchestrator.protocol.messages import Failure, Outcome, RecoverableSteps
 
@@ -65,10 +67,23 @@ class Outcomes:
         return max((outcome.step for outcome in self.by_rank.values()), default=0)
 
     def failure(self, rank: int) -> Failure:
-        """Return the failure of a rank that has failed."""
+        """Return the failure of a rank that has failed; of a broken connection, also who has ended it in order."""
         failure = self.by_rank[rank].failure
         assert failure is not None
+        if failure.collateral and self.done:
+            return replace(failure, message=f"{failure.message}; {self.left_by}")
         return failure
+
+    @property
+    def done(self) -> list[int]:
+        """The ranks that have done all of their part."""
+        return [rank for rank, outcome in self.by_rank.items() if outcome.status == "done"]
+
+    @property
+    def left_by(self) -> str:
+        """Why the others may wait in vain for the ranks that are :attr:`done`, of which there are some."""
+        ranks = first_few([f"rank {rank}" for rank in sorted(self.done)])
+        return f"{ranks} ended without an error before, so the ranks disagree on when to end"
 
     def all_ended(self, status: Literal["done", "stopped"]) -> bool:
         """Return whether every rank has ended with ``status``."""

@@ -63,19 +63,27 @@ def decide(
     *,
     world_size: int,
     config: RecoveryConfig,
+    always_restarts: bool = False,
 ) -> RecoveryPlan | GiveUp:
-    """Decide what to do about the last of ``failures``; ``survivors`` holds the state of each surviving rank."""
+    """Decide what to do about the last of ``failures``.
+
+    Args:
+        failures: all failures of the run, in order.
+        survivors: the state of each surviving rank.
+        world_size: the number of ranks.
+        config: the limits.
+        always_restarts: whether the run restarts ``recovery.max_failures`` times, whatever fails: a script need not say
+            how far it has come.
+    """
     last = failures[-1]
     if config.max_failures == 0 or last.final:
         return GiveUp()
-    if last.raised and len(failures) == 1 and last.step == 0:
-        return GiveUp()  # the job has never completed a step: a bug in its code is more likely than a bad machine
-    if len(failures) > 1 and _is_repeated(last, failures[-2]):
-        return GiveUp("the same error occurred twice at the same step")
+    if not always_restarts and (hopeless := _hopeless(failures)) is not None:
+        return hopeless
     if len(failures) > config.max_failures:
         return GiveUp(f"{len(failures)} failures, recovery.max_failures={config.max_failures}")
     repeats = _failures_without_progress(failures)
-    if repeats + 1 >= GENERATIONS_WITHOUT_PROGRESS:
+    if not always_restarts and repeats + 1 >= GENERATIONS_WITHOUT_PROGRESS:
         return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} failures in a row without progress")
     pause_s = min(MAX_BACKOFF_S, config.backoff_s * 2 ** (repeats - 1)) if repeats else 0.0
     step, sources = newest_state(survivors, range(world_size))
@@ -123,6 +131,16 @@ def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int, of_
     if of_any is not None:
         return of_any
     return min((survivor for survivor, states in survivors.items() if step in states.get(rank, ())), default=None)
+
+
+def _hopeless(failures: Sequence[FailureRecord]) -> GiveUp | None:
+    """Return why the last failure will most likely come again; None if it may not."""
+    last = failures[-1]
+    if last.raised and len(failures) == 1 and last.step == 0:
+        return GiveUp()  # the job has never completed a step: a bug in its code is more likely than a bad machine
+    if len(failures) > 1 and _is_repeated(last, failures[-2]):
+        return GiveUp("the same error occurred twice at the same step")
+    return None
 
 
 def _is_repeated(one: FailureRecord, other: FailureRecord) -> bool:

@@ -118,6 +118,7 @@ def what_follows(
     *,
     recovery: RecoveryConfig,
     stop_grace_s: float,
+    always_restarts: bool = False,
 ) -> NextState:
     """Return the state of a run after a generation.
 
@@ -126,11 +127,13 @@ def what_follows(
         earlier_failures: those that ended earlier generations, in order.
         recovery: the limits to recoveries.
         stop_grace_s: how long after the request to stop a recovery may begin, which then only saves.
+        always_restarts: see :func:`decide`.
     """
     is_stopping = end.stopped_ago_s is not None
     survivors, world_size = end.outcomes.survivors(), end.outcomes.world_size
     if (failure := end.failure) is not None:
-        decision = decide([*earlier_failures, failure], survivors, world_size=world_size, config=recovery)
+        failures = [*earlier_failures, failure]
+        decision = decide(failures, survivors, world_size=world_size, config=recovery, always_restarts=always_restarts)
         if isinstance(decision, GiveUp):
             return Stopped() if end.asked == "stopped" else Failed(failure.rank, decision.why)
         if end.stopped_ago_s is not None and (decision.sources is None or end.stopped_ago_s >= stop_grace_s):

@@ -31,10 +31,10 @@ class Continuation:
     """How the next generation begins.
 
     Attributes:
-        step: the step that training continues from.
+        step: the step that training continues from; None if a script decides that.
     """
 
-    step: int
+    step: int | None
     decision: RecoveryPlan
     num_workers: int
 
@@ -73,8 +73,8 @@ class TransitionLog:
             return None
         recovered = Recovered(
             generation=generation,
-            step=after.step,
-            steps_lost=max(0, before.reached - after.step),
+            step=before.reached if after.step is None else after.step,
+            steps_lost=None if after.step is None else max(0, before.reached - after.step),
             replaced=after.decision.lost,
             in_place=after.decision.sources is not None,
             seconds=max(0.0, time - before.began),  # the clock may have been set back
@@ -91,7 +91,7 @@ class TransitionLog:
         preemptions, yields = (sum(r.planned == reason for r in self._done) for reason in ("preempted", "yielded"))
         summary: dict[str, Any] = {
             "restarts": len(recovery_s),
-            "steps_lost": sum(r.steps_lost for r in self._done),
+            "steps_lost": sum(r.steps_lost or 0 for r in self._done),
             "recovery_s": recovery_s,
         }
         if recovery_s:
@@ -108,7 +108,7 @@ class TransitionLog:
         A transition that has not ended counts up to ``now``, in seconds since the epoch. ``step_s`` is the usual time
         of one step.
         """
-        lost_s = sum(r.seconds + r.steps_lost * step_s for r in self._done)
+        lost_s = sum(r.seconds + (r.steps_lost or 0) * step_s for r in self._done)
         if self._interruption is not None:
             lost_s += max(0.0, now - self._interruption.began)
         return 100 * max(0.0, 1 - lost_s / max(elapsed_s, 1e-9))

@@ -50,7 +50,13 @@ def refused(reason: str) -> Verdict:
 
 
 def stopped(
-    signal_number: int, cause: str, *, at_step: int | None, trained: bool, checkpoint_missing: str | None = None
+    signal_number: int,
+    cause: str,
+    *,
+    at_step: int | None,
+    trained: bool,
+    checkpoint_missing: str | None = None,
+    runs_script: bool = False,
 ) -> Verdict:
     """Return the verdict on a run that was stopped by a signal.
 
@@ -60,8 +66,11 @@ def stopped(
         at_step: the step after which all ranks have stopped; None if they have not.
         trained: whether any step was done.
         checkpoint_missing: why there is no checkpoint of ``at_step``, as a predicate; None if there is one.
+        runs_script: whether a script trains, which need not report steps and saves what it needs itself.
     """
-    if at_step is not None:
+    if runs_script:
+        when = f"at step {at_step}" if at_step else "while its script ran" if trained else "before its first report"
+    elif at_step is not None:
         when = f"at step {at_step}" + (f"; its checkpoint {checkpoint_missing}" if checkpoint_missing else "")
     elif trained:
         when = "without a last checkpoint"

@@ -28,6 +28,7 @@ class RunStarted(Event):
     """The run has started.
 
     Attributes:
+        steps: 0 for a script, which saves its own checkpoints.
         num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
         resumed_from_step: None for a new run.
         source: another run, with whose checkpoint of that step this one begins; None if it is its own.
@@ -168,6 +169,21 @@ class SystemMetricsLogged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepsKnown(Event):
+    """A script has reported how many ``steps`` the run has."""
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPrinted(Event):
+    """The script of a rank has printed ``lines``. Only the console uses it; the log of the rank has them."""
+
+    rank: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankProgress(Event):
     """The progress of a rank. Only the console uses it; the journal does not keep it.
 
@@ -272,6 +288,7 @@ class Recovered(Event):
     """Training continues from ``step`` after a failure or a planned pause.
 
     Attributes:
+        steps_lost: how many steps are repeated; None if a script decides that, and has not reported it.
         replaced: the ranks that have new workers.
         in_place: whether training continues from the state of the survivors, rather than from a checkpoint or anew.
         seconds: the time from the failure to the end of the next step.
@@ -280,7 +297,7 @@ class Recovered(Event):
 
     generation: int
     step: int
-    steps_lost: int
+    steps_lost: int | None
     replaced: tuple[int, ...]
     in_place: bool
     seconds: float

@@ -69,6 +69,14 @@ class WorkerInfo:
         return f"{self.hostname} ({self.node_ip})"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: the number of its node, in the order of ranks, and its GPU there; None without a usable GPU."""
+
+    node: int
+    gpu: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variables:
     """Environment variables: a process sets ``values``, and ``defaults`` where it has no value of its own."""
@@ -109,6 +117,9 @@ class Assignment:
         checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
         checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: the faults to inject.
+        places: the place of each rank.
+        failures: how many failures have ended earlier generations.
+        tracked_as: the id of the run on the tracking server, for a script that logs there; None if there is none.
     """
 
     generation: int
@@ -127,6 +138,9 @@ class Assignment:
     checkpoint: str | None = None
     checkpoint_remote: Remote | None = None
     faults: tuple[Fault, ...] = ()
+    places: tuple[Place, ...] = ()
+    failures: int = 0
+    tracked_as: str | None = None
 
     @property
     def config(self) -> Config:
@@ -164,6 +178,7 @@ class TrainPoint:
         flops: the floating-point operations of this rank in a step; None if unknown.
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
         machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
+        samples: what this rank has trained on since its last point, if a script reports it; None otherwise.
     """
 
     step: int
@@ -181,6 +196,7 @@ class TrainPoint:
     flops: float | None = None
     flops_at_peak_ms: float | None = None
     machine: MachineUse | None = None
+    samples: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +236,7 @@ class Heartbeat:
         first_report: the number of reports that the driver has received from this process before.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
+        lines: what a script has printed, for the console.
     """
 
     step: int
@@ -234,9 +251,10 @@ class Heartbeat:
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
     leaving: bool = False
+    lines: tuple[str, ...] = ()
 
     def after(self, earlier: Heartbeat | None) -> Heartbeat:
-        """Return this heartbeat with the points, events and system metrics of an ``earlier``, undelivered one added."""
+        """Return this heartbeat with the reports, lines and system metrics of an ``earlier``, undelivered one added."""
         if earlier is None:
             return self
         return replace(
@@ -245,6 +263,7 @@ class Heartbeat:
             points=(*earlier.points, *self.points),
             events=(*earlier.events, *self.events),
             system={**earlier.system, **self.system},
+            lines=(*earlier.lines, *self.lines),
         )
 
 

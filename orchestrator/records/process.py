@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded before a process forks, because its child must not wait for a loader that another thread has locked."""
 _START_TICKS = 19
 """The index of ``starttime`` among the fields of ``/proc/<pid>/stat`` after the name of the program."""
 
@@ -72,7 +74,7 @@ def process_started_at() -> float:
 def end_with_parent(number: signal.Signals) -> None:
     """Let the kernel send the signal ``number`` to this process when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _surroundings() -> dict[str, Any]:

@@ -133,6 +133,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def script_checkpoints(self) -> Path:
+        """What a script of the user saves for itself, in whatever form."""
+        return self.path / "script-checkpoints"
+
+    @property
     def remote_checkpoints(self) -> Remote | None:
         """The directory of the checkpoints on the store; None without a store."""
         return None if self.remote is None else self.remote.child(self.checkpoints.name)

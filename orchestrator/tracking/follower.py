@@ -63,6 +63,7 @@ class FollowerOptions:
     Attributes:
         events_offset: skips the ending that a resumed run already has in its journal.
         driver: the result of :func:`~orchestrator.records.process.this_process` there.
+        shared: a script logs to the same run on the server, which is therefore made at once and never replaced.
         log_model: upload the model of a run that finishes.
         log_dataset: upload its dataset.
         import_paths: where its job is found.
@@ -76,6 +77,7 @@ class FollowerOptions:
     events_offset: int
     driver: Mapping[str, Any]
     secrets: Sequence[str] = ()
+    shared: bool = False
     log_model: bool = False
     log_dataset: bool = False
     import_paths: Sequence[str] = ()
@@ -118,7 +120,7 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
         uploaded, child_pipe = os.pipe()
         if (child := os.fork()) == 0:
             end_with_parent(signal.SIGKILL)
-            if yields_cpu:
+            if yields_cpu and not options.shared:
                 _yield_cpu()
             is_uploaded = _upload(run_dir, options, repeats=repeats)
             os.close(driver_pipe)
@@ -184,7 +186,11 @@ def _upload(run_dir: RunDir, options: FollowerOptions, *, repeats: bool) -> bool
     with exclusive(run_dir, timeout_s=options.longest_s if repeats else options.flush_timeout_s) as acquired:
         if not acquired:
             return False
-        transfer = Transfer(run_dir, backend, secrets=options.secrets)
+        transfer = Transfer(run_dir, backend, secrets=options.secrets, replaces_run=not options.shared)
+        if options.shared:
+            with contextlib.suppress(Exception):  # as in _follow, which tries again
+                transfer.push(None)
+            _yield_cpu()
         missing = _follow(run_dir, options, transfer)
     if missing is not None and not (repeats and _repeat(run_dir, options, transfer, missing)):
         return False

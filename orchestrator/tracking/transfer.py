@@ -88,9 +88,16 @@ class Transfer:
 
     The backend receives nothing in which secrets are not masked: those in the environment of this process, those in
     the address of the server, and ``secrets``.
+
+    Args:
+        replaces_run: whether steps that are repeated begin another run on the server, without the values of the
+            attempt before; otherwise it has both.
     """
 
-    def __init__(self, run_dir: RunDir, backend: TrackingBackend, *, secrets: Sequence[str] = ()):
+    def __init__(
+        self, run_dir: RunDir, backend: TrackingBackend, *, secrets: Sequence[str] = (), replaces_run: bool = True
+    ):
+        self._replaces_run = replaces_run
         self._run_dir = run_dir
         self._backend = backend
         self._redactor = Redactor.of_process()
@@ -111,7 +118,7 @@ class Transfer:
         """
         try:
             run_id = self._open(running=ending is None)
-            if discards_before(self._run_dir.metrics_file, self.cursor.offset):
+            if self._replaces_run and discards_before(self._run_dir.metrics_file, self.cursor.offset):
                 run_id = self._open_another(running=ending is None)
             for points, offset in self._batches():
                 if points:

@@ -77,16 +77,23 @@ class Uploader:
         self._restarted_at: deque[float] = deque(maxlen=_MAX_RESTARTS)
 
     @classmethod
-    def start(cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = ()) -> Uploader:
+    def start(
+        cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = (), *, shared: bool = False
+    ) -> Uploader:
         """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute.
 
-        ``secrets``: texts to mask in what is uploaded.
+        Args:
+            run_dir: the run.
+            tracking: the server.
+            secrets: texts to mask in what is uploaded.
+            shared: see :class:`FollowerOptions`.
         """
         if tracking.uri is None:
             return cls(run_dir, None)
         owe(run_dir)
         offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
-        return cls(run_dir, _options(tracking, secrets, driver=this_process(), events_offset=offset))
+        options = _options(tracking, secrets, driver=this_process(), events_offset=offset)
+        return cls(run_dir, replace(options, shared=shared))
 
     def problem(self) -> str | None:
         """Return why the last upload failed, None if it succeeded. Reads one small file.
@@ -102,6 +109,10 @@ class Uploader:
     def page(self) -> str | None:
         """Return the address of the page that compares the run with others; None as long as there is none."""
         return None if self._process is None else read_cursor(self._run_dir).page
+
+    def run_id(self) -> str | None:
+        """Return the id of the run on the server; None as long as there is none. Reads one small file."""
+        return None if self._process is None else read_cursor(self._run_dir).run_id
 
     def finish(self, timeout_s: float) -> Upload:
         """Wait up to ``timeout_s`` until everything is uploaded; the follower then goes on by itself.

@@ -44,6 +44,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import staged
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.external.job import Script
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.user_code.exits import exits_refused, readable
 from orchestrator.worker import failures
@@ -62,6 +63,7 @@ from orchestrator.worker.process.output import Output
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
+from orchestrator.worker.script.run import ScriptRun
 
 DISCARD_TIMEOUT_S = 1.0
 """How long a rebuild waits for the checkpoint that the discarded loop is writing, which may end later."""
@@ -112,6 +114,7 @@ class Worker:
         self.notice = TerminationNotice()
         self.job: Job | None = None
         self.loop: Loop | None = None
+        self.script: ScriptRun | None = None
         self.log: Path | None = None
         self.training_thread: int | None = None
         self.joined: tuple[int, int] | None = None  # when the NCCL groups of this generation were formed, of how many
@@ -173,7 +176,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
-        """Return what the threads of this process are doing."""
+        """Return what the threads of this process are doing, or those of its script, which this ends."""
+        if self.script is not None:
+            return self.script.stacks()
         return all_stacks(self.training_thread, flight=self._flight_record())
 
     @ray.method(concurrency_group="control")
@@ -212,9 +217,11 @@ class Worker:
         clean = False
         try:
             with exits_refused():
-                loop, store = self._begin(assignment, startup)
-                wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
-                outcome = loop.run(startup, wait_for_others=wait_for_others, store=store)
+                job = self._begin(assignment, startup)
+                if isinstance(job, Script):
+                    outcome = self._run_script(assignment, job, startup)
+                else:
+                    outcome = self._run_loop(assignment, job, startup)
             clean = True
         except BaseException as e:
             outcome = self._failed(readable(e), assignment)
@@ -222,8 +229,8 @@ class Worker:
             self.teardown.start(functools.partial(_close, self.loop), clean=clean)
         return replace(outcome, last_heartbeat=self.outbox.collect_last())
 
-    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> tuple[Loop, dist.TCPStore]:
-        """Prepare this process for a generation, and form its process group; returns the loop and the store."""
+    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> Job:
+        """Prepare this process for a generation; returns the job."""
         keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
         self.teardown.begin(assignment.generation, backend=assignment.backend)
         self._open_run_dir(assignment)
@@ -232,6 +239,10 @@ class Worker:
             self._set_up(assignment.environment)
             startup["job_s"] = time.perf_counter() - began
         assert self.job is not None
+        return self.job
+
+    def _run_loop(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
+        """Form the process group of a generation, and train in it."""
         self._set_up_thread(assignment)
         if assignment.sources is None:
             self._discard_loop()
@@ -239,8 +250,15 @@ class Worker:
             self.loop.reassign(assignment)  # before anything can fail, so that a failure reports the new ranks
         store = self._join(assignment, startup)
         if self.loop is None:
-            self.loop = self._make_loop(assignment, self.job)
-        return self.loop, store
+            self.loop = self._make_loop(assignment, job)
+        wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
+        return self.loop.run(startup, wait_for_others=wait_for_others, store=store)
+
+    def _run_script(self, assignment: Assignment, job: Script, startup: dict[str, float]) -> Outcome:
+        """Run the script of the user, whose ranks form their process group themselves."""
+        rendezvous.choose_interfaces(assignment, node_ip=ray.util.get_node_ip_address())
+        self.script = ScriptRun(assignment, job, gate=self.gate, outbox=self.outbox)
+        return self.script.run(startup)
 
     def _open_run_dir(self, assignment: Assignment) -> None:
         """Find or create the run directory, and write this rank's output there."""
@@ -266,7 +284,7 @@ class Worker:
         failure = failures.describe_failure(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
         return Outcome(
             status="failed",
-            step=failures.last_step(error, failure, self.loop),
+            step=failures.last_step(error, failure, self.loop) if self.script is None else self.script.step,
             failure=self.redactor.data(failure, by_key=False),
             recoverable_steps=_recoverable_steps(self.loop),
         )

@@ -73,8 +73,10 @@ class WorkerCode:
         return self._runtime_env
 
 
-def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCode:
+def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node], scripts: Iterable[Path] = ()) -> WorkerCode:
     """Return what the workers of a run need on ``nodes``, which this process is connected to.
+
+    ``scripts``: the files that they run in processes of their own.
 
     Raises:
         ConfigError: ``cluster.pip`` or ``cluster.py_modules`` names a file that does not exist, or what has to travel
@@ -83,7 +85,7 @@ def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node]) -> WorkerCod
     py_modules, pip = module_paths(cluster.py_modules), requirements(cluster.pip)
     errors = module_size_errors(cluster.py_modules, limit=max_package_bytes())
     working_dir = Path.cwd()
-    if lacking := _nodes_to_supply(working_dir, nodes, cluster):
+    if lacking := _nodes_to_supply(working_dir, nodes, cluster, scripts):
         what = f"{working_dir} has to travel to {', '.join(lacking)} because the code of the job is there"
         errors += size_errors(working_dir, what=what, limit=max_package_bytes())
     if errors:
@@ -104,12 +106,12 @@ class CodeCache:
     def __exit__(self, *_: object) -> None:
         self._made.close()
 
-    def get(self, config: ClusterConfig) -> WorkerCode:
+    def get(self, config: ClusterConfig, scripts: frozenset[Path] = frozenset()) -> WorkerCode:
         """Return what the workers of a run need on the present nodes. Raises like :func:`code_for_workers`."""
         nodes = allowed_nodes(config)
-        key = (config.py_modules, config.pip, config.autoscaling, frozenset(node.node_id for node in nodes))
+        key = (config.py_modules, config.pip, config.autoscaling, scripts, frozenset(node.node_id for node in nodes))
         if key not in self._codes:
-            self._codes[key] = self._made.enter_context(code_for_workers(config, nodes))
+            self._codes[key] = self._made.enter_context(code_for_workers(config, nodes, scripts))
         return self._codes[key]
 
 
@@ -122,13 +124,17 @@ def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]
     return {str(file): digest for file in files if (digest := _digest(file)) is not None}
 
 
-def _nodes_to_supply(working_dir: Path, nodes: Sequence[Node], cluster: ClusterConfig) -> list[str]:
+def _nodes_to_supply(
+    working_dir: Path, nodes: Sequence[Node], cluster: ClusterConfig, scripts: Iterable[Path]
+) -> list[str]:
     """Return the names of the nodes that lack code of the driver; the nodes of an autoscaler are still to come."""
     context = ray.get_runtime_context()
     others = [node for node in nodes if node.node_id != context.get_node_id()]
     if not (others or cluster.autoscaling) or context.runtime_env.get("working_dir"):
         return []
     files = code_files(working_dir, list(sys.modules.values()))
+    below = [path.resolve() for path in scripts if path.resolve().is_relative_to(working_dir)]
+    files |= {str(path): digest for path in below if (digest := _digest(path)) is not None}
     if not files:
         return []
     lacking = sorted(node.name for node in _nodes_without(files, others, timeout_s=cluster.pending_timeout_s))

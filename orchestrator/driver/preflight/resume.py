@@ -21,6 +21,7 @@ from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
+from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir, split_checkpoint
 from orchestrator.records.run_search import NEWEST
 from orchestrator.state.best import BEST, BestSoFar
@@ -28,6 +29,7 @@ from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.strategies import registry
 
 PRECISION = "train.precision"
 STEPS = "train.steps"
@@ -39,13 +41,14 @@ class Resume:
     """The run to continue, and the checkpoint and step that it continues from.
 
     Attributes:
+        checkpoint: None for a script, which looks after its own.
         driver: who drove it last.
         train: the section of the configuration. A precision that is left to the run is the precision of the run so far.
             A run that is only evaluated has as many steps as the checkpoint.
     """
 
     run_dir: RunDir
-    checkpoint: Path
+    checkpoint: Path | None
     step: int
     driver: Mapping[str, Any]
     train: TrainConfig
@@ -75,6 +78,7 @@ def find_resume(
     if config.resume == "never":
         return None
     damaged: list[CheckpointError] = []
+    runs_script = registry.load(config.strategy.name).runs_script
     with _named(f"resume={config.resume}"):
         if split_checkpoint(config.resume)[1] is not None:
             raise ValueError(
@@ -82,7 +86,7 @@ def find_resume(
                 f"start_from={config.resume}, and leave out resume"
             )
         if config.resume == "auto":
-            run_dir = _unfinished_run(config, warnings, set() if seen is None else seen)
+            run_dir = _unfinished_run(config, warnings, set() if seen is None else seen, any_run=runs_script)
             if run_dir is None:
                 return None
         else:
@@ -91,6 +95,10 @@ def find_resume(
                 config = replace(config, resume=run_dir.location)  # errors name the run
         _refuse_if_running(config, run_dir)
         driver = run_dir.read_driver()
+        if runs_script:
+            fetch(run_dir)
+            step = int(progress_of(run_dir).get("steps", 0))
+            return Resume(run_dir=run_dir, checkpoint=None, step=step, driver=driver, train=config.train)
         checkpoint = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).find_newest(damaged.append)
         fetch(run_dir)
     warnings.extend(f"checkpoint skipped: {e}" for e in damaged)
@@ -229,8 +237,10 @@ def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
         )
 
 
-def _unfinished_run(config: Config, warnings: list[str], seen: set[str]) -> RunDir | None:
+def _unfinished_run(config: Config, warnings: list[str], seen: set[str], *, any_run: bool) -> RunDir | None:
     """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
+
+    ``any_run``: whether it needs no checkpoint.
 
     Raises:
         ConfigError: that run, or a newer one, is still running.
@@ -238,7 +248,7 @@ def _unfinished_run(config: Config, warnings: list[str], seen: set[str]) -> RunD
     without: list[str] = []
     for run_dir in _unfinished_runs(config, warnings, seen):
         _refuse_if_running(config, run_dir)
-        if CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
+        if any_run or CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
             warnings.extend(f"resume=auto: {path} has no checkpoint; an older run is continued" for path in without)
             return run_dir
         without.append(run_dir.location)

@@ -77,8 +77,8 @@ class Course:
         """Record what has ended a generation that another one follows."""
         self._transitions.begin(interruption)
 
-    def continue_with(self, decision: RecoveryPlan, *, step: int) -> None:
-        """Record how the transition that has begun goes on: ``step`` is the one that training continues from."""
+    def continue_with(self, decision: RecoveryPlan, *, step: int | None) -> None:
+        """Record how the transition that has begun goes on: see :class:`Continuation`."""
         workers = self._workers.plan.mesh.num_workers
         self._transitions.continue_with(Continuation(step=step, decision=decision, num_workers=workers))
 

@@ -28,7 +28,7 @@ def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, 
     raised = bool(end.outcomes.failure(rank).traceback)
     step = end.outcomes.by_rank[rank].step if raised else last_step
     failed = _event(WorkerFailed, end, rank, name, run_dir, step=step)
-    return failed if failed.log_tail else replace(failed, log_tail=log_tail(run_dir.log_file(rank)))
+    return failed if failed.log_tail or raised else replace(failed, log_tail=log_tail(run_dir.log_file(rank)))
 
 
 def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, step: int) -> E:

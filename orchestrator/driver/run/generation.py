@@ -28,7 +28,7 @@ from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.events import Event, GenerationStarted
-from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome
+from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, Place
 from orchestrator.records.rank_log import crash_report
 from orchestrator.storage.remote import Remote
 from orchestrator.worker.actor import Worker
@@ -52,6 +52,8 @@ class Start:
         checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: those still to be injected.
         only_saves: the ranks are to save what they hold and to stop, because the run cannot continue.
+        failures: how many failures have ended earlier generations.
+        tracked_as: the id of the run on the tracking server; None if it is unknown.
     """
 
     recovery_plan: RecoveryPlan | None
@@ -60,6 +62,8 @@ class Start:
     checkpoint_remote: Remote | None
     faults: tuple[Fault, ...] = ()
     only_saves: bool = False
+    failures: int = 0
+    tracked_as: str | None = None
 
 
 class Generation:
@@ -145,6 +149,9 @@ class Generation:
             checkpoint=None if checkpoint is None else str(checkpoint),
             checkpoint_remote=self._start.checkpoint_remote,
             faults=self._start.faults,
+            places=_places(members),
+            failures=self._start.failures,
+            tracked_as=self._start.tracked_as,
         )
         packed = assignment.packed()  # once, not for every worker
         self._next_round = time.monotonic() + self._config.cluster.heartbeat_s  # the calls below take part of it
@@ -325,6 +332,12 @@ class Generation:
         """Return how long the ranks may take to stop: without a signal, also to form their group."""
         cluster = self._config.cluster
         return cluster.stop_grace_s + (cluster.rendezvous_timeout_s if self._stop.received is None else 0.0)
+
+
+def _places(members: Sequence[Member]) -> tuple[Place, ...]:
+    """Return the place of each rank."""
+    nodes = list(dict.fromkeys(member.info.node_id for member in members))
+    return tuple(Place(nodes.index(member.info.node_id), member.info.gpu_index) for member in members)
 
 
 def _describe(member: Member) -> str:

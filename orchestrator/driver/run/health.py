@@ -65,7 +65,8 @@ class Health:
         self._telemetry = telemetry
         self._outcomes = outcomes
         self._heard_at: dict[int, float] = {}
-        synchronous = registry.load(config.strategy.name).is_synchronous(config.strategy)
+        rules = registry.load(config.strategy.name)
+        synchronous = rules.is_synchronous(config.strategy) or rules.runs_script
         self._hangs = HangDetector(config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
 
     @property
@@ -175,6 +176,8 @@ class Health:
             steps=self._telemetry.last_step,
             enqueued={rank: stack.flight.enqueued for rank, stack in stacks.items() if stack.flight is not None},
         )
+        if self._outcomes.done:
+            why = self._outcomes.left_by
         self.hung_at = self._telemetry.last_step.get(rank, 0)
         what = self._hangs.describe(rank, now)
         report = write_stacks(self._run_dir, self._generation, self._plan, stacks)

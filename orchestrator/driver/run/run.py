@@ -30,6 +30,7 @@ from orchestrator.policy.transitions import Interruption
 from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 
 
@@ -47,6 +48,8 @@ class Run:
         self._reports = WorkerReports(
             context, self._workers, self._course, self._checkpoints, uploader=uploader, records=records
         )
+        self._uploader = uploader
+        self._runs_script = registry.load(self.spec.config.strategy.name).runs_script
         self._faults = self.spec.sizes.largest.faults
         self._failures: list[FailureRecord] = []
         self._hangs: list[int] = []  # the step of each
@@ -135,6 +138,8 @@ class Run:
             checkpoint_remote=self._checkpoints.remote,
             faults=() if only_saves else self._faults,
             only_saves=only_saves,
+            failures=len(self._failures),
+            tracked_as=self._tracked_as() if self._runs_script else None,
         )
         telemetry, hangs = self._reports.telemetry, tuple(self._hangs)
         generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
@@ -143,6 +148,26 @@ class Run:
             workers.queue.has_workers()
             self._reports.begin_generation()
         return generation
+
+    def _tracked_as(self) -> str | None:
+        """Return the id of the run on the tracking server, to which the script may log; None if there is none in time.
+
+        Raises:
+            Interrupted: a stop was requested.
+        """
+        tracking = self.spec.config.tracking
+        deadline = time.monotonic() + tracking.request_timeout_s
+        while tracking.uri is not None and (run_id := self._uploader.run_id()) is None:
+            if self._stop.received is not None:
+                raise Interrupted
+            if time.monotonic() > deadline:
+                self._events.warn(
+                    f"MLflow has made no run within {tracking.request_timeout_s:g} s (tracking.request_timeout_s); "
+                    "what the script itself logs to MLflow goes elsewhere"
+                )
+                return None
+            time.sleep(0.05)
+        return None if tracking.uri is None else run_id
 
     def _watch(self, generation: Generation) -> GenerationEnd:
         """Let the workers train until all have ended, one has failed, or all pause; returns what has happened."""
@@ -158,7 +183,13 @@ class Run:
 
     def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
         config = self.spec.config
-        state = what_follows(end, self._failures, recovery=config.recovery, stop_grace_s=config.cluster.stop_grace_s)
+        state = what_follows(
+            end,
+            self._failures,
+            recovery=config.recovery,
+            stop_grace_s=config.cluster.stop_grace_s,
+            always_restarts=self._runs_script,
+        )
         if end.failure is not None:
             self._failures.append(end.failure)
         return state
@@ -194,7 +225,7 @@ class Run:
         self._course.enter("yielding")
         workers.queue.begin_yielding()
         self._reports.finish_workers(end.outcomes)
-        if (why := self._checkpoints.why_missing(step)) is not None:
+        if not self._runs_script and (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         workers.gang.release()
         self._course.enter("waiting")
@@ -210,6 +241,10 @@ class Run:
 
     def _continue_with(self, plan: RecoveryPlan) -> None:
         """Prepare the records for the next generation, to which a transition leads."""
+        if self._runs_script:  # its first report tells from which step it continues
+            self._course.continue_with(plan, step=None)
+            self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, 0)
+            return
         if plan.sources is None:
             self._checkpoints.find_newest()
         step = self._checkpoints.step if plan.sources is None else plan.step
@@ -247,7 +282,8 @@ class Run:
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         steps = self._workers.plan.steps
-        if end.last_step == steps and self.spec.config.evaluate is None and not self._checkpoints.why_missing(steps):
+        saves = not self._runs_script and self.spec.config.evaluate is None
+        if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
         return verdict.failed(what + (f" ({why})" if why else ""))
 
@@ -258,22 +294,23 @@ class Run:
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
         ended_early = None if rank_0 is None else rank_0.ended_early
-        evaluates = self.spec.config.evaluate is not None
-        step = end.last_step if ended_early is not None or evaluates else self._workers.plan.steps
-        missing = None if evaluates else self._checkpoints.why_missing(step)
+        saves_nothing = self.spec.config.evaluate is not None or self._runs_script
+        step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
+        missing = None if saves_nothing else self._checkpoints.why_missing(step)
         return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
-        missing = self._checkpoints.why_missing(at_step) if at_step else None
+        missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
         return verdict.stopped(
             int(self._stop.received),
             self._stop.cause,
             at_step=at_step,
             trained=self._reports.has_trained,
             checkpoint_missing=missing,
+            runs_script=self._runs_script,
         )
 
     def _result(self, verdict: Verdict) -> RunResult:

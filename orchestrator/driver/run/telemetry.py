@@ -15,15 +15,18 @@ from orchestrator.policy.shared_machine import SharedMachine
 from orchestrator.policy.straggler import Straggler, StragglerWatch
 from orchestrator.protocol.events import (
     CheckpointSaved,
+    Continued,
     Event,
     FirstStepDone,
     MetricsLogged,
+    RankPrinted,
     RankProgress,
     StragglerFound,
     SystemMetricsLogged,
 )
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, TrainPoint, WorkerInfo
 from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.control.spool import read_spool, remove_spool
 
@@ -52,6 +55,7 @@ class Telemetry:
         last_step: the last completed step of each rank.
         straggler: the straggler found in this generation; None if there is none.
         aggregator: combines the metrics of the ranks.
+        runs_script: whether the ranks report themselves, which some may not do.
     """
 
     def __init__(
@@ -63,10 +67,12 @@ class Telemetry:
         self.aggregator = Aggregator(
             mesh=plan.mesh, global_batch_size=plan.global_batch_size, tokens_per_sample=spec.tokens_per_sample
         )
+        self._awaits_report = spec.resumed_from_step is not None and registry.load(plan.strategy).runs_script
         self._trained_generation = 0
         self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
         self._config = spec.config
         self._plan = plan
+        self.runs_script = registry.load(plan.strategy).runs_script
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._machines = SharedMachine()
         self._driver_s: tuple[float, float] | None = None  # its CPU time at the first and the last reading of machines
@@ -113,6 +119,10 @@ class Telemetry:
                     evaluated=heartbeat.evaluated,
                 )
             )
+            if heartbeat.lines:
+                self._events.show(RankPrinted(rank=rank, lines=heartbeat.lines))
+        if self.runs_script:
+            self.complete_points(final=False)
         # After the metrics of all ranks, so that the loss of a step stands before its checkpoint.
         events = self._emit_events(event for _, h in sorted(heartbeats.items()) for event in h.events)
         if system:
@@ -151,6 +161,11 @@ class Telemetry:
                 remove_spool(spool)
         return tuple(events)
 
+    def complete_points(self, *, final: bool = True) -> None:
+        """Emit what :meth:`Aggregator.incomplete` returns."""
+        for logged in self.aggregator.incomplete(final=final):
+            self._events.emit(logged)
+
     def has_trained(self, generation: int) -> bool:
         """Return whether a step of ``generation``, or of a later one, is complete."""
         return self._trained_generation >= generation
@@ -165,6 +180,7 @@ class Telemetry:
 
     def begin_generation(self, plan: Plan, lost: Collection[int], step: int) -> None:
         """Prepare for a generation under ``plan``: all ranks are at ``step``, those in ``lost`` have new workers."""
+        self._awaits_report = self.runs_script
         self.aggregator.begin_generation(plan.mesh)
         self.last_step = dict.fromkeys(range(plan.world_size), step)
         self.straggler = None
@@ -179,6 +195,9 @@ class Telemetry:
                 self._machines.add(rank, members[rank].info.node_id, point.machine)
                 now_s = time.process_time()
                 self._driver_s = (now_s if self._driver_s is None else self._driver_s[0]), now_s
+            if self._awaits_report:  # only now it is known from where the script has started again
+                self._awaits_report = False
+                self._events.emit(Continued(step=point.step - 1))
             logged = self.aggregator.add(rank, point)
             if logged is not None:
                 self._events.emit(logged)

@@ -82,6 +82,8 @@ class WorkerReports:
                 spool = run_dir.spool(member.info.node_id, member.info.pid)
                 self._node_uploads.bring(member.info.node_id, spool_files(spool))
         self.handle(self.telemetry.collect_last_reports(gang, run_dir, returned=outcomes.returned))
+        if self.telemetry.runs_script:
+            self.telemetry.complete_points()
 
     def finish_workers(self, outcomes: Outcomes) -> None:
         """Let the living workers finish their checkpoints, and collect their last reports."""
@@ -89,6 +91,8 @@ class WorkerReports:
         with contextlib.suppress(GangError, ray.exceptions.RayError):
             self._checkpoints.wait_for_last(gang, outcomes.returned)
             self.handle(self.telemetry.collect(gang, wait_s=FINAL_HEARTBEAT_S, ranks=everyone).events)
+        if self.telemetry.runs_script:
+            self.telemetry.complete_points()
 
     def finish_uploads(self) -> None:
         """Upload the rest of what workers have written on other nodes."""

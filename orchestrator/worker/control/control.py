@@ -12,6 +12,8 @@ from orchestrator.protocol.events import Event
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 from orchestrator.worker.control.spool import Report, Spool
 
+MOST_LINES = 200
+"""Lines of a script that a heartbeat carries to the console; the log has all of them."""
 SMOOTHING = 0.1
 """The weight of the latest batch in the moving average of the time per batch."""
 
@@ -90,6 +92,11 @@ class StepGate:
         if generation <= self._abandoned:
             raise AbandonedError(f"the driver has ended generation {generation} because another rank was lost")
 
+    def is_stopping(self, generation: int) -> bool:
+        """Return whether the driver lets ``generation`` stop, for a rank whose steps this process does not see."""
+        with self._changed:
+            return self._held == generation and self._last is not None
+
     def finish_step(self, generation: int, step: int, save: bool) -> None:
         """Let steps up to ``step`` of a held ``generation`` begin, and stop after it.
 
@@ -132,6 +139,7 @@ class Outbox:
         self._spool: Spool | None = None
         self._outcome_under_way = False
         self._events: list[Event] = []
+        self._lines: list[str] = []
 
     def keep_in(self, spool: Spool) -> None:
         """Keep points and events in ``spool`` too, until the driver has received them."""
@@ -202,6 +210,17 @@ class Outbox:
             self._add_to_spool(event)
             self._events.append(event)
 
+    def put_line(self, line: str) -> None:
+        """Show a line of a script on the console, unless there are too many."""
+        with self._lock:
+            self._lines.append(line)
+
+    def _taken_lines(self) -> tuple[str, ...]:
+        lines, self._lines = self._lines, []
+        if (more := len(lines) - MOST_LINES) <= 0:
+            return tuple(lines)
+        return (f"({more:,} lines are only in the log)", *lines[more:])
+
     def _add_to_spool(self, report: Report) -> None:
         if self._spool is not None:
             self._spool.append(self._num_reports, report)
@@ -235,6 +254,7 @@ class Outbox:
                 events=tuple(events),
                 system=system,
                 leaving=leaving,
+                lines=self._taken_lines(),
             )
 
     def collect_last(self) -> Heartbeat:

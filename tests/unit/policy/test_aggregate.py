@@ -308,3 +308,37 @@ def test_the_memory_of_a_summary_does_not_grow_with_the_steps() -> None:
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 100_000, "20,000 more steps"
+
+
+def reported(step: int, **changes: Any) -> TrainPoint:
+    """A point as a script reports it."""
+    return point(
+        **{"step": step, "samples": 32.0, "step_ms": (10.0,), "data_wait_ms": 0.0, "comm_share": None} | changes
+    )
+
+
+def test_samples_that_ranks_report_are_added() -> None:
+    parts = aggregator()
+    parts.add(0, reported(1))
+    logged = parts.add(1, reported(1, samples=8.0))
+    assert logged is not None
+    assert logged.metrics["perf/samples_per_s"] == pytest.approx(4000)
+    assert not {"perf/data_wait_pct", "perf/compute_ms"} & logged.metrics.keys()
+    without = aggregator(1).add(0, reported(1, samples=0.0))
+    assert without is not None
+    assert "perf/samples_per_s" not in without.metrics
+
+
+def test_a_rank_that_never_reports_is_not_waited_for() -> None:
+    parts = aggregator()
+    parts.add(1, reported(1))
+    parts.add(1, reported(2))
+    assert parts.incomplete() == []  # rank 0 may follow
+    assert [logged.step for logged in parts.incomplete()] == [1, 2]
+    parts.add(1, reported(3))
+    parts.add(0, reported(1))
+    parts.incomplete()
+    assert parts.incomplete() == [], "rank 0 reports too, and is on its way to step 3"
+    assert parts.add(0, reported(3)) is not None
+    parts.add(0, reported(4))
+    assert [logged.step for logged in parts.incomplete(final=True)] == [4]

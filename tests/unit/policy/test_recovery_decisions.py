@@ -152,3 +152,14 @@ def test_a_error_strikes_once() -> None:
     first, second, others = (parse(word) for word in ("kill@10:1", "kill@20:1", "kill@5:0"))
     assert without_next([second, first, others], 1) == (second, others)
     assert without_next([others], 1) == (others,)
+
+
+def test_a_script_restarts_whatever_fails_as_often_as_it_may() -> None:
+    error = replace(ERROR, step=0)
+    for number in range(1, 5):
+        found = decide([error] * number, {}, world_size=1, config=replace(CONFIG, max_failures=4), always_restarts=True)
+        assert isinstance(found, RecoveryPlan)
+    assert after(*[error] * 4, max_failures=3) == GiveUp("the same error occurred twice at the same step")
+    assert decide(
+        [error] * 5, {}, world_size=1, config=replace(CONFIG, max_failures=4), always_restarts=True
+    ) == GiveUp("5 failures, recovery.max_failures=4")

@@ -22,6 +22,7 @@ RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
     "user_code":    ("",                                                                       "(torch)"),
+    "script_api":   ("",                                                                       ""),
     "job":          ("user_code",                                                              "(torch)"),
     "compat":       ("",                                                                   "hydra torch ray omegaconf"),
     "storage":      ("",                                                                       "(pyarrow)"),
@@ -50,9 +51,10 @@ RULES = {
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("user_code job config protocol records compat state strategies "
                        "strategies.measure worker.control worker.measure",                     "torch"),
+    "worker.script":  ("protocol records script_api strategies worker.control",                ""),
     "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
-                       "worker.control worker.measure worker.data worker.reports",             "torch ray"),
+                       "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
     "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
     "driver.reporting": ("storage config protocol records compat "

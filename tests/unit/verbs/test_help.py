@@ -124,11 +124,11 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
     ("typed", "offered"),
     [
         ("strategy=", [f"strategy={name}" for name in choices("strategy")]),
-        ("-m strategy=s", ["strategy=single"]),
+        ("-m strategy=si", ["strategy=single"]),
         ("strategy=single train.st", ["train.steps=", "train.stop_after=", "train.stop_min_delta="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
-        ("launch strategy=s", ["strategy=single"]),
+        ("launch strategy=s", ["strategy=script", "strategy=single"]),
         ("comp", ["compare"]),
         (
             "s",

@@ -30,6 +30,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import SAMPLES
+from orchestrator.strategies.external.job import Script
 from orchestrator.strategies.update.job_optimizer import schedule_of
 
 
@@ -45,6 +46,7 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
     an_earlier_run(tmp_path, name="other")
     found, warnings = resume(config_of(tmp_path, "resume=auto"))
     assert found is not None
+    assert found.checkpoint is not None
     assert (found.run_dir.path, found.step, found.checkpoint.name) == (wanted.path, 5, "step-00000005")
     assert warnings == []
 
@@ -72,6 +74,17 @@ def test_what_is_wrong_with_the_last_run_names_it(tmp_path: Path) -> None:
     run = an_earlier_run(tmp_path, steps=[])
     (error,) = refused(config_of(tmp_path, "resume=last"))
     assert error == f"resume={run.path}: it has no checkpoint; resume=never starts a new run"
+
+
+def test_a_script_continues_in_its_run_directory_whatever_it_has_saved(tmp_path: Path) -> None:
+    an_earlier_run(tmp_path, steps=[], state="finished", name="train")
+    wanted = an_earlier_run(tmp_path, steps=[], state="killed", name="train")
+    wanted.metrics_file.write_text('{"step": 12, "time": 1.0, "train/loss": 0.5}\n')
+    words = ["strategy=script", "job.script=train.py"]
+    for asked in ("auto", str(wanted.path)):
+        found, warnings = resume(config_of(tmp_path, *words, f"resume={asked}"), job=Script(script="train.py"))
+        assert found is not None
+        assert (found.run_dir.path, found.step, found.checkpoint, warnings) == (wanted.path, 12, None, [])
 
 
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -69,11 +69,13 @@ def test_a_run_that_trains_on_takes_away_no_checkpoint_that_another_one_begins_w
             warnings: list[str] = []
             found = source(tmp_path, f"evaluate={run.path}{end}", warnings=warnings)
             assert found is not None
+            assert found.checkpoint is not None
             verify(found.checkpoint)
             assert warnings == []
     finally:
         ended.set()
         training.join(60)
+    assert found.checkpoint is not None
     last = step_of(found.checkpoint.name.split(".")[1])
     prune(run.checkpoints, 1, saved_step=last + 1000)
     assert load(found.checkpoint).meta["step"] == last

@@ -1,0 +1,1 @@
+"""The strategy that leaves the training to a program of the user."""

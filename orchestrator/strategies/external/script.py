@@ -1,0 +1,43 @@
+"""``script``: runs a script of the user on each worker, as ``torchrun`` does. The worker is the agent of its rank.
+
+The training is the script's own: ``worker/script/`` starts it in a process of its own and follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.job import Job
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.external.job import Script
+from orchestrator.strategies.registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig(StrategyConfig):
+    """The keys of ``script``."""
+
+    name: Literal["script"]
+
+    elastic: ClassVar[bool] = True
+
+
+@register("script")
+class ScriptStrategy(Strategy):
+    """Layout rules alone: a rank is a process of the script, and no model is known."""
+
+    config_class: ClassVar[type[StrategyConfig]] = ScriptConfig
+    runs_script = True
+
+    @classmethod
+    def is_synchronous(cls, options: StrategyConfig) -> bool:
+        return False
+
+    @classmethod
+    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        if not isinstance(job, Script):
+            errors.append(f"strategy=script: it runs job.script, not job={plan.job}; leave out job")
+        return ()

@@ -1,0 +1,214 @@
+"""The script of one rank in one generation, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.protocol.events import FirstStepDone, StepsKnown
+from orchestrator.protocol.messages import Assignment, Outcome, Stacks
+from orchestrator.records.rank_log import log_tail
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies.external.job import Script
+from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.script.environment import installed_packages, script_environment
+from orchestrator.worker.script.failure import script_failure
+from orchestrator.worker.script.process import ScriptProcess
+from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
+
+POLL_S = 0.1
+WORK_CHECKS = 10
+"""How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
+ABANDONED_GRACE_S = 1.0
+"""How long a script may take to end after SIGTERM when another rank has failed."""
+GRACE_SHARE = 0.8
+"""The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
+STACKS_S = 1.0
+"""How long a script may take to write its stacks, before it is ended."""
+_CHUNK_BYTES = 1 << 16
+_TAIL_LINES = 200
+_CURRENT_THREAD = "(most recent call first):"
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before each line of a traceback once there is a process group."""
+_WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
+
+
+class ScriptRun:
+    """Runs the script of a rank: passes on its output and its reports, and ends it when the generation ends."""
+
+    def __init__(self, assignment: Assignment, job: Script, *, gate: StepGate, outbox: Outbox):
+        self._assignment = assignment
+        self._job = job
+        self._gate = gate
+        self._outbox = outbox
+        self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
+        self._reports = Reports()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._lines = Lines()
+        self._selector = selectors.DefaultSelector()
+        self._process: ScriptProcess | None = None
+        self._ended_by_us = False
+
+    @property
+    def step(self) -> int:
+        """The last step that the script has reported; 0 if it has reported none."""
+        return self._reports.step
+
+    def run(self, startup: dict[str, float]) -> Outcome:
+        """Run the script, and return how it ended.
+
+        Args:
+            startup: the duration of each part of the start, in seconds.
+
+        Raises:
+            AbandonedError: the driver has ended the generation.
+            OSError: the script cannot be started.
+        """
+        generation = self._assignment.generation
+        self._outbox.enter(0, "train")
+        with contextlib.ExitStack() as at_end, ReportSocket() as reports:
+            at_end.callback(self._selector.close)
+            environment = script_environment(
+                os.environ,
+                self._assignment,
+                packages=installed_packages(sys.path),
+                reports=reports.path,
+                errors=reports.errors,
+                checkpoints=self._run_dir.script_checkpoints,
+            )
+            process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
+            at_end.callback(process.close)
+            self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
+            accept = functools.partial(self._accept, reports.listener)
+            self._selector.register(reports.listener, selectors.EVENT_READ, accept)
+            self._outbox.put_event(FirstStepDone(generation=generation, startup=startup))
+            try:
+                stopped = self._follow(process)
+            except AbandonedError:
+                self._end(process, ABANDONED_GRACE_S)
+                raise
+            if stopped:
+                self._end(process, GRACE_SHARE * self._assignment.config.cluster.stop_grace_s)
+                return Outcome(status="stopped", step=self.step)
+            ended_at = time.time()
+            self._drain()
+            exit_code = process.exit_code()
+            assert exit_code is not None
+            if exit_code == 0:
+                return Outcome(status="done", step=self.step)
+            log = self._run_dir.log_file(self._assignment.global_rank)
+            failure = script_failure(
+                exit_code,
+                "\n".join(self._tail),
+                error_file=reports.errors.read_text(errors="replace") if reports.errors.is_file() else "",
+                log_tail=log_tail(log),
+                time=ended_at,
+                after_end=self._ended_by_us,
+            )
+            return Outcome(status="failed", step=self.step, failure=failure)
+
+    def stacks(self) -> Stacks:
+        """End the script, which writes what its Python threads do; of any other program, nothing is known.
+
+        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT.
+        """
+        if self._process is not None:
+            self._ended_by_us = True
+            self._process.abort()
+            time.sleep(STACKS_S)
+            self._process.send(signal.SIGKILL)
+        text = "\n".join(self._tail)
+        innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
+        return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
+
+    def _follow(self, process: ScriptProcess) -> bool:
+        """Follow the script to its end. Return True if the driver wants it to stop before.
+
+        Raises:
+            AbandonedError: the driver has ended the generation.
+        """
+        generation, checked_at = self._assignment.generation, time.monotonic()
+        check_every_s = self._assignment.config.recovery.hang_max_s / WORK_CHECKS
+        while process.exit_code() is None:
+            self._gate.check(generation)
+            if self._gate.is_stopping(generation):
+                return True
+            self._serve(POLL_S)
+            if (passed_s := time.monotonic() - checked_at) >= check_every_s:
+                checked_at += passed_s
+                if process.has_worked(passed_s):
+                    self._outbox.progress()
+        return False
+
+    def _end(self, process: ScriptProcess, grace_s: float) -> None:
+        """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
+        self._ended_by_us = True
+        process.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while process.exit_code() is None and time.monotonic() < deadline:
+            self._serve(POLL_S)
+        self._drain()
+
+    def _serve(self, timeout_s: float) -> bool:
+        """Take what the script has sent, or wait for it. Return whether there was anything."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            take: Callable[[], None] = key.data
+            take()
+        return bool(ready)
+
+    def _drain(self) -> None:
+        """Take the last output and reports, unless a process that outlives the script goes on sending."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and self._serve(0.0):
+            pass
+        if self._lines.rest:
+            self._print(self._lines.rest)
+
+    def _read_output(self) -> None:
+        assert self._process is not None
+        chunk = os.read(self._process.output, _CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(self._process.output)
+            return
+        self._outbox.progress()
+        for line in self._lines.add(chunk):
+            self._print(line)
+
+    def _print(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        print(text)
+        text = _TORCHS_PREFIX.sub("", text)
+        self._tail.append(text)
+        self._outbox.put_line(text)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        lines = Lines()
+        self._selector.register(
+            connection, selectors.EVENT_READ, functools.partial(self._take_reports, connection, lines)
+        )
+
+    def _take_reports(self, connection: socket.socket, lines: Lines) -> None:
+        chunk = connection.recv(_CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(connection)
+            connection.close()
+        steps = self._reports.steps
+        for line in lines.add(chunk):
+            if (point := self._reports.point(line)) is not None:
+                self._outbox.enter(self.step, "train")
+                self._outbox.put_point(point)
+                self._outbox.progress()
+        if self._reports.steps != steps and self._assignment.global_rank == 0:
+            self._outbox.put_event(StepsKnown(steps=self._reports.steps))

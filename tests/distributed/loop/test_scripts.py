@@ -1,0 +1,69 @@
+"""Scripts that run under torchrun, on two ranks of ``strategy=script``, without Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from orchestrator.protocol.messages import Outcome
+
+pytestmark = pytest.mark.timeout(120)
+
+PUBLIC = {
+    "accelerate_loop.py": ("accelerate", "2 processes: 4 batches each, 2 losses"),
+    "trainer.py": ("accelerate", "2 processes: 5 steps, DistributedType.MULTI_CPU"),
+    "lightning_fit.py": ("lightning", "2 processes: 4 steps"),
+}
+"""For each script the library that it needs, and what it prints on rank 0."""
+
+
+def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
+    done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    with running("torch_ddp.py", tmp_path, args="--lr 0.1") as ranks:
+        assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
+        lines = [line for rank in ranks for line in rank.outbox.collect({}).lines]
+    assert [line for line in lines if line.startswith("rank")] == sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("script", PUBLIC)
+def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path) -> None:
+    library, line = PUBLIC[script]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    with running(script, tmp_path) as ranks:
+        assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
+        ranks[0].heartbeats(line, timeout_s=1)
+
+
+def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
+    with running("torch_ddp.py", tmp_path, args="--fail-at 3") as ranks:
+        ended = outcomes(ranks)
+    failure = ended[1].failure
+    assert failure is not None
+    assert (failure.message, failure.collateral) == ("ValueError: told to fail at step 3", False)
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    other = ended[0]
+    assert other.failure is None or other.failure.collateral
+
+
+def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path: Path) -> None:
+    with running("silent.py", tmp_path) as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+        ranks[1].gate.hold(1)
+        ranks[1].gate.finish_step(1, 0, save=True)
+        assert ranks[1].ends.result(timeout=30) == Outcome(status="stopped", step=0)
+        ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
+    with running("silent.py", tmp_path) as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+        stacks = [rank.run.stacks() for rank in ranks]
+    assert [stack.waiting for stack in stacks] == [True, False]
+    assert "silent.py" in stacks[1].text

@@ -1,0 +1,104 @@
+"""``orchestrator torchrun``: torchrun's options as overrides, and the script that they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.machines.plans import config_of
+from orchestrator.config.build import ConfigError
+from orchestrator.config.schema import JobSpec
+from orchestrator.driver.candidates import check_all
+from orchestrator.strategies.external.job import Script
+from orchestrator.torchrun import main, torchrun_overrides
+
+
+def command_of(*words: str) -> tuple[JobSpec, object, int]:
+    config = config_of(*words)
+    return config.job, config.strategy.num_workers, config.recovery.max_failures
+
+
+def test_the_options_of_torchrun() -> None:
+    words, ignored = torchrun_overrides(["--nproc-per-node", "8", "train.py", "--lr", "0.1", "--name=x", "-m"])
+    spec, workers, restarts = command_of(*words)
+    assert (workers, restarts, ignored) == (8, 0, [])
+    assert spec.fields == {"script": "train.py", "kind": "file", "args": "--lr 0.1 --name=x -m"}
+    assert config_of(*words).run_name == "train"
+
+
+def test_underscores_ranges_modules_and_overrides() -> None:
+    given = "--nproc_per_node=2 --nnodes=1:4 --max-restarts 3 --rdzv_backend=c10d --standalone cluster.queue=false"
+    words, ignored = torchrun_overrides([*given.split(), "name=mine", "-m", "pkg.train", "it's", "$HOME"])
+    spec, workers, restarts = command_of(*words)
+    assert (workers, restarts, ignored) == ((2, 8), 3, ["--standalone", "--rdzv-backend"])
+    job = Script(**spec.fields)
+    assert job.command("python") == ["python", "-m", "pkg.train", "it's", "$HOME"]
+    assert config_of(*words).run_name == "mine"
+
+
+def test_another_program() -> None:
+    words, _ = torchrun_overrides(["--nproc-per-node=gpu", "--no-python", "bash", "run.sh"])
+    spec, workers, _ = command_of(*words)
+    assert workers == "auto"
+    assert Script(**spec.fields).command("python") == ["bash", "run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("", "which script?"),
+        ("--nproc-per-node x t.py", "--nproc-per-node=x: expected"),
+        ("--nnodes 0 t.py", "--nnodes=0: expected"),
+        ("--nnodes 2 --nproc-per-node gpu t.py", "give a number"),
+    ],
+)
+def test_what_torchrun_would_not_take(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("none.py", None, "job.script=none.py: no such file"),
+        ("run.sh", "echo", "job.script=run.sh: no Python file"),
+        ("bad.py", "def f(:", "job.script=bad.py, line 1: Python cannot compile it"),
+        ("null.py", "\0", "job.script=null.py"),
+        ("good.py", "x = 1", None),
+    ],
+)
+def test_a_script_is_checked_before_anything_starts(
+    name: str, text: str | None, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).write_text(text)
+    words = ["strategy=script", f"job.script={name}", "tracking=none", "strategy.num_workers=2"]
+    if error is None:
+        assert check_all([words])[0].config.job_name == "script"
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_all([words])
+    (line,) = refused.value.errors
+    assert line.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["strategy=script", "job=digits"], "it runs job.script, not job=digits"),
+        (["strategy=ddp", "job=script", "job.script=s.py"], "only strategy=script runs it"),
+        (["strategy=script"], "job.script"),
+        (["strategy=script", "job.script=s.py", "job.args='a \"b'"], "a shell could not read it"),
+        (["strategy=script", "job.script=s.py", "job.kind=binary"], "expected file, module or program"),
+    ],
+)
+def test_script_and_strategy_belong_together(
+    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").touch()
+    with pytest.raises(ConfigError) as refused:
+        check_all([[*words, "tracking=none"]])
+    assert error in "\n".join(refused.value.errors)

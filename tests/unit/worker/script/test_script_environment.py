@@ -1,0 +1,78 @@
+"""The variables of a script's ranks: what torchrun sets, for every place in a gang."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server import local_elastic_agent
+
+from helpers.ranks.script_runs import assignment
+from orchestrator.protocol.messages import Assignment, Place
+from orchestrator.worker.script.environment import installed_packages, script_environment
+
+PLACES = (Place(0, 2), Place(0, 5), Place(1, 0), Place(0, 7))
+
+
+def environment(orders: Assignment, rank: int, own: dict[str, str] | None = None) -> dict[str, str]:
+    orders = replace(orders, global_rank=rank)
+    paths = {name: Path(f"/{name}") for name in ("reports", "errors", "checkpoints")}
+    return script_environment(own or {}, orders, **paths)
+
+
+def test_each_variable_of_torchrun_is_set(tmp_path: Path) -> None:
+    source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
+    expected = set(re.findall(r'^ +"([A-Z_]+)": ', source, re.MULTILINE)) | {"LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"}
+    assert len(expected) > 15
+    assert expected - environment(assignment(tmp_path), 0).keys() == set()
+
+
+def test_ranks_count_on_their_node_and_see_its_gpus(tmp_path: Path) -> None:
+    orders = replace(assignment(tmp_path, world_size=4, places=PLACES), failures=2)
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    found = [tuple(environment(orders, rank)[name] for name in names) for rank in range(4)]
+    assert found == [
+        ("0", "0", "3", "0", "2", "2,5,7"),
+        ("1", "1", "3", "0", "2", "2,5,7"),
+        ("2", "0", "1", "1", "2", "0"),
+        ("3", "2", "3", "0", "2", "2,5,7"),
+    ]
+    one = environment(orders, 3)
+    assert (one["WORLD_SIZE"], one["TORCHELASTIC_RESTART_COUNT"]) == ("4", "2")
+    assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("127.0.0.1", "1")
+
+
+def test_the_variables_of_the_worker_stay_unless_torchrun_sets_them(tmp_path: Path) -> None:
+    own = {"HOME": "/h", "RANK": "9", "PYTHONUNBUFFERED": "", "OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "3"}
+    found = environment(assignment(tmp_path), 1, own)
+    assert (found["HOME"], found["RANK"], found["PYTHONUNBUFFERED"]) == ("/h", "1", "")
+    assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "3")
+
+
+def test_packages_that_only_the_worker_has_come_first(tmp_path: Path) -> None:
+    added = "/tmp/pip/lib/python3.11/site-packages"
+    assert installed_packages(["", "/work", added, f"{sys.prefix}/lib/python3.11/site-packages"]) == [added]
+    orders = assignment(tmp_path)
+    paths = {name: Path(f"/{name}") for name in ("reports", "errors", "checkpoints")}
+    own = {"PYTHONPATH": "/mine"}
+    assert script_environment(own, orders, packages=[added], **paths)["PYTHONPATH"] == f"{added}:/mine"
+    assert script_environment(own, orders, **paths)["PYTHONPATH"] == "/mine"
+
+
+def test_only_rank_0_logs_to_the_run_on_the_tracking_server(tmp_path: Path) -> None:
+    orders = assignment(tmp_path)
+    config = orders.config
+    tracking = replace(config.tracking, uri="http://mlflow", experiment="e")
+    environment_ = replace(orders.environment, config=replace(config, tracking=tracking))
+    orders = replace(orders, environment=environment_, tracked_as="abc")
+    found = environment(orders, 0)
+    assert {name: value for name, value in found.items() if name.startswith("MLFLOW")} == {
+        "MLFLOW_TRACKING_URI": "http://mlflow",
+        "MLFLOW_EXPERIMENT_NAME": "e",
+        "MLFLOW_RUN_ID": "abc",
+    }
+    for other in (environment(orders, 1), environment(replace(orders, tracked_as=None), 0)):
+        assert not any(name.startswith("MLFLOW") for name in other)
