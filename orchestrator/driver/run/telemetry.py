@@ -67,12 +67,12 @@ class Telemetry:
         self.aggregator = Aggregator(
             mesh=plan.mesh, global_batch_size=plan.global_batch_size, tokens_per_sample=spec.tokens_per_sample
         )
-        self._awaits_report = spec.resumed_from_step is not None and registry.load(plan.strategy).runs_script
+        self.runs_script = registry.load(plan.strategy).runs_script
+        self._awaits_report = spec.resumed_from_step is not None and self.runs_script
         self._trained_generation = 0
         self._received: dict[WorkerInfo, int] = {}  # how many points and events of each process
         self._config = spec.config
         self._plan = plan
-        self.runs_script = registry.load(plan.strategy).runs_script
         self._stragglers = StragglerWatch(plan.mesh.num_workers)
         self._machines = SharedMachine()
         self._driver_s: tuple[float, float] | None = None  # its CPU time at the first and the last reading of machines

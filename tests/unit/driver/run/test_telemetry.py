@@ -61,9 +61,11 @@ def first_step(generation: int) -> FirstStepDone:
 @pytest.fixture
 def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
     config: Any = SimpleNamespace(tracking=SimpleNamespace(system_metrics_every_s=0))
-    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8)
+    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8, strategy="ddp")
     recorder, uploader = Recorder(), FakeUploader()
-    spec = SimpleNamespace(config=config, sizes=SimpleNamespace(initial=plan), tokens_per_sample=None)
+    spec = SimpleNamespace(
+        config=config, sizes=SimpleNamespace(initial=plan), tokens_per_sample=None, resumed_from_step=None
+    )
     context: Any = SimpleNamespace(spec=spec, events=EventStream([recorder], Redactor()))
     made = Telemetry(
         context,

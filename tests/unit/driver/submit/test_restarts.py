@@ -50,7 +50,7 @@ else:
     ("words", "error"),
     [
         (["--restarts=x"], "--restarts=x: expected a whole number"),
-        (["--restarts"], "--restarts: expected a whole number"),
+        (["--restarts"], "--restarts: expected one argument"),
         (["--restarts=3", "-m", "strategy=ddp,single"], "--restarts=3: only for a single run"),
     ],
 )
