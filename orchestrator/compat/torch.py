@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "CAST",
     "BatchNorm",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -102,6 +103,10 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd treats ``tensor`` as a view of another tensor."""
     return tensor._is_view()
+
+
+CAST: Any = torch.ops.aten._to_copy.default
+"""The operator that copies a tensor in another type, as autocast does."""
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

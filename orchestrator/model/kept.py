@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from orchestrator.compat.torch import TorchDispatchMode, storage_key
+from orchestrator.compat.torch import CAST, TorchDispatchMode, storage_key
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_copy = func is torch.ops.aten._to_copy.default and args[0].layout is torch.strided
+        is_copy = func is CAST and args[0].layout is torch.strided
         if is_copy and (key := storage_key(args[0].untyped_storage())) in self._keys:
             self.copies.append((key, out.untyped_storage()))
         return out

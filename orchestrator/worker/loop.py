@@ -197,6 +197,9 @@ class Loop:
             if is_stream(sample_source):
                 sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
             self.strategy.setup(sample_source)
+            evaluates = self._data.datasets.evaluated and self.config.train.eval_every
+            if self.assignment.generation == 1 and self._steered.follows and not evaluates:
+                self._warner.warn(NO_STEERING, topic="no steering")
         checkpoint = loaded_checkpoint(self.assignment, self.strategy, on_progress=self.outbox.progress)
         wait_for_others()
         self.strategy.attach()
@@ -513,8 +516,6 @@ class Loop:
         if VAL in self.config.train.eval_splits and VAL not in data.datasets.evaluated and is_first:
             warning = no_validation_warning(self.config.train.eval_every, samples=self.job.draws_samples)
             self._warner.warn(warning, topic="no validation")
-        if is_first and self._steered.follows and not (data.datasets.evaluated and self.config.train.eval_every):
-            self._warner.warn(NO_STEERING, topic="no steering")
         return data
 
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:

@@ -12,26 +12,31 @@ import psutil
 import pytest
 import ray
 
+HERE = Path(__file__).parent
+ENVIRONMENT = dict(os.environ)
 
-@pytest.fixture(scope="package", autouse=True)
-def one_ray() -> Iterator[None]:
-    """A local Ray with four CPUs. Its workers get this process's ``sys.path``, and so find the jobs in ``helpers``.
 
-    It ends with the tests of this folder, and what it and the runs have set in the environment goes with it.
-    """
-    before = dict(os.environ)
-    os.environ.pop("RAY_ADDRESS", None)
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    yield
-    ray.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
+@pytest.fixture(autouse=True)
+def one_ray() -> None:
+    """A local Ray with four CPUs. Its workers get this process's ``sys.path``, and so find the jobs in ``helpers``."""
+    if not ray.is_initialized():
+        os.environ.pop("RAY_ADDRESS", None)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End Ray with the tests of this folder, and what it and the runs have set in the environment."""
+    if nextitem is None or not nextitem.path.is_relative_to(HERE):
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(ENVIRONMENT)
 
 
 @pytest.fixture
