@@ -272,7 +272,8 @@ class Watched(TinyGPT):
 
 def held_after_forward_passes(rank: int, case: Case) -> list[int]:
     """The bytes that autograd has kept in a forward pass of training, and what there is more after it, and after one of
-    an evaluation, than between two steps; the latter not for compiled code, which would not run."""
+    an evaluation, than between two steps; the latter not for compiled code, which would not run, nor for stages, which
+    have the whole gradients of earlier micro-batches."""
     strategy, saved = make(case, rank), {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -281,7 +282,7 @@ def held_after_forward_passes(rank: int, case: Case) -> list[int]:
 
     noted.clear()
     looks[:] = []
-    with contextlib.nullcontext() if case.train.compile else Allocations() as seen:
+    with contextlib.nullcontext() if case.train.compile or strategy.context.pipeline else Allocations() as seen:
         list(steps(strategy, last=1))
         before = 0 if seen is None else seen.present_bytes
         looks[:] = [lambda: sum(storage.nbytes() for storage in saved.values())]
