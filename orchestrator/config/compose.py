@@ -48,7 +48,7 @@ def compose(
     if (error := files.error()) is not None:
         errors.append(error)
         return None, None
-    parsed = parse(_with_script_defaults(words), errors)
+    parsed = parse(_with_script_defaults(words, errors), errors)
     data = _compose(select_valid(parsed, files, errors), files, errors, _resolved)
     if data is None:
         return None, None
@@ -118,12 +118,20 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
 
 SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
 """What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
+_OF_THE_LOOP = ("train.", "data.", "checkpoint.", "recovery.peer_copy_every", "recovery.chaos")
+"""The beginnings of keys of the training loop, which a script replaces."""
 
 
-def _with_script_defaults(words: Sequence[str]) -> list[str]:
+def _with_script_defaults(words: Sequence[str], errors: list[str]) -> list[str]:
     given = values(words)
     if given.get("strategy") != "script":
         return list(words)
+    errors += (
+        f"{key}={to_cli(value)}: strategy=script runs the script's own loop, which does not read it; leave it out, and "
+        "give the script its options in job.args"
+        for key, value in given.items()
+        if key.startswith(_OF_THE_LOOP)
+    )
     if "job._target_" in given:
         given["job"] = given["job._target_"]
     if "name" not in given and isinstance(script := given.get("job.script"), str):

@@ -90,6 +90,10 @@ def test_a_script_is_checked_before_anything_starts(
         (["strategy=script", "job=digits"], "it runs job.script, not job=digits"),
         (["strategy=ddp", "job=script", "job.script=s.py"], "only strategy=script runs it"),
         (["strategy=script"], "job.script"),
+        (
+            ["strategy=script", "job.script=s.py", "train.steps=5"],
+            "train.steps=5: strategy=script runs the script's own loop",
+        ),
         (["strategy=script", "job.script=s.py", "job.args='a \"b'"], "a shell could not read it"),
         (["strategy=script", "job.script=s.py", "job.kind=binary"], "expected file, module or program"),
     ],
