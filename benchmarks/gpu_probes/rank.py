@@ -253,7 +253,7 @@ class Rank:
         try:
             assert self._joined is not None
             since_ns, world_size = self._joined
-            found = enqueued_in(flight_record(self._backend), since_ns=since_ns, world_size=world_size)
+            found = enqueued_in(flight_record(dist.group.WORLD), since_ns=since_ns, world_size=world_size)
             return sum(found.last.values())
         except Exception:
             traceback.print_exc()

@@ -197,9 +197,6 @@ class Loop:
             if is_stream(sample_source):
                 sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
             self.strategy.setup(sample_source)
-            evaluates = self._data.datasets.evaluated and self.config.train.eval_every
-            if self.assignment.generation == 1 and self._steered.follows and not evaluates:
-                self._warner.warn(NO_STEERING, topic="no steering")
         checkpoint = loaded_checkpoint(self.assignment, self.strategy, on_progress=self.outbox.progress)
         wait_for_others()
         self.strategy.attach()
@@ -222,6 +219,9 @@ class Loop:
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
+        evaluates = self._data.datasets.evaluated and self.config.train.eval_every
+        if self.assignment.generation == 1 and self._steered.follows and not evaluates:
+            self._warner.warn(NO_STEERING, topic="no steering")
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         return self._data
