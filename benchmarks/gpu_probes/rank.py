@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from helpers.conformance.cases import assignment
 from helpers.machines.shared_gpu import share_gpu
-from orchestrator.compat.process_groups import flight_record
+from orchestrator.compat.process_groups import record_of
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.worker.control import rendezvous
@@ -142,6 +142,7 @@ class Rank:
         self._backend = "gloo" if on_cpu else "nccl"
         self._gate = StepGate(timeout_s=WORD_TIMEOUT_S)
         self._teardown = Teardown(word_timeout_s=WORD_TIMEOUT_S)
+        self._made = self._backend  # what the backend that torch has made for it calls itself
         self._joined: tuple[int, int] | None = None
         torch.set_num_threads(1)
         if not on_cpu:
@@ -223,8 +224,8 @@ class Rank:
         for tensor in (self._weights, step):
             dist.broadcast(tensor, src=0)
         self._step = int(step)
-        name = groups[0]._get_backend(self._device).name()
-        self.answer(Joined(backend=name, seconds=time.monotonic() - began))
+        self._made = groups[0]._get_backend(self._device).name()
+        self.answer(Joined(backend=self._made, seconds=time.monotonic() - began))
         yield
         del store
 
@@ -253,7 +254,7 @@ class Rank:
         try:
             assert self._joined is not None
             since_ns, world_size = self._joined
-            found = enqueued_in(flight_record(dist.group.WORLD), since_ns=since_ns, world_size=world_size)
+            found = enqueued_in(record_of(self._made), since_ns=since_ns, world_size=world_size)
             return sum(found.last.values())
         except Exception:
             traceback.print_exc()

@@ -96,11 +96,17 @@ def flight_record(group: dist.ProcessGroup | None) -> str:
     """
     if group is None:
         return "{}"
-    backend, bindings = nccl_backend(group), cast(Any, c10d_bindings)
-    if backend is None:
+    backend = nccl_backend(group)
+    return record_of("gloo" if backend is None else backend.name())
+
+
+def record_of(backend: str) -> str:
+    """Return what the flight recorder of the backend that calls itself ``backend`` has recorded in this process."""
+    bindings = cast(Any, c10d_bindings)
+    if backend == "gloo":
         dump = bindings._dump_fr_trace_json()
-    elif backend.name() == "nccl":
+    elif backend == "nccl":
         dump = bindings._dump_nccl_trace_json()
     else:
-        dump = bindings._dump_fr_trace_json(backend=backend.name())
+        dump = bindings._dump_fr_trace_json(backend=backend)
     return str(dump, errors="replace")
