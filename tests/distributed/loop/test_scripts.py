@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import Outcome
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +36,7 @@ def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("script", PUBLIC)
+@pytest.mark.parametrize("script", ["trainer.py", *in_campaign("accelerate_loop.py", "lightning_fit.py")])
 def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path) -> None:
     library, line = PUBLIC[script]
     if importlib.util.find_spec(library) is None:

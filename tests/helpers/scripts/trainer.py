@@ -15,3 +15,4 @@ with tempfile.TemporaryDirectory() as folder:
     result = trainer.train()
 if trainer.is_world_process_zero():
     print(f"{args.world_size} processes: {result.global_step} steps, {trainer.accelerator.distributed_type}")
+torch.distributed.destroy_process_group()  # otherwise gloo may abort the process at its end
