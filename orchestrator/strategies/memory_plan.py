@@ -192,7 +192,7 @@ def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is
     are gathered are so in the type of the passes.
     """
     try:
-        few, more = (_kept(config, job, rows) for rows in _ROWS)
+        few, more = _kept(config, job)
     except Exception:  # whatever the job raises with fake tensors, the plan holds without these numbers
         return memory
     a_sample = max(0.0, (more.activations - few.activations) / (_ROWS[1] - _ROWS[0]))
@@ -210,20 +210,23 @@ def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is
     )
 
 
-def _kept(config: Config, job: Job, rows: int) -> Kept:
-    """Return what a forward pass over so many samples keeps."""
+def _kept(config: Config, job: Job) -> list[Kept]:
+    """Return what forward passes over each of :data:`_ROWS` samples keep."""
     precision = Precision.named(config.train.precision, "cpu")
-    batch = example_batch(job, job.dataset("train"), rows)
+    batches = [example_batch(job, job.dataset("train"), rows) for rows in _ROWS]
     whole = build_fake(constructor_of(job, config.train, precision), torch.device("cpu"))
     for block in blocks_of(whole.model):
         if isinstance(block, Block):
             block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here
-    inputs, target = map_tensors(whole.fake_like, batch)
-    with whole.mode, kept_tensors(whole.model) as kept, precision.autocast():
-        output = job.forward(whole.model, precision.inputs(inputs))
-        loss = job.loss(precision.outputs(output), target)
-    del loss  # up to here, its graph has kept the tensors
-    return kept
+    found = []
+    for batch in batches:
+        inputs, target = map_tensors(whole.fake_like, batch)
+        with whole.mode, kept_tensors(whole.model) as kept, precision.autocast():
+            output = job.forward(whole.model, precision.inputs(inputs))
+            loss = job.loss(precision.outputs(output), target)
+        del loss  # up to here, its graph has kept the tensors
+        found.append(kept)
+    return found
 
 
 def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:
