@@ -39,7 +39,7 @@ from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError, W
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
 from orchestrator.worker.process import allocator
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.evaluation import evaluate, metrics_of_trial
+from orchestrator.worker.reports.evaluation import check_trial, evaluate
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
@@ -49,12 +49,6 @@ from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_s
 GRAD_NORM_EVERY = 10
 """A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
 gradients would otherwise be the largest part of the cost of logging every step."""
-
-
-NO_STEERING = (
-    "Job.on_evaluation, or a ReduceLROnPlateau, changes nothing in this run, which makes no evaluation before its last "
-    "step; set train.eval_every, and let job.dataset('val') return data"
-)
 
 
 def no_validation_warning(eval_every: int, *, samples: bool) -> str:
@@ -219,9 +213,9 @@ class Loop:
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
-        evaluates = self._data.datasets.evaluated and self.config.train.eval_every
-        if self.assignment.generation == 1 and self._steered.follows and not evaluates:
-            self._warner.warn(NO_STEERING, topic="no steering")
+        evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
+        if self.assignment.generation == 1 and (note := self._steered.note(evaluates=evaluates)):
+            self._warner.warn(note, topic=note)
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         return self._data
@@ -350,20 +344,15 @@ class Loop:
                 kept_generators(self.device),
             ):
                 point = self._evaluated(data.trial_batches)
-                self._check_trial(point)
+                check_trial(
+                    point,
+                    (self._improvement, self._steered),
+                    world_size=self.assignment.plan.world_size,
+                    device=self.device,
+                    confirm=self.strategy.confirm,
+                )
             self.outbox.enter(self.position.step, "train")
         self.trial = None
-
-    def _check_trial(self, point: EvalPoint) -> None:
-        """Check that evaluations measure what the run follows, from this rank's part of a trial."""
-        followers = [follower for follower in (self._improvement, self._steered) if follower.follows]
-        if followers:
-            world_size = self.assignment.plan.world_size
-            confirm = self.strategy.confirm
-            metrics = metrics_of_trial(point, world_size=world_size, device=self.device, confirm=confirm)
-            if metrics is not None:
-                for follower in followers:
-                    follower.check(metrics)
 
     def _run_due_tasks(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after the last step."""

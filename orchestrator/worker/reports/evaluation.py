@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,18 +62,42 @@ def metrics_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return evaluation_metrics([_point_of(part) for part in parts])
 
 
-def metrics_of_trial(
-    point: EvalPoint, *, world_size: int, device: torch.device, confirm: Callable[[], None]
-) -> dict[str, float] | None:
-    """Return the metrics of a trial of an evaluation, of which ``point`` is this rank's part. A collective operation.
+class Follower(Protocol):
+    """Goes by what evaluations measure."""
 
-    None if some split has no weight in the trial, and so no metrics. ``confirm`` is called before what others have sent
-    is used.
+    @property
+    def follows(self) -> bool: ...
+
+    def check(self, metrics: Mapping[str, float]) -> None: ...
+
+
+def check_trial(
+    point: EvalPoint,
+    followers: Iterable[Follower],
+    *,
+    world_size: int,
+    device: torch.device,
+    confirm: Callable[[], None],
+) -> None:
+    """Check that evaluations measure what ``followers`` follow, unless some split has no weight in the trial.
+
+    A collective operation, if any of them follows something.
+
+    Args:
+        point: this rank's part of a trial of an evaluation.
+        followers: what is checked.
+        world_size: the number of ranks.
+        device: of this rank.
+        confirm: called before what others have sent is used.
     """
+    if not (checked := [follower for follower in followers if follower.follows]):
+        return
     parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=device)
     confirm()
     splits = zip(*((part, *part["others"]) for part in parts), strict=True)
-    return metrics_of(parts) if all(any(part["weight"] for part in of_split) for of_split in splits) else None
+    if all(any(part["weight"] for part in of_split) for of_split in splits):
+        for follower in checked:
+            follower.check(metrics_of(parts))
 
 
 def value_of(metric: str, metrics: Mapping[str, float], *, key: str) -> float:

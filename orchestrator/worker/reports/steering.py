@@ -48,6 +48,15 @@ class Steered:
         """Whether the job goes on in ways that depend on evaluations."""
         return has_steering(self._job) or self._strategy.follows_evaluations
 
+    def note(self, *, evaluates: bool) -> str | None:
+        """Return what the user should know if no evaluation comes before the last step; None otherwise."""
+        if evaluates or not self.follows:
+            return None
+        return (
+            "Job.on_evaluation, or a ReduceLROnPlateau, changes nothing in this run, which makes no evaluation before "
+            "its last step; set train.eval_every, and let job.dataset('val') return data"
+        )
+
     def restore(self, meta: Mapping[str, Any] | None, *, rank: int, world_size: int) -> None:
         """Continue from the metadata of a checkpoint of this run; None: from one of another run, or from none."""
         if self.follows:

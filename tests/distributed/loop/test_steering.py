@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau
@@ -131,9 +132,10 @@ def test_a_scheduler_that_follows_a_metric_is_stepped_after_each_evaluation(
 def steered(job: QuickDigits, *, best: str | None = None) -> tuple[Steered, Trainer]:
     checkpoint = replace(CHECKPOINT, best=best, best_direction="minimize")
     case = Case(job=job, train=TRAIN, checkpoint=checkpoint)
-    strategy = make(case, 0)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    strategy = make(case, dist.get_rank() if world_size > 1 else 0)
     assert isinstance(strategy, Trainer)
-    return Steered(config_of(case, 1), job, strategy, device=torch.device("cpu")), strategy
+    return Steered(config_of(case, world_size), job, strategy, device=torch.device("cpu")), strategy
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +162,27 @@ def test_evaluations_after_the_step_from_which_a_run_continues_have_no_effect() 
     assert [found["step"] for found in followed.metadata()[EVALUATIONS]] == [2, 4]
     followed.share([0], source_step=0, rank=0)
     assert (strategy.lr, job.scale) == (pytest.approx(LR), 1.0)
+
+
+def shared(rank: int) -> tuple[float, float, list[int]]:
+    """Rank 0 is new after the evaluation of step 4. What it and the survivor go on with, from step 5."""
+    job = SteeredDigits()
+    followed, strategy = steered(job)
+    for step in (2, 4) if rank == 1 else ():
+        followed._evaluations.append(Evaluation(step=step, metrics={"val/loss": 1.0}))
+    followed.share([1, 1], source_step=5, rank=rank)
+    return strategy.lr, job.scale, [evaluation["step"] for evaluation in followed.metadata()[EVALUATIONS]]
+
+
+def test_a_new_worker_goes_on_as_the_survivor(gang: Gang) -> None:
+    assert gang.run(shared, world_size=2) == [(pytest.approx(LR / 16), 3.0, [2, 4])] * 2
+
+
+def test_without_evaluations_it_is_said_that_nothing_follows() -> None:
+    followed, _ = steered(SteeredDigits())
+    assert followed.note(evaluates=True) is None
+    assert "set train.eval_every" in str(followed.note(evaluates=False))
+    assert steered(QuickDigits())[0].note(evaluates=False) is None
 
 
 def test_a_run_that_starts_from_another_one_is_steered_by_its_own_evaluations() -> None:
