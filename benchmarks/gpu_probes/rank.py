@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from helpers.conformance.cases import assignment
 from helpers.machines.shared_gpu import share_gpu
-from orchestrator.compat.process_groups import record_of
+from orchestrator.compat.process_groups import new_nccl_group, record_of
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.worker.control import rendezvous
@@ -217,9 +218,9 @@ class Rank:
         assert dist.group.WORLD is not None
         groups.append(dist.group.WORLD)
         for _ in range(order.communicators - 1):
-            everyone = list(range(order.world_size))
+            everyone, timeout = range(order.world_size), timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
             on_gpu = self._device.type == "cuda"
-            groups.append(dist.split_group(split_ranks=[everyone]) if on_gpu else dist.new_group())
+            groups.append(new_nccl_group(everyone, timeout=timeout) if on_gpu else dist.new_group())
         step = torch.tensor([self._step], device=self._device)
         for tensor in (self._weights, step):
             dist.broadcast(tensor, src=0)

@@ -5,7 +5,7 @@ the process by SIGSEGV (NVIDIA/nccl#992, NVIDIA/nccl#1797), and nothing in NCCL 
 
 All operations of process groups pass the operators of the namespace ``c10d``, whether Python or C++ starts them, as
 ``DistributedDataParallel`` does. What they enqueue in a batch is enqueued at the end of the batch, and a communicator
-is divided without an operator, so three functions of ``torch.distributed`` pass the gate too.
+is formed without an operator, so two functions of ``torch.distributed`` pass the gate too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C import DispatchKey, DispatchKeySet
 
-_FUNCTIONS = ("batch_isend_irecv", "new_group", "split_group")
+_FUNCTIONS = ("batch_isend_irecv", "new_group")
 
 
 class _Depth(threading.local):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_bindings
 from torch.distributed import distributed_c10d
+
+from orchestrator.compat.enqueue_gate import GATE
 
 
 def abort_process_groups() -> list[dist.ProcessGroup]:
@@ -40,6 +43,28 @@ def abort_together(backends: Sequence[Any]) -> None:
     if backends:
         with ThreadPoolExecutor(len(backends), thread_name_prefix="abort") as pool:
             list(pool.map(lambda backend: backend.abort(), backends))
+
+
+def new_nccl_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    """Form a group of some ranks, with a communicator that is connected at once. Every rank calls this.
+
+    torch would divide the communicator of the default group. In ``new_group``, all ranks then take part for each group,
+    also those outside it. ``split_group`` ends the process by SIGSEGV if it has had another default group before,
+    because torch gives the ranks of a default group to the first one only (torch 2.11, ``ProcessGroupNCCL::split``).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    assert device is not None
+    world.bound_device_id = None  # which says that there is nothing to divide
+    try:
+        group = dist.new_group(list(ranks), timeout=timeout)
+    finally:
+        world.bound_device_id = device
+    if dist.get_rank() in ranks:
+        with GATE:
+            group._get_backend(device).eager_connect_single_device(device)
+    return cast(dist.ProcessGroup, group)
 
 
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:

@@ -11,6 +11,7 @@ from typing import Literal, cast
 
 import torch.distributed as dist
 
+from orchestrator.compat.process_groups import new_nccl_group
 from orchestrator.strategies.base import Context
 
 
@@ -32,9 +33,11 @@ def new_group(
     Returns:
         The group. A rank outside it gets torch's stand-in, which no operation accepts.
     """
-    members = None if ranks is None else list(ranks)
-    group = dist.new_group(members, timeout=timeout or _timeout(context), backend=backend)
-    return cast(dist.ProcessGroup, group)
+    members = list(range(dist.get_world_size()) if ranks is None else ranks)
+    timeout = timeout or _timeout(context)
+    if context.device.type == "cuda" and backend is None:
+        return new_nccl_group(members, timeout=timeout)
+    return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
 
 
 def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -57,9 +60,6 @@ def divided(
 
     ``backend``: None for that of the default group.
     """
-    if context.device.type == "cuda" and backend is None:  # in one call for all parts
-        split = dist.split_group(split_ranks=[list(ranks) for ranks in parts], timeout=_timeout(context))
-        return cast(dist.ProcessGroup, split)  # this rank is in one of the parts
     groups = [new_group(context, ranks, backend=backend) for ranks in parts]
     return next(group for group, ranks in zip(groups, parts, strict=True) if context.global_rank in ranks)
 
