@@ -84,8 +84,7 @@ def of_the_paper(job: Preferences) -> list[dict[str, float]]:
 
 
 def of_trl(job: Preferences, chats: bool, folder: Path) -> list[dict[str, Any]]:
-    trl = pytest.importorskip("trl")
-    import datasets
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     import peft
     import transformers
 
