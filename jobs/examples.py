@@ -18,12 +18,14 @@ from jobs.tokens import IGNORED, Source
 if TYPE_CHECKING:
     from jobs.hf import HuggingFace
 
-Encode = Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]
-"""From an example to its tokens and its labels."""
+Encode = Callable[[Mapping[str, Any]], dict[str, Tensor]]
+"""From an example to its tensors, which have no batch dimension."""
 
 
 class Examples(Dataset[dict[str, Tensor]]):
-    """The encoded examples of a file: ``input_ids``, ``attention_mask`` and ``labels``, without padding.
+    """The encoded examples of a file: ``input_ids``, ``attention_mask`` and ``labels``, each of shape (tokens,).
+
+    Those of a pair of answers are of shape (2, tokens), and the shorter one is padded.
 
     Args:
         rows: the examples as they are stored.
@@ -43,12 +45,11 @@ class Examples(Dataset[dict[str, Tensor]]):
             raise IndexError(index)
         row = int(self.kept[index])
         try:
-            tokens, labels = self.encode(self.rows.row(row))
+            return self.encode(self.rows.row(row))
         except KeyError as e:
             raise ValueError(f"{self.rows.name(row)}: has no field {e}") from None
         except Exception as e:  # of any type: the chat template of a tokenizer is code, too
             raise ValueError(f"{self.rows.name(row)}: {e}") from e
-        return _example(torch.tensor(tokens), torch.tensor(labels))
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
@@ -87,9 +88,9 @@ class Padded:
         }
 
     def _of_one_length(self, tensors: Sequence[Tensor], value: int) -> Iterator[Tensor]:
-        length = self.length or max(map(len, tensors))
+        length = self.length or max(tensor.shape[-1] for tensor in tensors)
         for tensor in tensors:
-            yield torch.nn.functional.pad(tensor, (0, length - len(tensor)), value=value)
+            yield torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=value)
 
 
 def chat_parts(tokenizer: Any, example: Mapping[str, Any]) -> tuple[str, str]:
@@ -128,16 +129,45 @@ def leaves_out_text(tokenizer: Any, example: Mapping[str, Any]) -> bool:
     return not all(text.strip() in written for text in texts if isinstance(text, str))
 
 
+def answered(example: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an example of ``job.task=dpo`` as one of ``causal`` with its answer ``chosen`` or ``rejected``.
+
+    Raises:
+        KeyError: a field is missing.
+        ValueError: an answer is empty, or the fields do not go together.
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    if not (chosen and rejected):
+        raise ValueError(f"{'rejected' if chosen else 'chosen'} is empty")
+    if len({isinstance(field, str) for field in (example.get("prompt", chosen), chosen, rejected)}) > 1:
+        raise ValueError("prompt, chosen and rejected have to be all texts, or all lists of messages")
+    if isinstance(chosen, str):
+        return {"prompt": example["prompt"], "completion": example[name]}
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError("chosen and rejected differ before their last messages; only these may differ")
+    return {**example, "messages": [*example.get("prompt", ()), *example[name]]}
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """From an example to its tokens and labels, cut to ``block_size``."""
+    """From an example to its tensors, cut to ``block_size``."""
 
     job: HuggingFace
     tokenizer: Any
 
-    def __call__(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
+    def __call__(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
+        if self.job.task == "dpo":
+            pair = [self._encoded(answered(example, name)) for name in ("chosen", "rejected")]
+            return Padded(token=0, length=None)(pair)
+        return self._encoded(example)
+
+    def _encoded(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
+        tokens, labels = self._tokens_and_labels(example)
+        return _example(torch.tensor(tokens), torch.tensor(labels))
+
+    def _tokens_and_labels(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
         size = self.job.block_size
-        if self.job.task == "causal":
+        if self.job.task in ("causal", "dpo"):
             prompt, answer = self._prompt_and_answer(example)
             return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
         if self.job.task == "seq2seq":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,23 +24,35 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
 from jobs.examples import Blocks, Encoder, Examples, Padded, leaves_out_text
-from jobs.hugging_face import first_sentence, load_on_meta, load_tokenizer, place, quiet, unmatched, with_adapters
+from jobs.hugging_face import (
+    Logits,
+    Task,
+    first_sentence,
+    load_on_meta,
+    load_tokenizer,
+    place,
+    quiet,
+    unmatched,
+    with_adapters,
+)
+from jobs.preferences import LogRatios, preference_loss, reward_sums
 from jobs.rows import damaged, open_rows
 from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
 from orchestrator.job import Job, Split
 
-Task = Literal["causal", "masked", "seq2seq", "classification"]
 AUTO_CLASSES: Mapping[Task, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "classification": "AutoModelForSequenceClassification",
+    "dpo": "AutoModelForCausalLM",
 }
 FIELDS: Mapping[Task, tuple[tuple[str, ...], ...]] = {
     "causal": (("text",), ("prompt", "completion"), ("messages",)),
     "masked": (("text",),),
     "seq2seq": (("prompt", "completion"),),
     "classification": (("text", "label"),),
+    "dpo": (("chosen", "rejected"),),
 }
 """The fields of an example, of which it has one combination."""
 SHOWN_DAMAGED = 3
@@ -54,7 +67,7 @@ SHOWN_PROMPTS = 3
 class HuggingFace(Job):
     """A model of ``transformers``; fields have the names of the options of its ``run_clm.py``.
 
-    After evaluations, ``causal`` and ``seq2seq`` models answer the first prompts of the held-out examples.
+    After evaluations, models that write texts answer the first prompts of the held-out examples.
 
     Attributes:
         model_name_or_path: a directory, or a name on the hub; None for random weights.
@@ -64,11 +77,13 @@ class HuggingFace(Job):
             line, or tokens of ``orchestrator tokenize``, which fill each ``block_size``. A ``causal`` example has a
             ``text``; or a ``prompt`` and a ``completion``, and only the completion is learned; or ``messages`` for the
             chat template, and only the last one is learned. ``seq2seq`` needs ``prompt`` and ``completion``, ``masked``
-            a ``text``, ``classification`` a ``text`` and a ``label`` from 0.
+            a ``text``, ``classification`` a ``text`` and a ``label`` from 0. ``dpo`` needs a ``prompt``, and answers
+            ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin with the prompt.
         validation_file: the held-out examples; None to hold out the last ``validation_split_percentage`` of the others.
         damaged: ``refuse`` names a damaged example and ends; ``skip`` leaves it out.
         block_size: the tokens to which an example is cut, and padded, because pipelines need it.
         pad_to_max_length: False to pad only to the longest example of the batch.
+        beta: how strongly ``dpo`` holds on to the reference, which is the model before the training.
         peft: the method, such as ``lora``, whose additions alone are trained.
         peft_options: the fields of the configuration of this method (``use_dora`` for DoRA).
         max_new_tokens: the length of an answer; each token is the most probable one.
@@ -88,8 +103,9 @@ class HuggingFace(Job):
     pad_to_max_length: bool = True
     num_labels: int = 2
     mlm_probability: float = 0.15
+    beta: float = 0.1
     peft: str | None = None
-    peft_options: Mapping[str, Any] = field(default_factory=dict)
+    peft_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
     warmup_steps: int = 0
@@ -108,6 +124,8 @@ class HuggingFace(Job):
             model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self._labels))
         if self.peft is not None:
             model = with_adapters(model, self._peft_config())
+        if self.task == "dpo":
+            return LogRatios(model, has_adapters=self.peft is not None)
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
 
     @classmethod
@@ -135,17 +153,26 @@ class HuggingFace(Job):
         return Padded(token=token or 0, length=self.block_size if self.pad_to_max_length else None)
 
     def loss(self, output: Tensor, target: Mapping[str, Tensor]) -> Tensor:
+        if self.task == "dpo":
+            return preference_loss(output, self.beta)
         logits, labels = self._aligned(output, target)
         total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return total / (labels != IGNORED).sum().clamp(min=1)
 
-    def weight(self, target: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, target: Mapping[str, Tensor]) -> int | Tensor:
         labels = target["labels"]
+        if self.task == "dpo":
+            return len(labels)
         return (labels[:, 1:] if self.task == "causal" else labels).ne(IGNORED).sum()
 
     def metrics(self, output: Tensor, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.task == "dpo":
+            return reward_sums(output, self.beta)
         logits, labels = self._aligned(output, target)
         return {"accuracy": (logits.argmax(dim=-1) == labels).sum()}
+
+    def train_metrics(self, output: Tensor, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return reward_sums(output, self.beta) if self.task == "dpo" else {}
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -153,7 +180,15 @@ class HuggingFace(Job):
 
     @property
     def reports_perplexity(self) -> bool:
-        return self.task != "classification"
+        return self.task not in ("classification", "dpo")
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        if self.task == "dpo" and self.peft is not None:  # whether adapters are on is no part of a recorded layer
+            raise ValueError(
+                f"job.peft={self.peft}: job.task=dpo computes the reference with the layers that it trains, so they "
+                "cannot be divided into stages; use strategy=fsdp, or job.peft=null"
+            )
+        return None
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
@@ -168,7 +203,7 @@ class HuggingFace(Job):
 
     @property
     def draws_samples(self) -> bool:
-        return self.task in ("causal", "seq2seq") and self.max_new_tokens > 0
+        return self.task in ("causal", "seq2seq", "dpo") and self.max_new_tokens > 0
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
         val: Any = self.dataset("val") if self.draws_samples else None
@@ -177,9 +212,9 @@ class HuggingFace(Job):
         tokenizer, device = self._tokenizer(), next(model.parameters()).device
         texts = []
         for example, _ in zip((val[i] for i in range(len(val))), range(SHOWN_PROMPTS), strict=False):
-            prompt = example["input_ids"]
-            if self.task == "causal":
-                first = int((example["labels"] != IGNORED).int().argmax())
+            prompt, labels = (torch.atleast_2d(example[name])[0] for name in ("input_ids", "labels"))
+            if self.task != "seq2seq":
+                first = int((labels != IGNORED).int().argmax())
                 prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
             made = model.model.generate(  # type: ignore[union-attr, operator]
                 input_ids=prompt[None].to(device),
@@ -189,7 +224,7 @@ class HuggingFace(Job):
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.eos_token_id,
             )[0]
-            written = made[len(prompt) :] if self.task == "causal" else made
+            written = made if self.task == "seq2seq" else made[len(prompt) :]
             texts.append(
                 f"{tokenizer.decode(prompt, skip_special_tokens=True)}\n-> "
                 f"{tokenizer.decode(written, skip_special_tokens=True)}"
@@ -226,6 +261,8 @@ class HuggingFace(Job):
                 raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(f"job.mlm_probability={self.mlm_probability:g}: must be in (0, 1]")
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"job.beta={self.beta:g}: must be greater than 0, and finite")
         self._check_rates()
         self._check_model()
         for name in ("train_file", "validation_file"):
@@ -337,10 +374,10 @@ class HuggingFace(Job):
         if str(self.peft).lower() not in known:
             near = difflib.get_close_matches(str(self.peft).lower(), known, n=1) or known
             raise ValueError(f"job.peft={self.peft}: unknown; did you mean {' or '.join(near)}?")
-        kinds = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS", "masked": None}
+        kinds = {"causal": "CAUSAL_LM", "dpo": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
         make = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(self.peft).upper())]
         try:
-            return make(task_type=kinds[self.task], **self.peft_options)
+            return make(task_type=kinds.get(self.task), **self.peft_options)
         except (TypeError, ValueError) as e:
             raise ValueError(f"job.peft_options={dict(self.peft_options)}: {e}") from e
 
@@ -361,8 +398,10 @@ class HuggingFace(Job):
             self._warn_of_losses(key, examples)
         if not looked_at:
             raise ValueError(f"{key}: has no examples, or fewer tokens than job.block_size={self.block_size}")
-        first = 1 if self.task == "causal" else 0  # nothing predicts the first token
-        if self.task != "classification" and not any(bool((e["labels"][first:] != IGNORED).any()) for e in looked_at):
+        first = 1 if self.task in ("causal", "dpo") else 0  # nothing predicts the first token
+        if self.task != "classification" and not any(
+            bool((e["labels"][..., first:] != IGNORED).any()) for e in looked_at
+        ):
             raise ValueError(
                 f"{key}: the loss counts no token of the first {len(looked_at)} examples; prompts alone may be longer "
                 f"than job.block_size={self.block_size}"
@@ -385,8 +424,12 @@ class HuggingFace(Job):
         whole = Examples(rows, longer, left_out=left_out)
         looked_at = [whole[i] for i in range(min(LOOKED_AT, len(whole)))]
         of_first = f"of the first {len(looked_at)} examples"
-        if cut := [e for e in looked_at if max(len(e["input_ids"]), e["labels"].numel()) > self.block_size]:
-            unlearned = sum(bool((e["labels"][: self.block_size] == IGNORED).all()) for e in cut if e["labels"].ndim)
+        if cut := [e for e in looked_at if max(e["input_ids"].shape[-1:] + e["labels"].shape[-1:]) > self.block_size]:
+            unlearned = sum(
+                bool((e["labels"][..., : self.block_size] == IGNORED).all(dim=-1).any())
+                for e in cut
+                if e["labels"].ndim
+            )
             warnings.warn(
                 f"{key}: {len(cut)} {of_first} have more than job.block_size={self.block_size} tokens, and are cut"
                 + (f"; nothing of {unlearned} is learned, whose prompts fill it" if unlearned else ""),
@@ -439,23 +482,3 @@ class HuggingFace(Job):
         if self.task == "causal":
             output, labels = output[:, :-1], labels[:, 1:]
         return output.flatten(0, -2), labels.flatten()
-
-
-class Logits(nn.Module):
-    """Calls a model with the tensors of a batch, and returns its logits."""
-
-    def __init__(self, model: Any, task: Task):
-        super().__init__()
-        self.model = model
-        self.task = task
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        if self.task == "seq2seq":
-            labels = batch["labels"]
-            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels)
-        if self.task in ("causal", "seq2seq"):
-            inputs["use_cache"] = False  # a cache could not flow between stages
-        logits: Tensor = self.model(**inputs).logits
-        # Methods such as prompt tuning put tokens of their own before a text.
-        return logits[:, -batch["input_ids"].shape[1] :] if self.task == "causal" else logits

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: their files, read without reports on the console, and their adapters."""
+"""Models of Hugging Face: their files, read without reports on the console, their adapters, and their logits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
+
+Task = Literal["causal", "masked", "seq2seq", "classification", "dpo"]
 
 
 def load_on_meta(auto: Any, directory: str, config: Any) -> tuple[nn.Module, Sequence[str]]:
@@ -92,3 +94,23 @@ def place(text: str | None) -> str:
 
 def first_sentence(error: Exception) -> str:
     return " ".join(str(error).split()).partition(". ")[0][:300]
+
+
+class Logits(nn.Module):
+    """Calls a model with the tensors of a batch, and returns its logits."""
+
+    def __init__(self, model: Any, task: Task):
+        super().__init__()
+        self.model = model
+        self.task = task
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        if self.task == "seq2seq":
+            labels = batch["labels"]
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels)
+        if self.task in ("causal", "seq2seq"):
+            inputs["use_cache"] = False  # a cache could not flow between stages
+        logits: Tensor = self.model(**inputs).logits
+        # Methods such as prompt tuning put tokens of their own before a text.
+        return logits[:, -batch["input_ids"].shape[1] :] if self.task == "causal" else logits

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text()
     if collection_path.is_relative_to(HERE / "unit"):
-        is_left_out = "not fast" in config.option.markexpr and "mark.slow" not in text
+        if config.option.markexpr == "fast":
+            is_left_out = re.search(r"^pytestmark = .*mark\.(slow|campaign)", text, re.MULTILINE) is not None
+        else:
+            is_left_out = "not fast" in config.option.markexpr and "mark.slow" not in text
     else:
         is_left_out = config.option.markexpr == "fast" and "mark.fast" not in text
     return True if is_left_out else None

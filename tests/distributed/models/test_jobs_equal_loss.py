@@ -10,8 +10,9 @@ import torch
 
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.equal_loss import assert_equal_losses
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, pipeline
-from helpers.conformance.training import losses, train
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, pipeline
+from helpers.conformance.training import losses, metrics_of, train
+from helpers.jobs.preference_jobs import preferences
 from jobs.gpt import GPT
 from jobs.hf import HuggingFace
 from jobs.names import Names
@@ -131,3 +132,26 @@ def test_adapters_of_a_small_llama_train_alike_under_fsdp_and_are_exported(gang,
     with torch.no_grad():
         logits = merged(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         torch.testing.assert_close(logits, model.eval()(batch), rtol=1e-5, atol=1e-5)
+
+
+REPLICAS = ("ddp-2", "fsdp-2", "hsdp-2x2")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "sgd", "layouts"),
+    [
+        pytest.param(False, True, REPLICAS, id="whole-sgd"),
+        pytest.param(False, False, REPLICAS, id="whole-adamw"),
+        pytest.param(True, True, REPLICAS, id="lora-sgd"),
+        pytest.param(True, False, REPLICAS, id="lora-adamw"),
+        pytest.param(False, False, ("1F1B-2",), id="stages", marks=passes_constants),
+    ],
+)
+def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters, sgd, layouts):
+    """The reference is a copy that is divided as the model is, or the model without its adapters."""
+    pytest.importorskip("peft")
+    job = preferences(tmp_path, adapters=adapters, sgd=sgd)
+    case = Case(job=job, train=having(steps=5, global_batch_size=12))
+    for ranks in assert_as_alone(gang, case, *layouts, rtol=SGD, want_grad_norm=True).values():
+        rewards = metrics_of(ranks)
+        assert rewards[-1]["rewards/margins"] > rewards[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)

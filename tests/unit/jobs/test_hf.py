@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.models.small_hf import BERT, COMMON, LORA, byte_tokenizer, llama
 from helpers.ranks.job_trials import errors, trained
 from jobs.examples import Encoder, Padded, leaves_out_text
 from jobs.hf import HuggingFace
@@ -20,9 +21,6 @@ from jobs.tokens import IGNORED
 pytestmark = pytest.mark.slow  # the import of transformers
 
 SUMS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
-CHAT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 1}
 
 
@@ -31,25 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small model of each kind, with its tokenizer, and data for them."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    import tokenizers
-
-    made = tmp_path_factory.mktemp("hf")
-    bytes_of = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
-            vocab={"<end>": 0, "<pad>": 1, "<mask>": 2}
-            | {c: i + 3 for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))},
-            merges=[],
-        )
-    )
-    bytes_of.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_of.decoder = tokenizers.decoders.ByteLevel()
-    named = {"eos_token": "<end>", "pad_token": "<pad>", "mask_token": "<mask>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_of, **named)
-    tokenizer.chat_template = CHAT
-    llama = transformers.LlamaConfig(**BERT, num_key_value_heads=1, max_position_embeddings=64, **COMMON)
-    torch.manual_seed(0)
+    made, tokenizer = tmp_path_factory.mktemp("hf"), byte_tokenizer()
     models = {
-        "llama": transformers.LlamaForCausalLM(llama),
+        "llama": llama(),
         "bert": transformers.BertForMaskedLM(transformers.BertConfig(**BERT, **COMMON)),
         "t5": transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **COMMON)),
     }
@@ -69,9 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fields(folder: Path, model: str = "llama", data: str = "sums.jsonl", **others: Any) -> dict[str, Any]:
     return {"model_name_or_path": str(folder / model), "train_file": str(folder / data), "block_size": 16, **others}
-
-
-LORA = {"peft": "lora", "peft_options": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}
 
 
 @pytest.mark.parametrize(
@@ -154,8 +133,8 @@ def words() -> Any:
 def encoded(words: Any, example: dict[str, Any], template: str | None = None) -> tuple[str, str]:
     """The tokens of an example, and those of them that are learned."""
     words.chat_template = template
-    tokens, labels = Encoder(HuggingFace(block_size=64), words)(example)
-    return words.decode(tokens), words.decode([label for label in labels if label != IGNORED])
+    made = Encoder(HuggingFace(block_size=64), words)(example)
+    return words.decode(made["input_ids"]), words.decode(made["labels"][made["labels"] != IGNORED])
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,7 @@ for root, limit in zip(map(Path, sys.argv[1::2]), map(int, sys.argv[2::2])):
 """
 
 
+@pytest.mark.slow  # the imports of two new processes
 def test_a_full_disk_costs_one_checkpoint_and_leaves_no_trace(tmp_path: Path) -> None:
     """A limit on the size of a file, and a small disk that vanishes with the process: a mount of its namespace."""
     limited, disk = (tmp_path / name for name in ("limited", "disk"))

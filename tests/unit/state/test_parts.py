@@ -139,6 +139,7 @@ def memory_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
+@pytest.mark.slow  # the imports of a new process
 @pytest.mark.parametrize("size_mib", [64, *in_campaign(4096)])
 def test_a_rank_that_loads_its_part_holds_that_and_a_tensor_more(tmp_path: Path, size_mib: int) -> None:
     # In a process of its own, because the heap that other tests leave behind changes what a process takes.

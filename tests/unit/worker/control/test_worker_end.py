@@ -177,6 +177,7 @@ raise SystemExit("still there" if dist.is_initialized() else "has aborted")
 """
 
 
+@pytest.mark.slow  # the imports of a new process
 def test_with_nccl_a_rank_that_has_failed_ends_if_the_driver_says_nothing() -> None:
     """If it aborted instead, a peer could take garbage for gradients before the generation is marked as ended."""
     done = subprocess.run([sys.executable, "-c", NO_WORD], capture_output=True, text=True, timeout=60)

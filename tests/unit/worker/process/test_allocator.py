@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow  # the imports of new processes
+
 SCRIPT = """
 import resource
 import torch
