@@ -359,6 +359,11 @@ class Job(abc.ABC):
         """
         return {}
 
+    @property
+    def makes_predictions(self) -> bool:
+        """Whether :meth:`predictions` is called: by default, if the job has its own."""
+        return type(self).predictions is not Job.predictions
+
     def predictions(self, model: nn.Module, split: Split, part: int, parts: int) -> Iterable[tuple[Any, Any]]:
         """Yield the pairs that :meth:`metric_objects` are updated with, instead of the outputs of an evaluation.
 
@@ -512,11 +517,6 @@ def has_training_step(job: Job) -> bool:
 def has_steering(job: Job) -> bool:
     """Return whether evaluations may change how the job goes on."""
     return type(job).on_evaluation is not Job.on_evaluation
-
-
-def has_predictions(job: Job) -> bool:
-    """Return whether the job itself predicts what its metric objects are updated with."""
-    return type(job).predictions is not Job.predictions
 
 
 def has_loss(job: Job) -> bool:

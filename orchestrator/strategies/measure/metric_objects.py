@@ -39,7 +39,7 @@ class MetricObjects:
         self._updated = False
         for name, value in job.metric_objects(split).items():
             if (problem := _problem(value)) is not None:
-                raise JobError(f"job.{_METHOD}: {checked_name(name, _METHOD)!r} is {kind_of(value)}; {problem}")
+                raise JobError(f"job.{_METHOD}: {checked_name(name, _METHOD)!r} is {kind_of(value)}{problem}")
             if torchmetrics.is_metric(value):
                 torchmetrics.keep_local(value)
             self._objects[checked_name(name, _METHOD)] = value.to(device) if isinstance(value, nn.Module) else value
@@ -134,13 +134,13 @@ def _problem(value: Any) -> str | None:
     if torchmetrics.is_metric(value):
         return None
     if isinstance(value, nn.ModuleDict):  # a MetricCollection, whose metrics may share their states
-        return "give its metrics one by one, as dict(collection.items())"
+        return "; return its metrics one by one, as dict(collection.items())"
     if missing := [name for name in ("update", "compute", "merge") if not callable(getattr(value, name, None))]:
         return (
-            f"give a metric of torchmetrics, or an object with {', '.join(f'{name}()' for name in missing)}: workers "
-            "update(output, target) objects of their own, which one merge(other)s and compute()s"
+            f" without {' and '.join(f'{name}()' for name in missing)}; return a metric of torchmetrics, or an object "
+            "with the methods update(output, target), merge(other) and compute()"
         )
-    return None if hasattr(value, "__dict__") else "let its class have no __slots__"
+    return None if hasattr(value, "__dict__") else "; let its class have no __slots__"
 
 
 def _state_of(value: Any) -> Any:

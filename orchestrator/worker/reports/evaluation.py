@@ -11,7 +11,6 @@ import torch
 
 from orchestrator.config.evaluated import VAL
 from orchestrator.config.text import did_you_mean
-from orchestrator.job import has_predictions
 from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
@@ -49,7 +48,7 @@ def evaluate(
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
-    objects, predicts = MetricObjects(strategy.job, split, device), has_predictions(strategy.job)
+    objects, predicts = MetricObjects(strategy.job, split, device), strategy.job.makes_predictions
     if not predicts:
         strategy.update_metrics = objects.update
     for batch, valid in batches:

@@ -78,17 +78,10 @@ class Confusion:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDigits(QuickDigits):
-    """Has metrics that are no sums; with ``library``, those of torchmetrics too."""
-
-    library: bool = False
+    """Has metrics that are no sums."""
 
     def metric_objects(self, split: Split) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"confusion": Confusion()}
-        if self.library:
-            import torchmetrics
-
-            found["library_f1"] = torchmetrics.F1Score(task="multiclass", num_classes=10, average="macro")
-        return found
+        return {"confusion": Confusion()}
 
 
 @dataclass(frozen=True, kw_only=True)

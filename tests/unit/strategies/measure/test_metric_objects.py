@@ -146,8 +146,8 @@ def test_the_class_of_an_object_need_not_be_importable() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        ({"f1": Lone}, "'f1' is a Lone; give a metric of torchmetrics, or an object with merge(): workers "),
-        ({"f1": lambda: 0.5}, "'f1' is 0.5; give a metric of torchmetrics, or an object with update(), compute(), m"),
+        ({"f1": Lone}, "'f1' is a Lone without merge(); return a metric of torchmetrics, or an object with "),
+        ({"f1": lambda: 0.5}, "'f1' is 0.5 without update() and compute() and merge(); return a metric of torch"),
         ({"f1": Slotted}, "'f1' is a Slotted; let its class have no __slots__"),
         ({"f1": Unsent}, "'f1' (Unsent) cannot be sent to another worker: "),
         ({"loss": Seen}, "the run itself logs a metric named 'loss'; choose another name"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_merged_is_named() -> None:
 
 def test_too_much_to_join_is_refused() -> None:
     made = updated({"few": Few, "many": Seen}, [(torch.zeros(10**6, 2), torch.zeros(10**6))])
-    with pytest.raises(JobError, match="the state of 'many' has 4 MiB on this worker, and .* may have 3 MiB; keep"):
+    with pytest.raises(JobError, match=r"the state of 'many' has 4 MiB on this worker, .* may have 3 MiB; keep"):
         made.packed(most=3 * 2**20)
 
 
@@ -243,6 +243,13 @@ class TestTorchmetrics:
                 alone.update(*pair)
             assert set(expected.values()) <= {float(v) for v in _all(alone.compute())}, name
 
+    def test_a_metric_does_not_communicate_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torchmetrics
+
+        made = updated({"f1": lambda: torchmetrics.F1Score(task="multiclass", num_classes=4)}, rows())
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # and there is no group
+        assert made.values()
+
     def test_a_mean_of_means_is_refused(self) -> None:
         import torchmetrics
 
@@ -265,7 +272,7 @@ class TestTorchmetrics:
 
         make = {"all": lambda: torchmetrics.MetricCollection([torchmetrics.MeanMetric()])}
         (error,) = metric_object_errors(Measured(make=make), ["val"])
-        assert error.endswith("give its metrics one by one, as dict(collection.items())")
+        assert error.endswith("return its metrics one by one, as dict(collection.items())")
 
 
 def _all(computed: Any) -> list[Any]:
