@@ -142,7 +142,7 @@ class Strategy(LayoutRules, abc.ABC):
     each parameter, or each part of it.
     """
 
-    update_metrics: Callable[[Any, Any], None] = staticmethod(lambda output, target: None)
+    update_metrics: Callable[[Any, Any], None] | None = None
     """Called in :meth:`evaluate` with the output and the target of the samples that count, maybe in parts."""
 
     counts_flops = True

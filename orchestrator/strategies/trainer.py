@@ -287,7 +287,8 @@ class Trainer(Strategy):
         return sizes_of(self.trained.module(), self.trained.optimizer)
 
     def _evaluated(self, output: Any, target: Any) -> Mapping[str, Tensor]:
-        self.update_metrics(output, target)
+        if self.update_metrics is not None:
+            self.update_metrics(output, target)
         return self._eval_metrics(output, target)
 
     def _warn_of(self, metrics: SumCheck) -> None:

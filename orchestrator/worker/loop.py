@@ -460,7 +460,7 @@ class Loop:
                 split=split,
                 perplexity=self.job.reports_perplexity,
                 trial=trial,
-                tick=self.outbox.tick,
+                outbox=self.outbox,
             )
             self.strategy.confirm()
             return point

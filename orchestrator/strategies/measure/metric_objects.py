@@ -80,7 +80,9 @@ class MetricObjects:
         """
         updated = [packed for packed in ranks if packed]
         self._updated = bool(updated)
-        for name, value in self._objects.items() if updated else ():
+        if not updated:
+            return
+        for name, value in self._objects.items():
             states = [pickle.loads(packed[name].numpy().tobytes()) for packed in updated]
             try:
                 self._objects[name] = _joined(value, states)
@@ -104,7 +106,9 @@ class MetricObjects:
             Exception: whatever an object raises.
         """
         found: dict[str, float] = {}
-        for name, value in self._objects.items() if self._updated else ():
+        if not self._updated:
+            return found
+        for name, value in self._objects.items():
             try:
                 with torch.no_grad():
                     computed = value.compute()
@@ -170,8 +174,8 @@ def _like(value: Any, state: Mapping[str, Any]) -> Any:
 class _Pickler(pickle.Pickler):
     """Pickles tensors as those of a CPU, and without the rest of the memory that a view is a part of."""
 
-    def reducer_override(self, value: Any) -> Any:
-        return value.detach().cpu().clone().__reduce_ex__(5) if isinstance(value, Tensor) else NotImplemented
+    def reducer_override(self, obj: Any) -> Any:
+        return obj.detach().cpu().clone().__reduce_ex__(5) if isinstance(obj, Tensor) else NotImplemented
 
 
 def _packed(name: str, value: Any) -> Tensor:

@@ -17,6 +17,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json, gather_states
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObjects
+from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.job_calls import error_with_place
 from orchestrator.worker.reports.predictions import predict
 
@@ -31,10 +32,10 @@ def evaluate(
     *,
     step: int,
     device: torch.device,
+    outbox: Outbox,
     split: str = VAL,
     perplexity: bool = False,
     trial: bool = False,
-    tick: Callable[[], None] = lambda: None,
 ) -> EvalPoint:
     """Return the sums over this rank's samples of ``split`` after ``step``. The driver adds up the ranks.
 
@@ -43,14 +44,13 @@ def evaluate(
     Args:
         batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.EvalBatches`` yields them.
         perplexity: whether to report it.
+        outbox: is told of the progress of predictions, which may take any time, as objects may.
         trial: whether only a few samples are evaluated, of which an object may be unable to compute anything.
-        tick: called after each prediction.
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
     objects, predicts = MetricObjects(strategy.job, split, device), strategy.job.makes_predictions
-    if not predicts:
-        strategy.update_metrics = objects.update
+    strategy.update_metrics = objects.update if objects and not predicts else None
     for batch, valid in batches:
         if valid == 0 and not strategy.evaluates_padding:
             continue
@@ -59,9 +59,15 @@ def evaluate(
         weight = weight + result.weight  # on a GPU if that is there: reading it would wait for every batch
         for name, value in result.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
-    if objects and predicts:
-        predict(strategy, split, objects.update, device=device, most=1 if trial else None, tick=tick)
-    taken = {*sums, *(["perplexity"] if perplexity else [])}
+    strategy.update_metrics = None
+    values: dict[str, float] | None = {}
+    if objects:
+        with outbox.within("callback"):
+            if predicts:
+                most = 1 if trial else None
+                predict(strategy, split, objects.update, device=device, most=most, progress=outbox.progress)
+            taken = [*sums, *(["perplexity"] if perplexity else [])]
+            values = _values(strategy, objects, taken, device=device, trial=trial)
     return EvalPoint(
         step=step,
         split=split,
@@ -70,12 +76,12 @@ def evaluate(
         weight=float(weight),
         sums={name: float(value) for name, value in sums.items()},
         perplexity=perplexity,
-        values=_values(strategy, objects, taken, device=device, trial=trial) if objects else {},
+        values=values,
     )
 
 
 def _values(
-    strategy: Strategy, objects: MetricObjects, taken: Iterable[str], *, device: torch.device, trial: bool
+    strategy: Strategy, objects: MetricObjects, taken: Sequence[str], *, device: torch.device, trial: bool
 ) -> dict[str, float] | None:
     """Join the objects of all ranks on rank 0, and return their values there; empty on the others.
 
@@ -84,9 +90,7 @@ def _values(
     """
     rank, world_size = strategy.context.global_rank, strategy.context.mesh.world_size
     if world_size > 1:
-        own = TrainState(
-            meta={"taken": list(taken)}, model={**objects.packed(most=MOST_BYTES // world_size)}, optimizer={}
-        )
+        own = TrainState(meta={"taken": taken}, model={**objects.packed(most=MOST_BYTES // world_size)}, optimizer={})
         states = gather_states(own, ranks=range(world_size), rank=rank, device=device)
         strategy.confirm()
         if states is None:
@@ -100,7 +104,7 @@ def _values(
             f"{error_with_place(error)}; if that happens in an evaluation, the run ends"
         )
 
-    return objects.values({*taken}, failed=warn if trial else None)
+    return objects.values(taken, failed=warn if trial else None)
 
 
 def metrics_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ def predict(
     *,
     device: torch.device,
     most: int | None,
-    tick: Callable[[], None],
+    progress: Callable[[], None],
 ) -> None:
     """Let the job predict this rank's share of a ``split``. All ranks call this at the same step.
 
@@ -29,7 +29,7 @@ def predict(
         update: receives each prediction and its target.
         device: of this rank.
         most: the number of predictions; None for all.
-        tick: called after each of them.
+        progress: called after each of them.
 
     Raises:
         ModelChangedError: the job has changed the model.
@@ -44,14 +44,15 @@ def predict(
             model, part, parts = rebuilt(job, weights), 0, 1
     if model is None:
         return
+    whole: nn.Module = model
 
     def predicted() -> None:
-        model.eval()
-        for output, target in itertools.islice(job.predictions(model, split, part, parts), most):
+        whole.eval()
+        for output, target in itertools.islice(job.predictions(whole, split, part, parts), most):
             update(output, target)
-            tick()
+            progress()
 
-    call_without_effect(predicted, method="predictions", model=model, device=device)
+    call_without_effect(predicted, method="predictions", model=whole, device=device)
 
 
 def rebuilt(job: Job, weights: Mapping[str, Tensor]) -> nn.Module:

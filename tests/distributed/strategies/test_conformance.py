@@ -84,7 +84,9 @@ class Unlabelled(of.Chain):
 
 def scores(rank: int, case: Case) -> EvalPoint:
     strategy = make(case, rank)
-    return validated(strategy, rank, strategy.job.dataset("val"))
+    point = validated(strategy, rank, strategy.job.dataset("val"))
+    assert strategy.own_model is None or strategy.own_model.training
+    return point
 
 
 @cache
