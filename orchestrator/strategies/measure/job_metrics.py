@@ -104,7 +104,8 @@ class SumCheck:
                 self.warning = (
                     f"job.{self._method}: {name!r} is not a sum over the samples, as it is {whole:.6g} for {rows} of "
                     f"them and {first:.6g} and {second:.6g} for their halves, so what is logged, the sum over all "
-                    "batches divided by the weight, means nothing: return sums, such as the number of correct samples"
+                    "batches divided by the weight, means nothing: return sums, such as the number of correct samples, "
+                    "or use Job.metric_objects"
                 )
                 return
 

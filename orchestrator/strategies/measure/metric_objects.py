@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from orchestrator.compat import torchmetrics
 from orchestrator.job import Job
 from orchestrator.strategies.measure.job_metrics import checked_name
+from orchestrator.strategies.measure.sent_objects import Names, pickled, unpickled
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 
@@ -36,6 +35,7 @@ class MetricObjects:
 
     def __init__(self, job: Job, split: str, device: torch.device = _CPU):
         self._objects: dict[str, Any] = {}
+        self._names: dict[str, Names] = {}
         self._updated = False
         for name, value in job.metric_objects(split).items():
             if (problem := _problem(value)) is not None:
@@ -62,7 +62,9 @@ class MetricObjects:
         Raises:
             JobError: they have more, or one cannot be pickled.
         """
-        packed = {name: _packed(name, value) for name, value in self._objects.items()}
+        packed = {}
+        for name, value in self._objects.items():
+            packed[name], self._names[name] = _pickled(name, value)
         if sum(map(len, packed.values())) > most:
             name = max(packed, key=lambda name: len(packed[name]))
             raise JobError(
@@ -70,10 +72,10 @@ class MetricObjects:
                 f"one worker joins all: its states may have {most / 2**20:.0f} MiB; keep sums or bins instead of every "
                 "output, such as thresholds=200 in torchmetrics, or evaluate fewer samples"
             )
-        return packed if self._updated else {}
+        return {n: torch.frombuffer(bytearray(d), dtype=torch.uint8) for n, d in packed.items() if self._updated}
 
     def join(self, ranks: Sequence[Packed]) -> None:
-        """Let the objects have what those of all ``ranks`` have together, instead of what they have.
+        """Let the objects have what those of all ``ranks`` have together, after :meth:`packed` of their own.
 
         Raises:
             JobError: an object cannot be merged.
@@ -83,8 +85,9 @@ class MetricObjects:
         if not updated:
             return
         for name, value in self._objects.items():
-            states = [pickle.loads(packed[name].numpy().tobytes()) for packed in updated]
+            module, names = type(value).__module__, self._names[name]
             try:
+                states = [unpickled(packed[name].numpy().tobytes(), names, module=module) for packed in updated]
                 self._objects[name] = _joined(value, states)
             except Exception as e:
                 raise JobError(f"job.{_METHOD}: {name!r} ({type(value).__name__}) cannot be merged: {e}") from e
@@ -171,23 +174,14 @@ def _like(value: Any, state: Mapping[str, Any]) -> Any:
     return made
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as those of a CPU, and without the rest of the memory that a view is a part of."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return obj.detach().cpu().clone().__reduce_ex__(5) if isinstance(obj, Tensor) else NotImplemented
-
-
-def _packed(name: str, value: Any) -> Tensor:
-    buffer = io.BytesIO()
+def _pickled(name: str, value: Any) -> tuple[bytes, Names]:
     try:
-        _Pickler(buffer, protocol=5).dump(_state_of(value))
+        return pickled(_state_of(value))
     except Exception as e:
         raise JobError(
             f"job.{_METHOD}: {name!r} ({type(value).__name__}) cannot be sent to another worker: {e}; keep tensors, "
             "numbers and collections of them in its attributes"
         ) from e
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _number(name: str, value: Any) -> float:

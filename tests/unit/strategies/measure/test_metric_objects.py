@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from helpers.jobs.toys import Toy
 from orchestrator.strategies.measure.metric_objects import MetricObjects, metric_object_errors
+from orchestrator.strategies.measure.sent_objects import pickled, unpickled
 from orchestrator.user_code.errors import JobError
 
 Pair = tuple[Any, Any]
@@ -128,6 +132,18 @@ def test_objects_of_the_user_are_joined(cls: type[Seen]) -> None:
 def test_no_samples_have_no_metrics() -> None:
     assert joined({"seen": Seen}, [[], []]) == {}
     assert objects(seen=Seen).values() == {}
+
+
+def test_only_data_is_loaded() -> None:
+    own, names = pickled([Few(), Counter("a"), np.zeros((2, 3), dtype=np.float32), torch.ones(2, 0), {1, 2}, len])
+    found = unpickled(own, names, module=__name__)
+    assert [type(item) for item in found] == [Few, Counter, np.ndarray, Tensor, set, type(len)]
+    assert found[3].shape == (2, 0)
+    for value in (os.system, Few, print):
+        with pytest.raises(UnpicklingError, match=r"it holds a \S+, which is no plain data"):
+            unpickled(pickled(value)[0], [], module="os")
+    scalars = [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(True), np.int64(3), deque([1])]
+    assert unpickled(pickled(scalars)[0], [], module="os") == scalars
 
 
 def test_a_view_is_sent_without_its_storage() -> None:
