@@ -142,10 +142,10 @@ def _problem(value: Any) -> str | None:
         return None
     if isinstance(value, nn.ModuleDict):  # a MetricCollection, whose metrics may share their states
         return "; return its metrics one by one, as dict(collection.items())"
-    if missing := [name for name in ("update", "compute", "merge") if not callable(getattr(value, name, None))]:
+    if missing := [name for name in ("update", "merge", "compute") if not callable(getattr(value, name, None))]:
         return (
-            f" without {' and '.join(f'{name}()' for name in missing)}; return a metric of torchmetrics, or an object "
-            "with the methods update(output, target), merge(other) and compute()"
+            f"; it has no {', '.join(f'{name}()' for name in missing)}: return a metric of torchmetrics, or an object "
+            "with update(output, target), merge(other) and compute()"
         )
     return None if hasattr(value, "__dict__") else "; let its class have no __slots__"
 

@@ -162,8 +162,8 @@ def test_the_class_of_an_object_need_not_be_importable() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        ({"f1": Lone}, "'f1' is a Lone without merge(); return a metric of torchmetrics, or an object with "),
-        ({"f1": lambda: 0.5}, "'f1' is 0.5 without update() and compute() and merge(); return a metric of torch"),
+        ({"f1": Lone}, "'f1' is a Lone; it has no merge(): return a metric of torchmetrics, or an object with "),
+        ({"f1": lambda: 0.5}, "'f1' is 0.5; it has no update(), merge(), compute(): return a metric of torchm"),
         ({"f1": Slotted}, "'f1' is a Slotted; let its class have no __slots__"),
         ({"f1": Unsent}, "'f1' (Unsent) cannot be sent to another worker: "),
         ({"loss": Seen}, "the run itself logs a metric named 'loss'; choose another name"),
