@@ -50,8 +50,6 @@ def _joined(name: str, values: Sequence[Any], reduce: Any) -> Any:
 
     if isinstance(values[0], list):
         return [item for value in values for item in value]
-    if len(values) == 1:
-        return values[0]
     if reduce is dim_zero_mean and not all(torch.equal(value, values[0]) for value in values):
         raise ValueError(f"its state {name} is a mean; keep a sum and a count")
     if reduce is dim_zero_cat:

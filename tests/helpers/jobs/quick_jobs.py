@@ -92,9 +92,10 @@ class PredictedDigits(ScoredDigits):
         assert not model.training
         assert not torch.is_grad_enabled()
         items: Any = self.dataset(split)
+        device = next(model.parameters()).device
         for i in range(part, 9, parts):
             images, target = items[i]
-            yield model(images[None]), torch.tensor([target])
+            yield model(images[None].to(device)), torch.tensor([target], device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

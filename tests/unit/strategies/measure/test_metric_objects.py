@@ -254,6 +254,7 @@ class TestTorchmetrics:
             assert expected is not None
             assert found == pytest.approx(expected, rel=1e-6), name
             assert not any(isnan(value) for value in found.values()), name
+            assert joined({name: make}, [[], pairs]) == pytest.approx(expected, rel=1e-6), name
             alone = make()
             for pair in pairs:
                 alone.update(*pair)
