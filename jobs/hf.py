@@ -248,13 +248,8 @@ class HuggingFace(Job):
             raise ValueError("job.train_file=null: set it to a .jsonl or a text")
         if not 0 <= self.validation_split_percentage < 100:
             raise ValueError(f"job.validation_split_percentage={self.validation_split_percentage}: must be in [0, 100)")
-        for name, least in {
-            "block_size": 2,
-            "warmup_steps": 0,
-            "max_new_tokens": 0,
-            "num_labels": 2,
-            "max_predict_samples": 1,
-        }.items():
+        limits = {"block_size": 2, "warmup_steps": 0, "max_new_tokens": 0, "max_predict_samples": 1, "num_labels": 2}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
         if not 0 < self.mlm_probability <= 1:

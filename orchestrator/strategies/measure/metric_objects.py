@@ -62,7 +62,7 @@ class MetricObjects:
         Raises:
             JobError: they have more, or one cannot be pickled.
         """
-        packed = {}
+        packed: dict[str, bytes] = {}
         for name, value in self._objects.items():
             packed[name], self._names[name] = _pickled(name, value)
         if sum(map(len, packed.values())) > most:
@@ -132,6 +132,9 @@ def metric_object_errors(job: Job, splits: Collection[str]) -> list[str]:
     try:
         for split in splits:
             MetricObjects(job, split).packed(most=MOST_BYTES)
+            before, after = job.metric_objects(split), job.metric_objects(split)
+            if kept := [name for name in before if before[name] is after.get(name)]:
+                return [f"job.{_METHOD} returns the same object {kept[0]!r} again; make a new one in each call"]
     except JobError as e:
         return [str(e)]
     return []

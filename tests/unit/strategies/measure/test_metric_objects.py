@@ -177,6 +177,12 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     assert error.startswith(f"job.metric_objects: {message}")
 
 
+def test_an_object_that_is_kept_would_count_twice() -> None:
+    kept = Seen()
+    (error,) = metric_object_errors(Measured(make={"new": Seen, "f1": lambda: kept}), ["val"])
+    assert error == "job.metric_objects returns the same object 'f1' again; make a new one in each call"
+
+
 def test_what_cannot_be_merged_is_named() -> None:
     with pytest.raises(JobError, match=r"job.metric_objects: 'f1' \(Unmerged\) cannot be merged: bins differ"):
         joined({"f1": Unmerged}, in_ranks(rows()))
@@ -223,7 +229,7 @@ class TestTorchmetrics:
         import torchmetrics as tm
 
         class Losses(tm.MeanMetric):
-            def update(self, output: Tensor, target: Tensor) -> None:
+            def update(self, output: Any, target: Any = None) -> None:
                 super().update(output[:, 0], weight=target.float())
 
         texts = (["a cat sat on the mat", "it rains"], ["two dogs ran away now"], ["no one is here today"])
