@@ -35,6 +35,7 @@ from jobs.hugging_face import (
     unmatched,
     with_adapters,
 )
+from jobs.predictions import Predictions, function_named
 from jobs.preferences import LogRatios, preference_loss, reward_sums
 from jobs.rows import damaged, open_rows
 from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
@@ -87,6 +88,10 @@ class HuggingFace(Job):
         peft: the method, such as ``lora``, whose additions alone are trained.
         peft_options: the fields of the configuration of this method (``use_dora`` for DoRA).
         max_new_tokens: the length of an answer; each token is the most probable one.
+        compute_metrics: a function for evaluations, such as ``my_metrics.compute_metrics``, as ``Trainer`` takes it; it
+            replaces the accuracy. Predictions of tokens are the most probable ones, and others are logits.
+        predict_with_generate: whether its predictions are answers to prompts, and its labels the expected answers.
+        max_predict_samples: the first held-out examples, which are answered for it.
     """
 
     export_formats: ClassVar[tuple[str, ...]] = ("hf", "adapter")
@@ -111,6 +116,9 @@ class HuggingFace(Job):
     warmup_steps: int = 0
     lr_scheduler_type: str = "linear"
     max_new_tokens: int = 50
+    compute_metrics: str | None = None
+    predict_with_generate: bool = False
+    max_predict_samples: int = 100
 
     def model(self) -> nn.Module:
         import transformers
@@ -168,11 +176,29 @@ class HuggingFace(Job):
     def metrics(self, output: Tensor, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self.task == "dpo":
             return reward_sums(output, self.beta)
+        if self.compute_metrics is not None:
+            return {}
         logits, labels = self._aligned(output, target)
         return {"accuracy": (logits.argmax(dim=-1) == labels).sum()}
 
     def train_metrics(self, output: Tensor, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return reward_sums(output, self.beta) if self.task == "dpo" else {}
+
+    def metric_objects(self, split: Split) -> Mapping[str, Any]:
+        return {} if self.compute_metrics is None else {"compute_metrics": Predictions(self.compute_metrics)}
+
+    @property
+    def makes_predictions(self) -> bool:
+        return self.predict_with_generate
+
+    def predictions(
+        self, model: nn.Module, split: Split, part: int, parts: int
+    ) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        examples: Any = self.dataset(split)
+        for i in range(part, min(len(examples), self.max_predict_samples), parts):
+            prompt, answer = self._answer(model, examples[i])
+            labels = examples[i]["labels"]
+            yield answer[None], {"labels": (labels[len(prompt) :] if self.task == "causal" else labels)[None]}
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -209,27 +235,29 @@ class HuggingFace(Job):
         val: Any = self.dataset("val") if self.draws_samples else None
         if val is None:
             return None
-        tokenizer, device = self._tokenizer(), next(model.parameters()).device
-        texts = []
-        for example, _ in zip((val[i] for i in range(len(val))), range(SHOWN_PROMPTS), strict=False):
-            prompt, labels = (torch.atleast_2d(example[name])[0] for name in ("input_ids", "labels"))
-            if self.task != "seq2seq":
-                first = int((labels != IGNORED).int().argmax())
-                prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
-            made = model.model.generate(  # type: ignore[union-attr, operator]
-                input_ids=prompt[None].to(device),
-                attention_mask=torch.ones_like(prompt)[None].to(device),
-                max_new_tokens=self.max_new_tokens,
-                do_sample=False,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.eos_token_id,
-            )[0]
-            written = made if self.task == "seq2seq" else made[len(prompt) :]
-            texts.append(
-                f"{tokenizer.decode(prompt, skip_special_tokens=True)}\n-> "
-                f"{tokenizer.decode(written, skip_special_tokens=True)}"
-            )
+        tokenizer, texts = self._tokenizer(), []
+        for i in range(min(len(val), SHOWN_PROMPTS)):
+            prompt, answer = (tokenizer.decode(t, skip_special_tokens=True) for t in self._answer(model, val[i]))
+            texts.append(f"{prompt}\n-> {answer}")
         return "\n\n".join(texts)
+
+    def _answer(self, model: nn.Module, example: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a prompt, and of the answer. An answer by itself depends on no padding."""
+        prompt, labels = (torch.atleast_2d(example[name])[0] for name in ("input_ids", "labels"))
+        device = next(model.parameters()).device
+        if self.task != "seq2seq":
+            first = int((labels != IGNORED).int().argmax())
+            prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
+        end = self._tokenizer().eos_token_id
+        made = model.model.generate(  # type: ignore[union-attr, operator]
+            input_ids=prompt[None].to(device),
+            attention_mask=torch.ones_like(prompt)[None].to(device),
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end,
+        )[0]
+        return prompt, made if self.task == "seq2seq" else made[len(prompt) :]
 
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
         if format == "adapter" and self.peft is None:
@@ -256,18 +284,39 @@ class HuggingFace(Job):
             raise ValueError("job.train_file=null: set it to a .jsonl or a text")
         if not 0 <= self.validation_split_percentage < 100:
             raise ValueError(f"job.validation_split_percentage={self.validation_split_percentage}: must be in [0, 100)")
-        for name, least in {"block_size": 2, "warmup_steps": 0, "max_new_tokens": 0, "num_labels": 2}.items():
+        limits = {"block_size": 2, "warmup_steps": 0, "max_new_tokens": 0, "max_predict_samples": 1, "num_labels": 2}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
         if not 0 < self.mlm_probability <= 1:
             raise ValueError(f"job.mlm_probability={self.mlm_probability:g}: must be in (0, 1]")
         if not 0 < self.beta < math.inf:
             raise ValueError(f"job.beta={self.beta:g}: must be greater than 0, and finite")
+        self._check_metrics()
         self._check_rates()
         self._check_model()
         for name in ("train_file", "validation_file"):
             if getattr(self, name) is not None:
                 self._check_examples(name)
+
+    def _check_metrics(self) -> None:
+        if self.compute_metrics is not None:
+            try:
+                function_named(self.compute_metrics)
+            except ValueError as e:
+                raise ValueError(f"job.compute_metrics={self.compute_metrics}: {e}") from e
+            if self.task == "dpo":
+                raise ValueError(
+                    f"job.compute_metrics={self.compute_metrics}: job.task=dpo has rewards in place of predictions, "
+                    "which are logged anyway; set it to null"
+                )
+        if self.predict_with_generate and self.compute_metrics is None:
+            raise ValueError("job.predict_with_generate=true: set job.compute_metrics, which gets the answers")
+        if self.predict_with_generate and not self.draws_samples:
+            raise ValueError(
+                f"job.predict_with_generate=true: job.task={self.task} with job.max_new_tokens={self.max_new_tokens} "
+                "generates nothing; use causal or seq2seq, and a number above 0"
+            )
 
     def _check_rates(self) -> None:
         if self.learning_rate <= 0:

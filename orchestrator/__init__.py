@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.job import Job, StepEnd
+from orchestrator.job import Job, MetricObject, StepEnd
 from orchestrator.script_api import checkpoint_dir, report
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.user_code.steering import Evaluation, Steering
@@ -27,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Evaluation",
     "Job",
+    "MetricObject",
     "Steering",
     "StepEnd",
     "__version__",

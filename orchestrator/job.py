@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from orchestrator.user_code.results import check_results
 from orchestrator.user_code.steering import Evaluation, Steering
@@ -48,6 +48,23 @@ class StepEnd:
     loss: Tensor
     lr: float
     model: nn.Module | None
+
+
+class MetricObject(Protocol):
+    """What :meth:`Job.metric_objects` returns, unless it is a metric of torchmetrics.
+
+    What the workers send each other are the attributes, so these have to be tensors, numbers, collections of them, or
+    other values that can be pickled.
+    """
+
+    def update(self, output: Any, target: Any) -> None:
+        """Add samples, given what :meth:`Job.forward` returns for them, on the device, and their target."""
+
+    def merge(self, other: Any) -> None:
+        """Add the samples of another object of this class, whose tensors are on the CPU, as those of this one are."""
+
+    def compute(self) -> float | Tensor | Mapping[str, float | Tensor]:
+        """Return the metric, or several by names that replace the name of the object. NaN is a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +340,48 @@ class Job(abc.ABC):
             Scalar tensors by name; empty by default.
         """
         return {}
+
+    def metric_objects(self, split: Split) -> Mapping[str, Any]:
+        """Return the metrics of an evaluation that are no sums, such as an F1 score, as new objects by name.
+
+        An object is a metric of torchmetrics, or any other with the methods of :class:`MetricObject`. Each worker
+        updates objects of its own with its share of the split. Their states are joined on one worker, whose
+        ``compute()`` is logged as ``val/<name>``: the same for every number of workers.
+
+        A metric of torchmetrics is joined by the reductions of its states, and never by its own communication. To give
+        it something else than the output and the target, override its ``update(self, output, target)`` in a subclass.
+
+        Args:
+            split: the split that is evaluated, such as ``"val"``.
+
+        Returns:
+            The objects, all of them new; empty by default.
+        """
+        return {}
+
+    @property
+    def makes_predictions(self) -> bool:
+        """Whether :meth:`predictions` is called: by default, if the job has its own."""
+        return type(self).predictions is not Job.predictions
+
+    def predictions(self, model: nn.Module, split: Split, part: int, parts: int) -> Iterable[tuple[Any, Any]]:
+        """Yield the pairs that :meth:`metric_objects` are updated with, instead of the outputs of an evaluation.
+
+        Override this for what :meth:`forward` does not return, such as generated texts. Every worker that has the whole
+        model calls it in each evaluation; a model that no worker has all of is put together on the CPU of one worker,
+        which then has the only part. Limit the number of samples where a prediction takes long. The model is in
+        evaluation mode, gradients are off, and a change of the model ends the run.
+
+        Args:
+            model: the result of :meth:`model`, on the worker's device.
+            split: the split that is evaluated, such as ``"val"``.
+            part: the number of this worker's share, from 0; ``range(part, number_of_samples, parts)`` is one.
+            parts: the number of shares.
+
+        Yields:
+            An output and its target, as ``update()`` of the objects takes them.
+        """
+        raise NotImplementedError
 
     def train_metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         """Return metrics of a training batch in a step that is logged, as SUMS over the units of :meth:`weight`.

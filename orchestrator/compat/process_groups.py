@@ -58,13 +58,13 @@ def new_nccl_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessG
     assert device is not None
     world.bound_device_id = None  # which says that there is nothing to divide
     try:
-        group = dist.new_group(list(ranks), timeout=timeout)
+        group = cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timeout))
     finally:
         world.bound_device_id = device
     if dist.get_rank() in ranks:
         with GATE:
             group._get_backend(device).eager_connect_single_device(device)
-    return cast(dist.ProcessGroup, group)
+    return group
 
 
 def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:

@@ -46,7 +46,8 @@ def _metrics_of_split(parts: Sequence[EvalPoint], prefix: str) -> dict[str, floa
     loss = math.fsum(p.loss_sum for p in parts) / weight
     if parts[0].perplexity:
         metrics[f"{prefix}perplexity"] = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
-    metrics = {f"{prefix}loss": loss, **metrics}
+    values = {f"{prefix}{name}": value for p in parts for name, value in (p.values or {}).items()}
+    metrics = {f"{prefix}loss": loss, **metrics, **values}
     averaged = [p.ema for p in parts if p.ema is not None]
     return {**metrics, **_metrics_of_split(averaged, f"{prefix}ema_")} if averaged else metrics
 

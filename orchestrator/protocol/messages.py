@@ -206,6 +206,8 @@ class EvalPoint:
     Attributes:
         sums: by the name of the job's metric.
         perplexity: whether to report it.
+        values: the metrics of all ranks' samples that are no sums, on the rank that has computed them; None if they
+            cannot be computed of the few samples of a trial.
         ema: the same with the moving average of the weights; None without ``train.ema_decay``.
         others: the same for the other splits of ``train.eval_splits``.
     """
@@ -216,6 +218,7 @@ class EvalPoint:
     weight: float
     sums: Mapping[str, float]
     perplexity: bool = False
+    values: Mapping[str, float] | None = field(default_factory=dict)
     ema: EvalPoint | None = None
     split: str = VAL
     others: tuple[EvalPoint, ...] = ()

@@ -27,6 +27,7 @@ from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import blocks_note, lazy_names, outline_of
 from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
@@ -141,6 +142,9 @@ class Strategy(LayoutRules, abc.ABC):
     each parameter, or each part of it.
     """
 
+    update_metrics: Callable[[Any, Any], None] | None = None
+    """Called in :meth:`evaluate` with the output and the target of the samples that count, maybe in parts."""
+
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
 
@@ -149,6 +153,7 @@ class Strategy(LayoutRules, abc.ABC):
     @classmethod
     def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         """Check that the job can be trained by ``plan``, as :meth:`check_job` does, and by this strategy at all."""
+        errors += metric_object_errors(job, config.train.eval_splits)
         if has_training_step(job):
             errors += training_step_errors(config, job, supported=cls.runs_training_step)
             if not cls.runs_training_step:
@@ -414,9 +419,14 @@ class Strategy(LayoutRules, abc.ABC):
         return self.frozen() if self.context.only_trained else {}
 
     @property
-    def full_model(self) -> nn.Module | None:
-        """The whole model after the last step, on the one rank that has it and shows it to the job; None elsewhere."""
+    def own_model(self) -> nn.Module | None:
+        """The whole model after the last step, if this rank has all of it; None otherwise."""
         return None
+
+    @property
+    def full_model(self) -> nn.Module | None:
+        """:attr:`own_model` on the one rank that shows it to the job; None elsewhere."""
+        return self.own_model if self.context.global_rank == 0 else None
 
     def gather_model(self) -> Mapping[str, Tensor] | None:
         """Return all tensors of a model that is divided, by name, on rank 0; None on the others. All ranks call this.

@@ -168,7 +168,7 @@ class Trainer(Strategy):
         self.trained.apply()
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
-        sums = self.passes.evaluate(self._on_device(batch), valid, self._eval_metrics)
+        sums = self.passes.evaluate(self._on_device(batch), valid, self._evaluated)
         self._warn_of(self._eval_metrics)
         return sums
 
@@ -253,8 +253,8 @@ class Trainer(Strategy):
         self.trained.load(state, partial=partial, consume=consume)
 
     @property
-    def full_model(self) -> nn.Module | None:
-        return self.trained.module() if self.context.global_rank == 0 and not self.divides_model else None
+    def own_model(self) -> nn.Module | None:
+        return None if self.divides_model else self.trained.module()
 
     def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
         return evaluation_weights(self.trained.optimizer)
@@ -285,6 +285,11 @@ class Trainer(Strategy):
 
     def tensor_sizes(self) -> Iterable[TensorSize]:
         return sizes_of(self.trained.module(), self.trained.optimizer)
+
+    def _evaluated(self, output: Any, target: Any) -> Mapping[str, Tensor]:
+        if self.update_metrics is not None:
+            self.update_metrics(output, target)
+        return self._eval_metrics(output, target)
 
     def _warn_of(self, metrics: SumCheck) -> None:
         if metrics.warning is not None and self.context.dp_rank == 0:

@@ -143,6 +143,7 @@ _CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "scheduler": _scheduler_problem,
     "collate": _expects("a function that makes a batch of samples, or None", lambda v: v is None or callable(v)),
     "weight": _expects("the number of units in the batch, at least 0, as a number or a scalar tensor", _is_weight),
+    "metric_objects": _expects("a dict of metrics by name", lambda v: isinstance(v, Mapping)),
     "tokens_per_sample": _expects(
         "a number above 0, or None", lambda v: v is None or (isinstance(v, numbers.Real) and 0 < float(v) < math.inf)
     ),

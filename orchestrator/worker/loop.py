@@ -343,7 +343,7 @@ class Loop:
                 self.strategy.kept_buffers(),
                 kept_generators(self.device),
             ):
-                point = self._evaluated(data.trial_batches)
+                point = self._evaluated(data.trial_batches, trial=True)
                 check_trial(
                     point,
                     (self._improvement, self._steered),
@@ -445,8 +445,11 @@ class Loop:
         has_average = self.config.train.ema_decay is not None
         return self.strategy.averaged_weights() if has_average else contextlib.nullcontext()
 
-    def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]]) -> EvalPoint:
-        """Return this rank's part of an evaluation; ``batches_of``: returns what to read of a split."""
+    def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]], *, trial: bool = False) -> EvalPoint:
+        """Return this rank's part of an evaluation, or of its ``trial``.
+
+        ``batches_of``: returns what to read of a split.
+        """
 
         def evaluated(split: str) -> EvalPoint:
             point = evaluate(
@@ -456,6 +459,8 @@ class Loop:
                 device=self.device,
                 split=split,
                 perplexity=self.job.reports_perplexity,
+                trial=trial,
+                outbox=self.outbox,
             )
             self.strategy.confirm()
             return point

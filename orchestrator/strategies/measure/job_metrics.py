@@ -17,7 +17,13 @@ from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 
 _TRAIN = re.compile(r"loss|epoch|lr|lr_group_\d+|grad_norm|loss_scale|samples_seen")
-_RESERVED = {"metrics": re.compile(r"loss|ema_.*"), "train_metrics": _TRAIN, "training_step": _TRAIN}
+_EVALUATION = re.compile(r"loss|ema_.*")
+_RESERVED = {
+    "metrics": _EVALUATION,
+    "metric_objects": _EVALUATION,
+    "train_metrics": _TRAIN,
+    "training_step": _TRAIN,
+}
 """The names of the run's own metrics, by the method of the job."""
 
 RTOL = 1e-3
@@ -98,7 +104,8 @@ class SumCheck:
                 self.warning = (
                     f"job.{self._method}: {name!r} is not a sum over the samples, as it is {whole:.6g} for {rows} of "
                     f"them and {first:.6g} and {second:.6g} for their halves, so what is logged, the sum over all "
-                    "batches divided by the weight, means nothing: return sums, such as the number of correct samples"
+                    "batches divided by the weight, means nothing: return sums, such as the number of correct samples, "
+                    "or use Job.metric_objects"
                 )
                 return
 
@@ -129,7 +136,7 @@ def checked_metrics(values: Any, method: Literal["metrics", "train_metrics", "tr
     if not isinstance(values, Mapping):
         raise JobError(f"{where} returned {kind_of(values)}; return a dict of scalar tensors by name")
     kind = "a mean over the batch" if method == "training_step" else "a sum over the batch"
-    return {_checked_name(n, where, _RESERVED[method]): _scalar(v, n, where, kind) for n, v in values.items()}
+    return {checked_name(n, method): _scalar(v, n, where, kind) for n, v in values.items()}
 
 
 def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -175,10 +182,16 @@ def is_scalar(tensor: Tensor) -> bool:
     return tensor.ndim == 0
 
 
-def _checked_name(name: Any, where: str, reserved: re.Pattern[str]) -> str:
+def checked_name(name: Any, method: str) -> str:
+    """Return the name of a metric that the job's ``method`` gives.
+
+    Raises:
+        JobError: it cannot be used; the text says why.
+    """
+    where = f"job.{method}"
     if not isinstance(name, str):
         raise JobError(f"{where}: the name {name!r} is a {type(name).__name__}; name metrics by strings")
-    if reserved.fullmatch(name):
+    if _RESERVED[method].fullmatch(name):
         raise JobError(f"{where}: the run itself logs a metric named {name!r}; choose another name")
     if not (name and name.isprintable()):
         raise JobError(f"{where}: {name!r} cannot be the name of a metric; give it one without control characters")

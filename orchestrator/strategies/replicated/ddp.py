@@ -273,8 +273,8 @@ class ShardedDDP(ShardTrainer, DDP):
         self._shards.exchange(self._shards.trained)
 
     @property
-    def full_model(self) -> nn.Module | None:
-        return self.passes.model if self.context.global_rank == 0 else None
+    def own_model(self) -> nn.Module | None:
+        return self.passes.model
 
     @property
     def saved_names(self) -> Sequence[str]:

@@ -13,8 +13,13 @@ from orchestrator.config.evaluated import VAL
 from orchestrator.config.text import did_you_mean
 from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.state.transport import gather_json
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import gather_json, gather_states
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObjects
+from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.reports.job_calls import error_with_place
+from orchestrator.worker.reports.predictions import predict
 
 
 class MetricError(ValueError):
@@ -27,17 +32,25 @@ def evaluate(
     *,
     step: int,
     device: torch.device,
+    outbox: Outbox,
     split: str = VAL,
     perplexity: bool = False,
+    trial: bool = False,
 ) -> EvalPoint:
     """Return the sums over this rank's samples of ``split`` after ``step``. The driver adds up the ranks.
+
+    With metric objects, a collective operation.
 
     Args:
         batches: pairs of a batch and the number of its valid leading rows, as ``worker.data.EvalBatches`` yields them.
         perplexity: whether to report it.
+        outbox: is told of the progress of predictions, which may take any time, as objects may.
+        trial: whether only a few samples are evaluated, of which an object may be unable to compute anything.
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
+    objects, predicts = MetricObjects(strategy.job, split, device), strategy.job.makes_predictions
+    strategy.update_metrics = objects.update if objects and not predicts else None
     for batch, valid in batches:
         if valid == 0 and not strategy.evaluates_padding:
             continue
@@ -46,6 +59,15 @@ def evaluate(
         weight = weight + result.weight  # on a GPU if that is there: reading it would wait for every batch
         for name, value in result.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
+    strategy.update_metrics = None
+    values: dict[str, float] | None = {}
+    if objects:
+        with outbox.within("callback"):
+            if predicts:
+                most = 1 if trial else None
+                predict(strategy, split, objects.update, device=device, most=most, progress=outbox.progress)
+            taken = [*sums, *(["perplexity"] if perplexity else [])]
+            values = _values(strategy, objects, taken, device=device, trial=trial)
     return EvalPoint(
         step=step,
         split=split,
@@ -54,7 +76,35 @@ def evaluate(
         weight=float(weight),
         sums={name: float(value) for name, value in sums.items()},
         perplexity=perplexity,
+        values=values,
     )
+
+
+def _values(
+    strategy: Strategy, objects: MetricObjects, taken: Sequence[str], *, device: torch.device, trial: bool
+) -> dict[str, float] | None:
+    """Join the objects of all ranks on rank 0, and return their values there; empty on the others.
+
+    Args:
+        taken: the names of the other metrics that this rank knows.
+    """
+    rank, world_size = strategy.context.global_rank, strategy.context.mesh.world_size
+    if world_size > 1:
+        own = TrainState(meta={"taken": taken}, model={**objects.packed(most=MOST_BYTES // world_size)}, optimizer={})
+        states = gather_states(own, ranks=range(world_size), rank=rank, device=device)
+        strategy.confirm()
+        if states is None:
+            return {}
+        taken = [name for state in states for name in state.meta["taken"]]
+        objects.join([state.model for state in states])
+
+    def warn(name: str, error: Exception) -> None:
+        strategy.warn(
+            f"job.metric_objects: {name!r} cannot be computed in a trial with a few samples: "
+            f"{error_with_place(error)}; if that happens in an evaluation, the run ends"
+        )
+
+    return objects.values(taken, failed=warn if trial else None)
 
 
 def metrics_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -79,7 +129,7 @@ def check_trial(
     device: torch.device,
     confirm: Callable[[], None],
 ) -> None:
-    """Check that evaluations measure what ``followers`` follow, unless some split has no weight in the trial.
+    """Check that evaluations measure what ``followers`` follow, unless the trial is too small to tell.
 
     A collective operation, if any of them follows something.
 
@@ -95,7 +145,7 @@ def check_trial(
     parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=device)
     confirm()
     splits = zip(*((part, *part["others"]) for part in parts), strict=True)
-    if all(any(part["weight"] for part in of_split) for of_split in splits):
+    if all(any(p["weight"] for p in parts) and all(p["values"] is not None for p in parts) for parts in splits):
         for follower in checked:
             follower.check(metrics_of(parts))
 

@@ -18,6 +18,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.job_calls import call_without_effect
 from orchestrator.worker.reports.pictures import picture
+from orchestrator.worker.reports.predictions import rebuilt
 
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9_.-]{0,99}")
 _TEXT = "sample"
@@ -61,7 +62,7 @@ class Samples:
         """
 
         def draw() -> Any:
-            whole = self._rebuilt(weights) if model is None else model
+            whole = rebuilt(self._job, weights or {}) if model is None else model
             whole.eval()
             return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
 
@@ -75,12 +76,6 @@ class Samples:
             raise SampleError(f"job.sample returned a {kind}; return a text, or a dict of texts and images")
         for name, sample in result.items():
             self._save(name, sample, step)
-
-    def _rebuilt(self, weights: Mapping[str, Tensor] | None) -> nn.Module:
-        assert weights is not None
-        model = self._job.model()
-        model.load_state_dict(weights)
-        return model
 
     def _save(self, name: Any, sample: Any, step: int) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -23,6 +23,8 @@ from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import loop_of, run_loop
 from helpers.ranks.streams import Counting
 from orchestrator.job import Split
+from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint, Failure, TrainPoint
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
@@ -157,6 +159,71 @@ def failure_of(case: Case, tmp_path: Path) -> Failure:
     loop.finish(timeout_s=60)
     assert loop.position.step == 1
     return describe_failure(raised.value, orders, loop, tmp_path / "log", after_abort=False)
+
+
+class Score:
+    """The share of the samples of class 0; ``what`` fails."""
+
+    def __init__(self, what: str):
+        self.what, self.seen, self.found = what, 0, 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.fail("update")
+        self.seen, self.found = self.seen + len(target), self.found + int((target == 0).sum())
+
+    def merge(self, other: Score) -> None:
+        self.fail("merge")
+        self.seen, self.found = self.seen + other.seen, self.found + other.found
+
+    def compute(self) -> Any:
+        self.fail("compute", now=self.seen < 21)
+        return {"accuracy" if self.what == "taken" else "share": self.found / self.seen}
+
+    def fail(self, what: str, *, now: bool = True) -> None:
+        if now and what == self.what:
+            raise ZeroDivisionError("planned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Watched):
+    what: str
+
+    def metric_objects(self, split: Split) -> Mapping[str, Any]:
+        return {"score": Score(self.what)}
+
+
+BEST_SHARE = replace(CHECKPOINT, best="val/share", best_direction="maximize")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("update", "ZeroDivisionError: planned"),
+        ("merge", "JobError: job.metric_objects: 'score' (Score) cannot be merged: planned"),
+        ("taken", "JobError: job.metric_objects: 'score' computes 'accuracy', and so does another metric; rename one"),
+    ],
+)
+def test_metric_objects_are_tried(gang, tmp_path, what, message):
+    case = EVERY["ddp-2"].of(Case(job=Scored(what=what), train=having(steps=40, global_batch_size=12)))
+    answers = gang.ask(run_loop, case, 2, str(tmp_path), None, 0, world_size=2, timeout_s=SOON_S)
+    assert answers[0].error.startswith(message)
+
+
+@pytest.mark.parametrize("name", ["single", "1F1B-2"])
+def test_a_metric_that_needs_more_samples_is_only_named_in_a_trial(gang, tmp_path, name):
+    layout = EVERY[name]
+    train = having(steps=6, global_batch_size=8, eval_every=4)
+    case = layout.of(Case(job=Scored(what="compute", dropout=0), train=train, checkpoint=BEST_SHARE))
+    ranks = gang.run(run_loop, case, layout.world_size, str(tmp_path), None, 0, world_size=layout.world_size)
+    (warning,) = [w for r in ranks for w in r.warnings if "metric_objects" in w]
+    assert warning.startswith(
+        "job.metric_objects: 'score' cannot be computed in a trial with a few samples: ZeroDivisionError: planned (test"
+    )
+    evaluations = [[p for p in r.points if isinstance(p, EvalPoint)] for r in ranks]
+    found = [evaluation_metrics(list(parts))["val/share"] for parts in zip(*evaluations, strict=True)]
+    assert len(found) == 2
+    assert 0 < found[0] == found[1] < 1
+    assert [event.step for event in ranks[0].events if isinstance(event, BestFound)] == [4]
 
 
 @dataclass(frozen=True, kw_only=True)

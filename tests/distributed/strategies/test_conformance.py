@@ -12,14 +12,17 @@ import torch
 
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.exact_evaluation import assert_scored_exactly
 from helpers.conformance.layouts import EVERY, SGD, whole_model
 from helpers.conformance.matrix import EXCEPTIONS, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
 from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
+from helpers.jobs.quick_jobs import PredictedDigits, ScoredDigits
 from helpers.ranks.gang import Gang
 from orchestrator.config.compose import compose
 from orchestrator.config.files import choices
 from orchestrator.config.schema import StrategyConfig
+from orchestrator.job import Job
 from orchestrator.strategies import registry
 
 
@@ -75,6 +78,16 @@ class Unlabelled(of.Chain):
 
     def weight(self, target: Any) -> Any:
         return self.counts(0)
+
+
+@pytest.mark.parametrize("job", [ScoredDigits(depth=3, val_size=75), PredictedDigits(depth=3, val_size=75)])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[pytest.mark.fast] * (n in ("ddp-2", "fsdp-3"))) for n in EVERY if n not in VARIANTS],
+)
+def test_metrics_of_the_whole_set_are_those_of_one_worker(gang: Gang, layout: str, job: Job) -> None:
+    expected = assert_scored_exactly(gang, job, EVERY[layout])
+    assert expected["val/counted"] == (9 if isinstance(job, PredictedDigits) else 75)
 
 
 WEIGHED = ["single", "ddp-2", "dp-2", "fsdp-2", "parameter_server-2+2", "hogwild-2", "1F1B-2", "ZBVZeroBubble-2"]

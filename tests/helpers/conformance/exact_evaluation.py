@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
 from helpers.conformance.cases import Case
-from helpers.conformance.layouts import LAYOUTS, SGD
+from helpers.conformance.layouts import LAYOUTS, SGD, Layout
 from helpers.conformance.training import Steps, make, steps, watched
 from helpers.ranks.batches import HERE, validated
 from helpers.ranks.gang import Gang
+from orchestrator.job import Job
+from orchestrator.protocol.evaluation import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums, Strategy
@@ -71,3 +75,25 @@ def assert_evaluated_exactly(gang: Gang, case: Case, name: str, *, rtol: float =
         for metric, value in expected.metrics.items():
             assert sum(f.metrics.get(metric, 0) for f in found) == value
     return [seen for seen, _, _ in results], state
+
+
+def _scored(rank: int, case: Case) -> EvalPoint:
+    strategy = make(case, rank)
+    point = validated(strategy, rank, strategy.job.dataset("val"))
+    assert strategy.own_model is None or strategy.own_model.training
+    return point
+
+
+@cache
+def _scored_alone(gang: Gang, job: Job) -> dict[str, float]:
+    return evaluation_metrics(gang.run(_scored, Case(job=job), world_size=1))
+
+
+def assert_scored_exactly(gang: Gang, job: Job, layout: Layout, *, rtol: float = SGD) -> dict[str, float]:
+    """The metrics of the whole set are those of one worker, and equal if they are counts; what they are."""
+    expected = _scored_alone(gang, job)
+    assert 0 < expected["val/f1"] < 1
+    found = evaluation_metrics(gang.run(_scored, layout.of(Case(job=job)), world_size=layout.world_size))
+    assert found == pytest.approx(expected, rel=rtol)
+    assert all(found[name] == expected[name] for name in ("val/f1", "val/counted"))
+    return expected

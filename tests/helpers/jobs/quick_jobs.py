@@ -54,6 +54,50 @@ class MeasuredDigits(QuickDigits):
         return {**self.metrics(output, target), "large/share": large.sum(), "large/logit": output[large].sum()}
 
 
+class Confusion:
+    """The F1 scores of digits, from counts, and the mean of their probabilities."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(10, 10, dtype=torch.int64)
+        self.probabilities: list[Tensor] = []
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        pairs = target * 10 + output.argmax(dim=-1)
+        self.counts += pairs.bincount(minlength=100).view(10, 10).cpu()
+        self.probabilities.append(output.softmax(dim=-1).amax(dim=-1))
+
+    def merge(self, other: Confusion) -> None:
+        self.counts += other.counts
+        self.probabilities += other.probabilities
+
+    def compute(self) -> dict[str, Tensor]:
+        right, of_each = self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1)
+        certain = torch.cat(self.probabilities).double().mean()
+        return {"f1": (2 * right / of_each.clamp(min=1)).mean(), "counted": self.counts.sum(), "certain": certain}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredDigits(QuickDigits):
+    """Has metrics that are no sums."""
+
+    def metric_objects(self, split: Split) -> Mapping[str, Any]:
+        return {"confusion": Confusion()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedDigits(ScoredDigits):
+    """Predicts the first samples itself."""
+
+    def predictions(self, model: nn.Module, split: Split, part: int, parts: int) -> Iterable[tuple[Any, Any]]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        items: Any = self.dataset(split)
+        device = next(model.parameters()).device
+        for i in range(part, 9, parts):
+            images, target = items[i]
+            yield model(images[None].to(device)), torch.tensor([target], device=device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamDigits(QuickDigits):
     lr: float = 2e-3

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from torch.utils.data import Dataset, IterableDataset
 
 from helpers.ranks.gang import own_device
+from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train_batches
 from orchestrator.worker.data.loader import Loading
 from orchestrator.worker.data.stream import StreamReader
@@ -106,4 +108,4 @@ def validated(strategy: Strategy, rank: int, dataset: Any, *, step: int = 0) -> 
             timeout_s=10,
             read=strategy.reads_data,
         )
-        return evaluation.evaluate(strategy, batches, step=step, device=own_device())
+        return evaluation.evaluate(strategy, batches, step=step, device=own_device(), outbox=Outbox(Redactor()))

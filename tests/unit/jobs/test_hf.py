@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.conformance.cases import Case, having
+from helpers.conformance.training import close_strategies, make
 from helpers.models.small_hf import BERT, COMMON, LORA, byte_tokenizer, llama
+from helpers.ranks.batches import validated
 from helpers.ranks.job_trials import errors, trained
 from jobs.examples import Encoder, Padded, leaves_out_text
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED
+from orchestrator.protocol.messages import EvalPoint
 
 pytestmark = pytest.mark.slow  # the import of transformers
 
@@ -363,9 +367,102 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
         ({"peft": "lora", "peft_options": {"target_modules": "all-linear", "r": 0}}, "job.peft_options={'target_modul"),
         ({"peft": "lora", "peft_options": {"rr": 4}}, "job.peft_options={'rr': 4}: "),
         ({"task": "classification", "model_name_or_path": str(folder / "bert")}, "has no field 'text'"),
+        ({"compute_metrics": "no_such.f1"}, "job.compute_metrics=no_such.f1: No module named 'no_such'; set it to the"),
+        ({"compute_metrics": "math.f1"}, "job.compute_metrics=math.f1: module 'math' has no attribute 'f1'; set it to"),
+        ({"compute_metrics": "f1"}, "job.compute_metrics=f1: Empty module name; set it to the name of a function"),
+        ({"compute_metrics": "math.pi"}, "job.compute_metrics=math.pi: it is no function"),
+        (
+            {"compute_metrics": "math.floor", "task": "dpo"},
+            "job.compute_metrics=math.floor: job.task=dpo has rewards in",
+        ),
+        ({"predict_with_generate": True}, "job.predict_with_generate=true: set job.compute_metrics, which gets the"),
+        (
+            {"predict_with_generate": True, "compute_metrics": "math.floor", "max_new_tokens": 0},
+            "job.predict_with_generate=true: job.task=causal with job.max_new_tokens=0 generates nothing; use causal",
+        ),
+        ({"max_predict_samples": 0}, "job.max_predict_samples=0: must be at least 1"),
     ):
         (error,) = errors("jobs.hf.HuggingFace", **{**fields(folder), **others})
         assert reason in error, error
+
+
+given: list[Any] = []
+"""What :func:`remember` has been given."""
+
+
+def remember(prediction: Any) -> dict[str, float]:
+    given.append(prediction)
+    return {"accuracy": 0.5}
+
+
+def remembered(job: HuggingFace) -> tuple[EvalPoint, Any]:
+    """An evaluation by one worker, and what the function of the metrics is given."""
+    given.clear()
+    strategy = make(Case(job=job, train=having(global_batch_size=3)), 0)
+    try:
+        return validated(strategy, 0, job.dataset("val")), given[0]
+    finally:
+        close_strategies()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "task"),
+    [("bert", "labelled.jsonl", "classification"), ("llama", "sums.jsonl", "causal"), ("t5", "sums.jsonl", "seq2seq")],
+)
+def test_a_function_of_metrics_is_given_what_trainer_gives_it(
+    folder: Path, tmp_path: Path, model: str, data: str, task: Any
+) -> None:
+    import transformers
+
+    called = f"{__name__}.remember"
+    others = {"validation_split_percentage": 15, "pad_to_max_length": False, "compute_metrics": called}
+    job = HuggingFace(**fields(folder, model, data, task=task, **others))
+    torch.manual_seed(3)  # as a strategy seeds the head of a classification
+    plain: Any = job.model()
+    point, ours = remembered(job)
+    assert point.values == {"accuracy": 0.5}
+    assert not point.sums, "the accuracy of the job would have the same name"
+    trainer = transformers.Trainer(
+        model=plain.model,
+        args=transformers.TrainingArguments(
+            str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, disable_tqdm=True
+        ),
+        eval_dataset=job.dataset("val"),
+        data_collator=job.collate,
+        compute_metrics=remember,
+        preprocess_logits_for_metrics=lambda logits, labels: (
+            logits if task == "classification" else (logits[0] if task == "seq2seq" else logits).argmax(dim=-1)
+        ),
+    )
+    trainer.evaluate()
+    theirs = given[1]
+    np.testing.assert_array_equal(ours.label_ids, theirs.label_ids)
+    np.testing.assert_allclose(ours.predictions, theirs.predictions, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("model", "task"), [("llama", "causal"), ("t5", "seq2seq")])
+def test_answers_are_given_to_the_function_of_metrics(folder: Path, model: str, task: Any) -> None:
+    job = HuggingFace(
+        **fields(folder, model, task=task, max_new_tokens=4, validation_split_percentage=20),
+        compute_metrics=f"{__name__}.remember",
+        predict_with_generate=True,
+        max_predict_samples=5,
+    )
+    point, found = remembered(job)
+    assert point.values == {"accuracy": 0.5}
+    assert len(found.predictions) == len(found.label_ids) == 5
+    tokenizer, fitted = job._tokenizer(), job.model().eval()
+
+    def texts(rows: Any) -> list[str]:
+        return [tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in rows]
+
+    assert texts(found.label_ids) == [e["completion"] for e in SUMS[52:57]]
+    shown = job.sample(fitted, torch.Generator())
+    assert shown is not None
+    assert texts(found.predictions)[:3] == [text.partition("\n-> ")[2] for text in shown.split("\n\n")]
+    shares = [list(job.predictions(fitted, "val", part, 2)) for part in range(2)]
+    assert [len(share) for share in shares] == [3, 2]
+    assert torch.equal(shares[1][0][1]["labels"][0], torch.from_numpy(found.label_ids[1][found.label_ids[1] >= 0]))
 
 
 def test_other_data_is_evaluated_without_the_data_of_the_training(folder: Path) -> None:

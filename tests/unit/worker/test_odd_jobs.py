@@ -97,6 +97,9 @@ class Odd(Toy):
     def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         return self._of("metrics", {}, output=output)
 
+    def metric_objects(self, split: Split) -> Mapping[str, Any]:
+        return self._of("metric_objects", {})
+
     def train_metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         return self._of("train_metrics", {}, output=output)
 

@@ -167,10 +167,9 @@ class ParameterWorker(Trainer, Reduction):
         return admitted
 
     @property
-    def full_model(self) -> nn.Module | None:
-        if (model := super().full_model) is not None:
-            self.pull()
-        return model
+    def own_model(self) -> nn.Module | None:
+        self.pull()
+        return super().own_model
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         self.pull()

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
+from helpers.conformance.training import CPU
+from helpers.jobs.toys import Toy
+from orchestrator.config.redact import Redactor
 from orchestrator.strategies.base import EvalSums
+from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import evaluate
 
 
@@ -21,6 +25,7 @@ class OnDevice(torch.Tensor):
 
 class Evaluating:
     evaluates_padding = False
+    job = Toy()
 
     def evaluate(self, batch: float, valid: int) -> EvalSums:
         sums = (torch.tensor(value).as_subclass(OnDevice) for value in (batch * valid, float(valid), batch))
@@ -30,5 +35,5 @@ class Evaluating:
 
 def test_no_batch_waits_for_the_device() -> None:
     strategy: Any = Evaluating()
-    point = evaluate(strategy, [(2.0, 3), (9.0, 0), (4.0, 1)], step=7, device=torch.device("cpu"))
+    point = evaluate(strategy, [(2.0, 3), (9.0, 0), (4.0, 1)], step=7, device=CPU, outbox=Outbox(Redactor()))
     assert (point.loss_sum, point.weight, point.sums) == (10.0, 4.0, {"accuracy": 6.0})
