@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from orchestrator.config.evaluated import check_metric, check_splits
+from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
 
 LARGEST_SEED = 2**63 - 1
 LONGEST_HANG_FACTOR = 4
@@ -347,6 +347,20 @@ class SweepConfig:
     )
     metric: str = option("the result of a run by which Optuna searches")
     direction: Literal["minimize", "maximize"] = option("whether small or large values of sweep.metric are sought")
+    pruner: Literal["asha"] | None = option(
+        "ends runs of a search early whose sweep.metric is poor: asha: asynchronous successive halving; null: none"
+    )
+    min_steps: int | None = option("steps before which no run is pruned; null: train.eval_every", minimum=1)
+    reduction_factor: int = option(
+        "of the runs that get to sweep.min_steps, and to this many times that, and so on, one in so many goes on",
+        minimum=2,
+    )
+
+    def __post_init__(self) -> None:
+        if self.pruner is not None and self.trials is None:
+            raise ValueError(
+                f"sweep.pruner={self.pruner}: only the runs of a search are pruned; set sweep.trials to their number"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,6 +451,16 @@ class Config:
                 else "there is no evaluation before the last step with train.eval_every=0; set both, or neither"
             )
             raise ValueError(f"train.stop_after={stop_after}: {remedy}")
+        if (pruner := self.sweep.pruner) is not None and self.train.eval_every == 0:
+            raise ValueError(
+                f"sweep.pruner={pruner}: there is no evaluation before the last step with train.eval_every=0; set both"
+            )
+        prefixes = [metric_prefix(split).replace("/", "_") for split in self.train.eval_splits]
+        if pruner is not None and not self.sweep.metric.startswith(tuple(prefixes)):
+            raise ValueError(
+                f"sweep.pruner={pruner}: no evaluation reports sweep.metric={self.sweep.metric} with "
+                f"train.eval_splits=[{','.join(self.train.eval_splits)}]; choose one that does, such as val_loss"
+            )
         longest_s = LONGEST_HANG_FACTOR * self.recovery.hang_max_s
         if (timeout_s := self.cluster.collective_timeout_s) <= longest_s:
             raise ValueError(

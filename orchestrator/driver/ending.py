@@ -207,7 +207,8 @@ class RunEnding:
             return True
 
     def _next_commands(self, result: RunResult, *, needs_sync: bool) -> tuple[str, ...]:
-        commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
+        is_over = result.status in ("FINISHED", "PRUNED")
+        commands = [self.resume_command] if not is_over and self._has_checkpoint() else []
         if needs_sync:
             commands.append(self.origin.verb("sync", self.run_dir.location))
         if self.in_sweep:

@@ -118,7 +118,16 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=case.checkpoint,
-        sweep=schema.SweepConfig(unfit="refuse", parallel=1, trials=None, metric="val_loss", direction="minimize"),
+        sweep=schema.SweepConfig(
+            unfit="refuse",
+            parallel=1,
+            trials=None,
+            metric="val_loss",
+            direction="minimize",
+            pruner=None,
+            min_steps=None,
+            reduction_factor=3,
+        ),
         recovery=RECOVERY,
         tracking=schema.TrackingConfig(
             uri=None,
