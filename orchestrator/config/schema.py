@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
 
 LARGEST_SEED = 2**63 - 1
+TENSORBOARD = "orchestrator.tracking.tensorboard.TensorBoard"
+"""The import path of the sink of ``tracking.tensorboard``."""
 LONGEST_HANG_FACTOR = 4
 """After two hangs at the same step, the hang detector waits there for this many times ``recovery.hang_max_s``."""
 
@@ -169,7 +171,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Metric tracking with MLflow."""
+    """Metric tracking with MLflow, and where else."""
 
     uri: str | None = option("MLflow tracking URI; null: log to the run directory only")
     experiment: str = option("name of the MLflow experiment")
@@ -189,8 +191,23 @@ class TrackingConfig:
     log_model: bool = option("upload the final model to MLflow, in the background after the end of the run")
     log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
+    tensorboard: bool = option("write event files for TensorBoard to sinks/tensorboard in the run directory")
+    sinks: tuple[str, ...] = option(
+        "classes that receive the run too, by their import paths, as in tracking.sinks=[my_package.Sink]"
+    )
+
+    @property
+    def all_sinks(self) -> tuple[str, ...]:
+        """The import paths of ``sinks`` and, with ``tensorboard``, of that."""
+        return (TENSORBOARD, *self.sinks) if self.tensorboard else self.sinks
 
     def __post_init__(self) -> None:
+        names = [path.rpartition(".")[2].lower() for path in self.all_sinks]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"tracking.sinks=[{','.join(self.sinks)}]: two of {', '.join(names)} would write to one folder; rename "
+                "a class"
+            )
         if not (0 < len(self.experiment) <= 250 and self.experiment.isprintable()):
             raise ValueError(
                 f"tracking.experiment={self.experiment[:50]}: expected 1 to 250 characters without control characters"

@@ -116,6 +116,11 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def sinks(self) -> Path:
+        """What the sinks of ``tracking.sinks`` and TensorBoard have written."""
+        return self.path / "sinks"
+
+    @property
     def samples(self) -> Path:
         """The texts and images that the job has drawn from the model."""
         return self.path / "samples"

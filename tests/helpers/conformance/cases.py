@@ -139,6 +139,8 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
             flush_timeout_s=1,
             background_timeout_s=1,
             system_metrics_every_s=0,
+            tensorboard=False,
+            sinks=(),
         ),
         storage=schema.StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=1),
         cluster=CLUSTER,
