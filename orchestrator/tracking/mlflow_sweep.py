@@ -45,7 +45,8 @@ def open_sweep(
     own = _own_run(client, experiment_id, sweep)
     if own is None:
         experiment = client.get_experiment(experiment_id)
-        for key, value in experiment_tags([sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)]).items():
+        view = sweep_view(sweep["id"], sweep["name"], created_ms=start_ms, has_settings=bool(sweep.get("settings")))
+        for key, value in experiment_tags([view]).items():
             client.set_experiment_tag(experiment_id, key, value)
         for key in obsolete_tags(experiment.tags):
             client.delete_experiment_tag(experiment_id, key)

@@ -132,6 +132,9 @@ def test_runs_of_one_strategy_are_told_apart_and_a_pruned_one_is_neither_a_failu
     assert {run.info.status for run in tracked} == {"FINISHED"}
     assert len({run.data.tags["mlflow.runColor"] for run in tracked}) == 3
     assert [run.data.tags["settings"] for run in tracked] == ["lr=1", "lr=2", "lr=3"]
+    tags = client_of(uri).get_experiment_by_name("tests").tags
+    columns = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])["selectedColumns"]
+    assert columns[:2] == ["tags.`settings`", "tags.`strategy`"]
     assert tracked[2].data.tags["pruned"] == "pruned at step 10"
     own = own_run(uri, sweep)
     assert own.info.status == "FINISHED"
