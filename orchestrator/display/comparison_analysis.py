@@ -229,7 +229,7 @@ def _best(comparison: Comparison, runs: Sequence[ComparedRun]) -> str | None:
         return None
     if max(known.values()) - min(known.values()) <= _EQUAL_LOSS * max(map(abs, known.values())):
         return f"all reach the same {name}, {number(min(known.values()))}"
-    found = (max if direction == "maximize" else min)(known, key=known.__getitem__)
+    found, *_ = sorted(known, key=known.__getitem__, reverse=direction == "maximize")
     return f"{best}: {comparison.names[found]} with {number(known[found])}"
 
 

@@ -116,8 +116,8 @@ def _log_best(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping
     metric = runs[0].data.params.get("sweep.metric", "")
     key = f"summary/{metric}"
     if with_result := [run for run in finished if key in run.data.metrics]:
-        choose = max if runs[0].data.params.get("sweep.direction") == "maximize" else min
-        best = choose(with_result, key=lambda run: run.data.metrics[key])
+        largest = runs[0].data.params.get("sweep.direction") == "maximize"
+        best, *_ = sorted(with_result, key=lambda run: run.data.metrics[key], reverse=largest)
         client.set_tag(own.info.run_id, "best", f"{best.info.run_name}: {metric} {best.data.metrics[key]:.5g}")
     finished = [run for run in finished if _RATE in run.data.metrics]
     if finished:

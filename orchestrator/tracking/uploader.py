@@ -27,7 +27,7 @@ from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.owed import owe, owed_runs
-from orchestrator.tracking.sinks import sink_problem
+from orchestrator.tracking.sinks import record_problems, sink_problem
 from orchestrator.tracking.transfer import (
     count_points,
     exclusive,
@@ -96,6 +96,8 @@ class Uploader:
             return cls(run_dir, None)
         if tracking.uri is not None:
             owe(run_dir)
+        if tracking.all_sinks:
+            record_problems(run_dir, {})  # an earlier command may have had other sinks
         offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
         options = _options(tracking, secrets, driver=this_process(), events_offset=offset)
         return cls(run_dir, replace(options, shared=shared, sinks=tracking.all_sinks))

@@ -255,10 +255,10 @@ class Search:
         if not done:
             self.sweep.say("no run of the search has a result")
             return NONE_FINISHED
-        best = study.best_trial
+        best, pruned = study.best_trial, _pruned(study)
         self.sweep.say(
             f"best of {count(len(done), 'run')}: run {best.user_attrs[_RUN]}, {self.options.metric} {best.value:.6g}, "
-            f"with {' '.join(_words(best.params))}{f'; {len(pruned)} pruned' if (pruned := _pruned(study)) else ''}"
+            f"with {' '.join(_words(best.params))}{f'; {len(pruned)} pruned' if pruned else ''}"
         )
         return 0
 
