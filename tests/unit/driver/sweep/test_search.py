@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from orchestrator import launch
@@ -17,7 +18,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.search import NONE_FINISHED, Search, open_search
+from orchestrator.driver.sweep.search import NONE_FINISHED, Search, Trial, open_search
 from orchestrator.protocol.events import MetricsLogged, RunStarted, Sink
 from orchestrator.records.journal import Journal
 from orchestrator.records.run_dir import RunDir
@@ -249,3 +250,15 @@ def test_a_signal_during_a_pruned_run_is_the_first_one_and_the_next_run_knows_no
         signal.raise_signal(signal.SIGINT)
         stop.end_run()
         assert (stop.received, stop.is_pruned) == (signal.SIGINT, False)
+
+
+@pytest.mark.parametrize(("steps", "pruned"), [(10, 0), (11, 1), (0, 1)], ids=["last step", "before it", "unknown"])
+def test_a_run_that_has_done_its_last_step_is_not_pruned(steps: int, pruned: int) -> None:
+    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=10, reduction_factor=2))
+    calls: list[None] = []
+    for loss in (0.1, 0.2):
+        trial = Trial(study.ask(), "val_loss", prune=lambda: calls.append(None))
+        trial.emit(RunStarted(name="", run_dir="", strategy="single", job="digits", world_size=1, steps=steps))
+        for _ in range(2):  # a failure may repeat the evaluation
+            trial.emit(MetricsLogged(step=10, metrics={"train/loss": 9.0, "val/loss": loss}))
+    assert len(calls) == pruned
