@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from orchestrator.config.evaluated import check_metric, check_splits
+from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
 
 LARGEST_SEED = 2**63 - 1
+TENSORBOARD = "orchestrator.tracking.tensorboard.TensorBoard"
+"""The import path of the sink of ``tracking.tensorboard``."""
 LONGEST_HANG_FACTOR = 4
 """After two hangs at the same step, the hang detector waits there for this many times ``recovery.hang_max_s``."""
 
@@ -169,7 +171,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Metric tracking with MLflow."""
+    """Metric tracking with MLflow, and where else."""
 
     uri: str | None = option("MLflow tracking URI; null: log to the run directory only")
     experiment: str = option("name of the MLflow experiment")
@@ -189,8 +191,23 @@ class TrackingConfig:
     log_model: bool = option("upload the final model to MLflow, in the background after the end of the run")
     log_dataset: bool = option("tell MLflow name, digest and size of the training set, in the same way")
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
+    tensorboard: bool = option("write event files for TensorBoard to sinks/tensorboard in the run directory")
+    sinks: tuple[str, ...] = option(
+        "classes that receive the run too, by their import paths, as in tracking.sinks=[my_package.Sink]"
+    )
+
+    @property
+    def all_sinks(self) -> tuple[str, ...]:
+        """The import paths of ``sinks`` and, with ``tensorboard``, of that."""
+        return (TENSORBOARD, *self.sinks) if self.tensorboard else self.sinks
 
     def __post_init__(self) -> None:
+        names = [path.rpartition(".")[2].lower() for path in self.all_sinks]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"tracking.sinks=[{','.join(self.sinks)}]: two of {', '.join(names)} would write to one folder; rename "
+                "a class"
+            )
         if not (0 < len(self.experiment) <= 250 and self.experiment.isprintable()):
             raise ValueError(
                 f"tracking.experiment={self.experiment[:50]}: expected 1 to 250 characters without control characters"
@@ -347,6 +364,20 @@ class SweepConfig:
     )
     metric: str = option("the result of a run by which Optuna searches")
     direction: Literal["minimize", "maximize"] = option("whether small or large values of sweep.metric are sought")
+    pruner: Literal["asha"] | None = option(
+        "ends runs of a search early whose sweep.metric is poor: asha: asynchronous successive halving; null: none"
+    )
+    min_steps: int | None = option("steps before which no run is pruned; null: train.eval_every", minimum=1)
+    reduction_factor: int = option(
+        "of the runs that get to sweep.min_steps, and to this many times that, and so on, one in so many goes on",
+        minimum=2,
+    )
+
+    def __post_init__(self) -> None:
+        if self.pruner is not None and self.trials is None:
+            raise ValueError(
+                f"sweep.pruner={self.pruner}: only the runs of a search are pruned; set sweep.trials to their number"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,6 +468,16 @@ class Config:
                 else "there is no evaluation before the last step with train.eval_every=0; set both, or neither"
             )
             raise ValueError(f"train.stop_after={stop_after}: {remedy}")
+        if (pruner := self.sweep.pruner) is not None and self.train.eval_every == 0:
+            raise ValueError(
+                f"sweep.pruner={pruner}: there is no evaluation before the last step with train.eval_every=0; set both"
+            )
+        prefixes = [metric_prefix(split).replace("/", "_") for split in self.train.eval_splits]
+        if pruner is not None and not self.sweep.metric.startswith(tuple(prefixes)):
+            raise ValueError(
+                f"sweep.pruner={pruner}: no evaluation reports sweep.metric={self.sweep.metric} with "
+                f"train.eval_splits=[{','.join(self.train.eval_splits)}]; choose one that does, such as val_loss"
+            )
         longest_s = LONGEST_HANG_FACTOR * self.recovery.hang_max_s
         if (timeout_s := self.cluster.collective_timeout_s) <= longest_s:
             raise ValueError(

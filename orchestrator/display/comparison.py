@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +50,7 @@ class ComparedRun:
         params: the configuration by dotted key.
         machine: what ran it: host, processor, cores, device, versions, commit.
         started: seconds since the epoch; None if it is unknown.
+        settings: in which it differs from the other runs of its sweep; empty if it belongs to none.
         metrics: those that the run declares.
         curve: reads its loss curve.
         repeats: the number of runs that it stands for.
@@ -68,6 +68,7 @@ class ComparedRun:
     params: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
     started: float | None = None
+    settings: str = ""
     metrics: tuple[MetricSpec, ...] = ()
     curve: Callable[[], Curve] = Curve
     repeats: int = 1
@@ -116,6 +117,7 @@ def run_of(record: Mapping[str, Any], *, name: str, location: str, curve: Callab
         params=params,
         machine=_machine(record),
         started=float(started) if isinstance(started, (int, float)) else None,
+        settings=str((record.get("sweep") or {}).get("settings") or ""),
         metrics=_metrics(record.get("metrics")),
         curve=curve,
     )
@@ -152,34 +154,3 @@ def _machine(record: Mapping[str, Any]) -> dict[str, str]:
     commit = source.get(_COMMIT) if isinstance(source, Mapping) else tags.get(f"mlflow.{_COMMIT}")
     kept = {k: str(v) for k, v in tags.items() if k in _MACHINE or k.startswith("version.")}
     return kept if commit is None else {**kept, "commit": str(commit)[:9]}
-
-
-def labels(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return short names that distinguish the runs: strategy and workers; what else differs only if necessary."""
-    several_jobs = len({run.job for run in runs}) > 1
-    groups: dict[str, list[ComparedRun]] = {}
-    for run in runs:
-        workers = f" x{run.workers}" if run.workers else ""
-        short = run.strategy + workers + (f" {run.job}" if several_jobs else "")
-        groups.setdefault(short, []).append(run)
-    names = {}
-    for short, group in groups.items():
-        key = _distinctive_key(group) if len(group) > 1 else None
-        for run in group:
-            names[id(run)] = short if len(group) == 1 else f"{short}, {_distinction(run, key)}"
-    return [names[id(run)] for run in runs]
-
-
-def _distinctive_key(runs: Sequence[ComparedRun]) -> str | None:
-    """The one setting in which all these runs differ, apart from the sweep's own; None if there is none or several."""
-    own = [key for key in runs[0].params if not key.startswith("sweep.")]
-    keys = [key for key in own if len({str(run.params.get(key)) for run in runs}) == len(runs)]
-    return keys[0] if len(keys) == 1 else None
-
-
-def _distinction(run: ComparedRun, key: str | None) -> str:
-    """The setting ``key`` of the run, or the time of day at which it started."""
-    if key is not None:
-        return f"{key.rpartition('.')[2]}={run.params.get(key)}"
-    match = re.match(r"(\d\d)-(\d\d)-(\d\d)-", run.name)
-    return ":".join(match.groups()) if match else run.name

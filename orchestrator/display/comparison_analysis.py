@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from orchestrator.config.text import first_few
-from orchestrator.display.comparison import ComparedRun, Curve, labels
+from orchestrator.display.comparison import ComparedRun, Curve
 from orchestrator.display.text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.machine_use import describe_sharing
@@ -125,14 +126,44 @@ class Comparison:
         return len(self.grouped.runs) < len(self.runs)
 
 
+def labels(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return short names that distinguish the runs: strategy and workers; what else differs only if necessary."""
+    several_jobs = len({run.job for run in runs}) > 1
+    groups: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        workers = f" x{run.workers}" if run.workers else ""
+        short = run.strategy + workers + (f" {run.job}" if several_jobs else "")
+        groups.setdefault(short, []).append(run)
+    names = {}
+    for short, group in groups.items():
+        for run, own in zip(group, _distinctions(group), strict=True):
+            names[id(run)] = short if len(group) == 1 else f"{short}, {own}"
+    return [names[id(run)] for run in runs]
+
+
+def _distinctions(runs: Sequence[ComparedRun]) -> list[str]:
+    """The settings in which each of these runs differs from the others, and its time of day if they do not tell it."""
+    found = settings(runs)
+    for told in (found, [run.settings for run in runs]):
+        if len(set(told)) == len(told):
+            return told
+    return [", ".join(filter(None, [own, _time_of_day(run)])) for own, run in zip(found, runs, strict=True)]
+
+
+def _time_of_day(run: ComparedRun) -> str:
+    """The time of day at which the run started; its name if that does not say it."""
+    match = re.match(r"(\d\d)-(\d\d)-(\d\d)-", run.name)
+    return ":".join(match.groups()) if match else run.name
+
+
 def verdict(comparison: Comparison) -> list[str]:
     """Return one sentence for each job, then one for each reason to doubt the speeds.
 
-    The sentence says which run that finished was the fastest, and how the losses compare.
+    The sentence says which run that finished was the fastest, and which has the best ``sweep.metric`` or loss.
     """
     grouped = comparison.grouped
-    works = dict.fromkeys(run.work for run in grouped.runs)
-    sentences = [sentence for work in works if (sentence := _verdict(grouped, work))]
+    jobs = dict.fromkeys(run.job for run in grouped.runs)
+    sentences = [sentence for job in jobs if (sentence := _verdict(grouped, job))]
     return [*sentences, *_doubts(comparison)]
 
 
@@ -165,16 +196,16 @@ def _is_too_efficient(comparison: Comparison, run: ComparedRun) -> bool:
     return (comparison.scaling_efficiency(run) or 0.0) >= _TOO_EFFICIENT
 
 
-def _verdict(comparison: Comparison, work: str) -> str | None:
-    runs = [run for run in comparison.runs if run.work == work and run.state == "finished" and run.value(RATE)]
+def _verdict(comparison: Comparison, job: str) -> str | None:
+    runs = [run for run in comparison.runs if run.job == job and run.state == "finished" and run.value(RATE)]
     if not runs:
         return None
     fastest = max(runs, key=lambda run: run.value(RATE) or 0.0)
-    compared = [*runs, comparison.baselines[work]]
+    base = comparison.baselines[fastest.work]
+    compared = [*runs, base]
     doubtful = any(describe_sharing(run.summary) or _is_too_efficient(comparison, run) for run in compared)
     text = "fastest, if the speeds are right" if doubtful else "fastest"
     text += f": {comparison.name(fastest)} with {rate(fastest.value(RATE) or 0.0)} samples/s"
-    base = comparison.baselines[work]
     if fastest is not base:
         text += f", {comparison.relative_speed(fastest):.2f}x {comparison.name(base)}"
         if (efficiency := comparison.scaling_efficiency(fastest)) is not None:
@@ -183,14 +214,23 @@ def _verdict(comparison: Comparison, work: str) -> str | None:
     equal = [run for run in runs if run is not fastest and widest and _overlap(run, fastest, widest)]
     if equal:
         text += f"; within the noise of it: {first_few([comparison.name(run) for run in equal], 3)}"
-    losses = {run.location: loss for run in runs if (loss := run.value(FINAL_LOSS)) is not None}
-    if len(losses) < 2:
-        return text
-    lowest, highest = min(losses.values()), max(losses.values())
-    if highest - lowest <= _EQUAL_LOSS * abs(highest):
-        return f"{text}; all reach the same loss, {number(lowest)}"
-    best = min(losses, key=losses.__getitem__)
-    return f"{text}; lowest loss: {comparison.names[best]} with {number(lowest)}"
+    return "; ".join(filter(None, [text, _best(comparison, runs)]))
+
+
+def _best(comparison: Comparison, runs: Sequence[ComparedRun]) -> str | None:
+    """The run with the best ``sweep.metric`` or, if not all have that, the lowest loss; None without several."""
+    metric, direction = (runs[0].params.get(f"sweep.{key}") for key in ("metric", "direction"))
+    values = [run.value(str(metric)) for run in runs]
+    best, name = f"best {metric}", str(metric)
+    if None in values:
+        values, direction, best, name = [run.value(FINAL_LOSS) for run in runs], "minimize", "lowest loss", "loss"
+    known = {run.location: value for run, value in zip(runs, values, strict=True) if value is not None}
+    if len(known) < 2:
+        return None
+    if max(known.values()) - min(known.values()) <= _EQUAL_LOSS * max(map(abs, known.values())):
+        return f"all reach the same {name}, {number(min(known.values()))}"
+    found, *_ = sorted(known, key=known.__getitem__, reverse=direction == "maximize")
+    return f"{best}: {comparison.names[found]} with {number(known[found])}"
 
 
 def noise(comparison: Comparison) -> list[str]:

@@ -44,7 +44,7 @@ _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
 _SILENCE_S = 10.0
 """After so long without a line, one says how far an evaluation is."""
-_VERDICT_STYLES = {"FINISHED": "bold green", "KILLED": "bold yellow"}
+_VERDICT_STYLES = {"FINISHED": "bold green", "PRUNED": "bold", "KILLED": "bold yellow"}
 
 
 def make_console(

@@ -12,7 +12,7 @@ from orchestrator.protocol.metrics import summary_value, waited_s
 
 _DEVICES = {"cuda": "GPU worker", "cpu": "CPU worker"}
 _RESULTS = {"final_loss": "loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
-_HOW = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "was stopped"}
+_HOW = {"FINISHED": "finished", "PRUNED": "was pruned", "FAILED": "failed", "KILLED": "was stopped"}
 
 
 def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: str, reason: str) -> str:
@@ -21,7 +21,7 @@ def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, statu
     Args:
         record: the contents of ``run.json`` at the end of the run.
         summary: the summary of the run.
-        status: FINISHED, FAILED or KILLED.
+        status: FINISHED, PRUNED, FAILED or KILLED.
         reason: why the run did not finish; empty if it did.
     """
     sentences = [
@@ -31,7 +31,7 @@ def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, statu
         *_limits(summary),
         *_recovery(summary),
     ]
-    if status != "FINISHED" and reason:
+    if status not in ("FINISHED", "PRUNED") and reason:
         sentences.append(f"Reason: {plain(first_line(reason))}")
     return " ".join(sentences)
 

@@ -176,6 +176,8 @@ def verdict(
         lines = [_finished(ended, started, step)]
         if ended.reason:
             lines.append(first_line(ended.reason))
+    elif ended.status == "PRUNED":
+        lines = [ended.reason]
     elif ended.status == "KILLED":
         how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
         has_own_checkpoints = started is not None and not started.steps

@@ -22,12 +22,16 @@ def run_list(runs: Sequence[ComparedRun], *, now: float) -> str:
         runs: in the order of the rows. Their names are those by which other commands find them.
         now: seconds since the epoch, for the ages.
     """
+    settings = [TableColumn(heading="settings", justify="left", priority=7, cells=[run.settings for run in runs])]
+    if not any(run.settings for run in runs):
+        settings = []
     columns = [
         TableColumn(heading="run", justify="left", cells=[run.name for run in runs]),
         TableColumn(heading="state", justify="left", cells=[run.state for run in runs]),
         TableColumn(heading="strategy", justify="left", priority=3, cells=[run.strategy for run in runs]),
         TableColumn(heading="workers", priority=1, cells=[str(run.workers or "-") for run in runs]),
         TableColumn(heading="job", justify="left", priority=2, cells=[run.job for run in runs]),
+        *settings,
         TableColumn(heading="step", priority=4, cells=[_step(run) for run in runs]),
         TableColumn(heading="samples/s", priority=4, cells=[_cell(run.value(RATE), rate) for run in runs]),
         TableColumn(heading="loss", priority=5, cells=[_cell(run.value(FINAL_LOSS), number) for run in runs]),
@@ -47,6 +51,7 @@ def plain(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
             "strategy": run.strategy,
             "workers": run.workers,
             "job": run.job,
+            "settings": run.settings,
             "step": run.value("steps"),
             RATE: run.value(RATE),
             FINAL_LOSS: run.value(FINAL_LOSS),

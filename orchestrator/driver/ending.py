@@ -95,6 +95,8 @@ class RunEnding:
         self.events.record(ended)
         stopped = result.status == "KILLED"
         upload = self.uploader.leave() if stopped else self.uploader.finish(timeout_s=self._upload_wait_s)
+        if (problem := self.uploader.sink_problem()) is not None:
+            self.events.show(Warned(message=f"not complete: tracking.sinks ({problem})"))
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
         known = {} if upload.run_id is None else {"mlflow_run_id": upload.run_id}  # the follower may have recorded it
@@ -207,7 +209,8 @@ class RunEnding:
             return True
 
     def _next_commands(self, result: RunResult, *, needs_sync: bool) -> tuple[str, ...]:
-        commands = [self.resume_command] if result.status != "FINISHED" and self._has_checkpoint() else []
+        is_over = result.status in ("FINISHED", "PRUNED")
+        commands = [self.resume_command] if not is_over and self._has_checkpoint() else []
         if needs_sync:
             commands.append(self.origin.verb("sync", self.run_dir.location))
         if self.in_sweep:

@@ -68,11 +68,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """What all runs of a launch share: the nodes of Ray, the code for the workers, and the signals."""
+    """What all runs of a launch share: the nodes of Ray, the code for the workers, and the signals.
+
+    ``watcher``: receives the events of a run that was asked for; None if nothing else does.
+    """
 
     nodes: tuple[Node, ...]
     codes: CodeCache
     stop: StopSignals
+    watcher: Sink | None
 
 
 def run_all(
@@ -82,6 +86,7 @@ def run_all(
     sweep: Sweep | None = None,
     part_of: Mapping[str, str] | None = None,
     started_at: float | None = None,
+    watcher: Sink | None = None,
 ) -> list[RunResult]:
     """Execute the runs one after another on one Ray.
 
@@ -92,6 +97,7 @@ def run_all(
         part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
             that has started this one.
         started_at: when the first run was requested, in seconds since the epoch; None for now.
+        watcher: receives the events of the runs too.
 
     Returns:
         The results of the runs that were started. In a sweep, a run that could not be started has none.
@@ -106,7 +112,7 @@ def run_all(
     if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
     with CodeCache() as codes, _ray(candidates, sweep, codes) as (nodes, planned):
-        launch = _Launch(nodes=nodes, codes=codes, stop=stop)
+        launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
         if candidates[0].config.plan:
             return _print_plans(launch, planned, sweep)
         stop.exit_at_once = False
@@ -336,7 +342,8 @@ def _opened(
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = launch.stop.console = console or make_console(steps=plan.steps, world_size=plan.world_size)
     journal = Journal(run_dir, warn=lambda text: events.show(Warned(message=text)))
-    events = EventStream([shown, JobStateSink(), PrometheusSink()], redactor, journal=journal)
+    watchers = [] if launch.watcher is None or console is not None else [launch.watcher]
+    events = EventStream([shown, JobStateSink(), PrometheusSink(), *watchers], redactor, journal=journal)
     for event in take_left_reports(run_dir, up_to_step=resume.step) if resume is not None else ():
         events.record(event)
     namesakes = active_namesakes(run_dir)
@@ -381,6 +388,7 @@ def _opened(
         if console is None:
             report_run(run_dir)
             at_end.callback(report_end)
+        at_end.callback(launch.stop.end_run)
         at_end.enter_context(contextlib.closing(events))
         at_end.enter_context(lease)  # until others can read how the run ended, however long that takes
         others = [namesake_warning(config.run_name, location) for location in namesakes.values()]

@@ -13,6 +13,7 @@ from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.session import run_all
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.sweep import Sweep
+from orchestrator.protocol.events import Sink
 from orchestrator.records.process import process_started_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import report_sweep
@@ -46,10 +47,10 @@ def run_search(search: Search) -> int:
     """
     ran: list[tuple[Candidate, RunResult]] = []
 
-    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+    def execute(overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult:
         started_at = time.time() if ran else process_started_at()
         (candidate,) = check_all([overrides], search.sweep.redactor)
-        (result,) = run_all([candidate], stop, part_of=sweep, started_at=started_at)
+        (result,) = run_all([candidate], stop, part_of=sweep, started_at=started_at, watcher=watcher)
         ran.append((candidate, result))
         return result
 

@@ -19,7 +19,7 @@ class Verdict:
         reason: why it ended; empty if it has done all its steps.
     """
 
-    status: Literal["FINISHED", "FAILED", "KILLED"]
+    status: Literal["FINISHED", "PRUNED", "FAILED", "KILLED"]
     exit_code: int
     reason: str = ""
 
@@ -37,6 +37,11 @@ def completed(step: int, *, ended_early: str | None = None, checkpoint_missing: 
     done = f"all {step} steps are done" if ended_early is None else f"{step} steps are done ({ended_early})"
     lost = f"{done}, but their result is lost: the checkpoint of step {step} {checkpoint_missing}"
     return Verdict("FAILED", RESULT_LOST, lost)
+
+
+def pruned(step: int) -> Verdict:
+    """Return the verdict on a run that a search has ended after ``step``, because others were better there."""
+    return Verdict("PRUNED", 0, f"pruned at step {step}")
 
 
 def failed(reason: str) -> Verdict:

@@ -95,12 +95,13 @@ class Yielded(Event):
 
 
 RunState = Literal[
-    "waiting", "running", "recovering", "replacing", "growing", "yielding", "finished", "failed", "killed"
+    "waiting", "running", "recovering", "replacing", "growing", "yielding", "finished", "pruned", "failed", "killed"
 ]
 """What a run does or how it ended, as ``run.json`` and ``orchestrator runs`` name it.
 
 It is ``waiting`` without workers; ``recovering`` after a failure, ``replacing`` workers that must leave and ``growing``
-until the next step is done; ``yielding`` while it releases its workers for another run.
+until the next step is done; ``yielding`` while it releases its workers for another run. A search has ended a run that
+is ``pruned``.
 """
 
 
@@ -352,7 +353,7 @@ class RunEnded(Event):
     """The run has ended.
 
     Attributes:
-        status: FINISHED, FAILED or KILLED.
+        status: FINISHED, PRUNED, FAILED or KILLED.
         reason: empty after a success.
         next_commands: what the user may run next.
     """

@@ -309,7 +309,7 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        status: FINISHED, FAILED or KILLED.
+        status: FINISHED, PRUNED, FAILED or KILLED.
         time: seconds since the epoch.
     """
 

@@ -22,7 +22,7 @@ from orchestrator.storage.remote import Remote
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
 
-END_STATES: tuple[RunState, ...] = ("finished", "failed", "killed")
+END_STATES: tuple[RunState, ...] = ("finished", "pruned", "failed", "killed")
 ACTIVE_STATES: tuple[RunState, ...] = tuple(state for state in get_args(RunState) if state not in END_STATES)
 DIED = "died"
 """The state of a run that has not ended and that no process drives."""
@@ -114,6 +114,11 @@ class RunDir:
     @property
     def profile(self) -> Path:
         return self.path / "profile"
+
+    @property
+    def sinks(self) -> Path:
+        """What the sinks of ``tracking.sinks`` and TensorBoard have written."""
+        return self.path / "sinks"
 
     @property
     def samples(self) -> Path:

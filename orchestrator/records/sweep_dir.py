@@ -83,7 +83,8 @@ class SweepDir:
 def carried(membership: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment variable that tells a driver which run it executes, of the sweep that it belongs to.
 
-    ``membership``: the id and name of the sweep, and the number of the run.
+    ``membership``: the id and name of the sweep, the number of the run, and the settings in which it differs from the
+    others.
     """
     return {VARIABLE: json.dumps(dict(membership))}
 

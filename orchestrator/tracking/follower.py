@@ -15,8 +15,8 @@ repeated, because it would hold up the others.
 
 stdin: a JSON line (:class:`FollowerOptions`) for each run directory, then nothing; its end means that the driver
 finished or died.
-stdout: nothing; the stream ends when everything is uploaded, or with the process. The final model, which
-takes seconds to export, follows after that.
+stdout: nothing; the stream ends when everything is uploaded and the sinks are closed, or with the process. The final
+model, which takes seconds to export, follows after that.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.owed import alone_in_retrying
+from orchestrator.tracking.sinks import Sinks, record_problems
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed, read_cursor
 from orchestrator.tracking.uri import sqlite_path
 
@@ -61,15 +62,17 @@ class FollowerOptions:
     disk or in a process list.
 
     Attributes:
+        uri: the server; None if there are only sinks.
         events_offset: skips the ending that a resumed run already has in its journal.
         driver: the result of :func:`~orchestrator.records.process.this_process` there.
         shared: a script logs to the same run on the server, which is therefore made at once and never replaced.
         log_model: upload the model of a run that finishes.
         log_dataset: upload its dataset.
-        import_paths: where its job is found.
+        import_paths: where its job and the sinks are found.
+        sinks: the import paths of what else receives the run.
     """
 
-    uri: str
+    uri: str | None
     request_timeout_s: float
     upload_every_s: float
     flush_timeout_s: float
@@ -81,6 +84,7 @@ class FollowerOptions:
     log_model: bool = False
     log_dataset: bool = False
     import_paths: Sequence[str] = ()
+    sinks: Sequence[str] = ()
 
     @property
     def longest_s(self) -> float:
@@ -113,9 +117,19 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
     The driver, which need not wait for the model, sees the end of the upload as the end of ``driver_pipe``,
     which both processes close. ``repeats``: an upload that fails is repeated in the background.
 
+    A further child feeds the sinks, whose code may hang or crash.
+
     Returns:
         The exit code of the last child.
     """
+    feeder = os.fork() if options.sinks else None
+    if feeder == 0:
+        end_with_parent(signal.SIGKILL)
+        _feed_sinks(run_dir, options)
+        return 0
+    if options.uri is None:
+        assert feeder is not None
+        return _wait_for_feeder(feeder, run_dir)
     for yields_cpu in (True, False):
         uploaded, child_pipe = os.pipe()
         if (child := os.fork()) == 0:
@@ -124,6 +138,7 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
                 _yield_cpu()
             is_uploaded = _upload(run_dir, options, repeats=repeats)
             os.close(driver_pipe)
+            os.write(child_pipe, b".")  # otherwise it has died
             os.close(child_pipe)
             if is_uploaded:
                 _upload_exports(run_dir, options)
@@ -133,9 +148,21 @@ def _supervise(run_dir: RunDir, options: FollowerOptions, driver_pipe: int, *, r
             break
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    select.select([uploaded], [], [])
+    has_died = not os.read(uploaded, 1)
+    if feeder is not None:
+        if has_died:  # the driver starts another follower
+            os.kill(feeder, signal.SIGKILL)
+        _wait_for_feeder(feeder, run_dir)
     os.close(driver_pipe)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _wait_for_feeder(feeder: int, run_dir: RunDir) -> int:
+    """Wait for the child that feeds the sinks, and record if it has died; returns its exit code."""
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(feeder, 0)[1])
+    if exit_code:
+        record_problems(run_dir, {"sinks": f"their process has died (exit code {exit_code})"})
+    return exit_code
 
 
 def _starves(child: psutil.Process, uploaded: int) -> bool:
@@ -177,8 +204,18 @@ def _yield_cpu() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def _feed_sinks(run_dir: RunDir, options: FollowerOptions) -> None:
+    """Give a run to its sinks until it has ended."""
+    _yield_cpu()
+    sys.path += [path for path in options.import_paths if path not in sys.path]
+    with exclusive(run_dir, timeout_s=options.flush_timeout_s, target="sinks") as acquired:
+        if acquired:
+            _follow(run_dir, options, Sinks(run_dir, options.sinks, secrets=options.secrets))
+
+
 def _upload(run_dir: RunDir, options: FollowerOptions, *, repeats: bool) -> bool:
     """Upload a run until it has ended, and return whether the server has everything."""
+    assert options.uri is not None
     database = sqlite_path(options.uri)
     os.chdir(database.parent if database and database.parent.is_dir() else run_dir.path)
     backend = MlflowBackend(options.uri, request_timeout_s=options.request_timeout_s)
@@ -198,7 +235,7 @@ def _upload(run_dir: RunDir, options: FollowerOptions, *, repeats: bool) -> bool
     return True
 
 
-def _follow(run_dir: RunDir, options: FollowerOptions, transfer: Transfer) -> Ending | None:
+def _follow(run_dir: RunDir, options: FollowerOptions, transfer: Transfer | Sinks) -> Ending | None:
     """Upload a run until it has ended.
 
     Returns:
@@ -271,7 +308,7 @@ def _upload_exports(run_dir: RunDir, options: FollowerOptions) -> None:
     uploads.
     """
     ending = final_ending(run_dir)
-    if ending is None:
+    if ending is None or options.uri is None:
         return
     exports = missing_exports(run_dir, ending, log_model=options.log_model, log_dataset=options.log_dataset)
     if not exports:

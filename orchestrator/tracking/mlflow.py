@@ -21,7 +21,7 @@ from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
 from orchestrator.tracking.database import create_database
-from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_tags
+from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class MlflowBackend:
                     experiment_id,
                     start_time=_milliseconds(start_time),
                     tags={UID_TAG: record["uid"]},
-                    run_name=record["name"],
+                    run_name=run_name(record),
                 )
         run_id = str(run.info.run_id)
         experiment_id = run.info.experiment_id
@@ -139,7 +139,9 @@ class MlflowBackend:
         self.log_points(run_id, bars)
         run = client.get_run(run_id)
         _log_params_and_tags(client, run, params={}, tags=run_tags(record))
-        client.set_terminated(run_id, ending.status, _milliseconds(ending.time))
+        if (is_pruned := ending.status == "PRUNED") and run.info.run_name != run_name(record):
+            client.update_run(run_id, name=run_name(record))
+        client.set_terminated(run_id, "FINISHED" if is_pruned else ending.status, _milliseconds(ending.time))
         if sweep := record.get("sweep"):
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
 

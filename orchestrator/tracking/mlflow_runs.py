@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.tracking.mlflow import connect
-from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
+from orchestrator.tracking.tags import PRUNED, SWEEP_ID, UID_TAG
 
 _SUMMARY = "summary/"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
@@ -71,7 +71,7 @@ def _record(run: Any) -> dict[str, Any]:
     num_workers = int(tags.get("world_size", 1)) - int(params.get("strategy.num_shards", 0))
     return {
         "name": run.info.run_name,
-        "state": run.info.status.lower(),
+        "state": PRUNED if PRUNED in tags else run.info.status.lower(),
         "strategy": tags.get("strategy"),
         "job": tags.get("job"),
         "params": params,

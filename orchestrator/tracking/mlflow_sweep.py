@@ -13,6 +13,7 @@ from orchestrator.tracking.tags import (
     DESCRIPTION,
     MAX_LENGTH,
     MAX_NAME_LENGTH,
+    PRUNED,
     SWEEP_ID,
     picture,
     shortened,
@@ -44,7 +45,8 @@ def open_sweep(
     own = _own_run(client, experiment_id, sweep)
     if own is None:
         experiment = client.get_experiment(experiment_id)
-        for key, value in experiment_tags([sweep_view(sweep["id"], sweep["name"], created_ms=start_ms)]).items():
+        view = sweep_view(sweep["id"], sweep["name"], created_ms=start_ms, has_settings=bool(sweep.get("settings")))
+        for key, value in experiment_tags([view]).items():
             client.set_experiment_tag(experiment_id, key, value)
         for key in obsolete_tags(experiment.tags):
             client.delete_experiment_tag(experiment_id, key)
@@ -71,7 +73,7 @@ def end_sweep(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]
 def close_sweep(
     client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], *, report: str, files: Sequence[Path]
 ) -> None:
-    """Give the sweep's own run ``report`` (Markdown) as description, ``files``, and the figures of the fastest run."""
+    """Give the sweep's own run ``report`` (Markdown) as description, ``files``, and the figures of its best runs."""
     own = _own_run(client, experiment_id, sweep)
     assert own is not None, "open_sweep creates it"
     run_id = own.info.run_id
@@ -80,7 +82,7 @@ def close_sweep(
     if report:
         client.set_tag(run_id, DESCRIPTION, _description(report, run_id, [file.name for file in files]))
         _name_in_experiment(client, experiment_id, sweep, report, run_id)
-    _log_fastest(client, experiment_id, own, sweep)
+    _log_best(client, experiment_id, own, sweep)
 
 
 def _description(report: str, run_id: str, files: Sequence[str]) -> str:
@@ -103,12 +105,21 @@ def _name_in_experiment(
         client.set_experiment_tag(experiment_id, DESCRIPTION, f"{note(experiment_id)}\n\n{newest}")
 
 
-def _log_fastest(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping[str, str]) -> None:
-    """Give the sweep's own run the summary of its fastest run, and its name."""
+def _log_best(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping[str, str]) -> None:
+    """Give the sweep's own run the summary of its fastest run, and the names of that and of the best run."""
     from mlflow.entities import Metric
 
     runs = _runs(client, experiment_id, sweep)
-    finished = [run for run in runs if run.info.status == "FINISHED" and _RATE in run.data.metrics]
+    finished = [run for run in runs if run.info.status == "FINISHED" and PRUNED not in run.data.tags]
+    if pruned := len([run for run in runs if PRUNED in run.data.tags]):
+        client.set_tag(own.info.run_id, PRUNED, str(pruned))
+    metric = runs[0].data.params.get("sweep.metric", "")
+    key = f"summary/{metric}"
+    if with_result := [run for run in finished if key in run.data.metrics]:
+        largest = runs[0].data.params.get("sweep.direction") == "maximize"
+        best, *_ = sorted(with_result, key=lambda run: run.data.metrics[key], reverse=largest)
+        client.set_tag(own.info.run_id, "best", f"{best.info.run_name}: {metric} {best.data.metrics[key]:.5g}")
+    finished = [run for run in finished if _RATE in run.data.metrics]
     if finished:
         fastest = max(finished, key=lambda run: run.data.metrics[_RATE])
         figures = {key: value for key, value in fastest.data.metrics.items() if key.startswith("summary/")}

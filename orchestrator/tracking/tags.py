@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
@@ -15,6 +16,12 @@ SWEEP_ID = "sweep_id"
 
 UID_TAG = "orchestrator.run_uid"
 """Identifies a run; the own run of a sweep has none."""
+
+SETTINGS = "settings"
+"""The tag with the settings in which a run differs from others of its sweep."""
+
+PRUNED = "pruned"
+"""The tag of a run that a search has ended early; MLflow has no such status."""
 
 DESCRIPTION = "mlflow.note.content"
 COLOR = "mlflow.runColor"
@@ -40,6 +47,8 @@ _COLORS = {
     "locked_sgd": "#db2777",
 }
 """The color of a strategy in every chart: MLflow's own colors depend on the id of a run, and may coincide."""
+_HUE_STEP = 0.618034
+"""Between the hues of a sweep: the golden ratio keeps any number of them apart."""
 
 
 def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
@@ -49,14 +58,34 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
         tags["workers"] = str(recorded_mesh(mesh).num_workers)
     if precision := record.get("precision"):
         tags["precision"] = precision
-    if color := _COLORS.get(str(record.get("strategy"))):
+    if color := _color(record):
         tags[COLOR] = color
     if sweep := record.get("sweep"):
         tags |= sweep_tags(sweep)
+        if settings := sweep.get("settings"):
+            tags[SETTINGS] = settings
+    if record.get("state") == PRUNED:
+        tags[PRUNED] = str(record.get("reason"))
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
     if description := _description(record):
         tags[DESCRIPTION] = description
     return {key: value[:MAX_LENGTH] for key, value in tags.items()}
+
+
+def run_name(record: Mapping[str, Any]) -> str:
+    """Return the name of a run in MLflow: with the settings in which it differs from others of its sweep."""
+    settings = (record.get("sweep") or {}).get("settings")
+    parts = [record["name"], settings, "(pruned)" if record.get("state") == PRUNED else None]
+    return " ".join(filter(None, parts))[:MAX_NAME_LENGTH]
+
+
+def _color(record: Mapping[str, Any]) -> str | None:
+    """The color of a run: that of its strategy, or one of its own in a sweep over other settings."""
+    sweep = record.get("sweep") or {}
+    if not sweep.get("settings"):
+        return _COLORS.get(str(record.get("strategy")))
+    red, green, blue = colorsys.hls_to_rgb(int(sweep["run"]) * _HUE_STEP % 1, 0.42, 0.65)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def sweep_tags(sweep: Mapping[str, str]) -> dict[str, str]:

@@ -39,6 +39,7 @@ _FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json"
 _FOLDERS = ("logs", "profile")
 _PLAN = "plan.json"
 _BYTES_TO_TELL_TEXT = 8192
+_SCRATCH = ".upload"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,37 +237,13 @@ class Transfer:
         record: Mapping[str, Any] = storable(self._redactor.data(self._run_dir.read_record()))
         return record
 
-    @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        """Yield an empty folder, in the run directory because the one for temporary files may be smaller than a log.
-
-        What a process that was killed has left there is removed.
-        """
-        folder = self._run_dir.path / ".upload"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _masked(self, *files: Path) -> Iterator[list[Path]]:
-        """Yield files to upload during the block: texts as copies with secrets masked, and other files as they are.
-
-        Raises:
-            OSError: there is no room for a copy.
-        """
-        with self._scratch() as folder:
-            texts = {file: folder / file.name for file in files if _is_text(file)}
-            for file, copy in texts.items():
-                self._redactor.copy_file(file, copy)
-            yield [texts.get(file, file) for file in files]
+    def _masked(self, *files: Path) -> contextlib.AbstractContextManager[list[Path]]:
+        return masked_copies(self._run_dir, self._redactor, *files)
 
     @contextlib.contextmanager
     def _as_file(self, name: str, data: Mapping[str, Any]) -> Iterator[list[Path]]:
-        """Yield a file with ``data`` to upload during the block. Raises as :meth:`_masked`."""
-        with self._scratch() as folder:
+        """Yield a file with ``data`` to upload during the block. Raises as :func:`masked_copies`."""
+        with _scratch(self._run_dir) as folder:
             write_json(folder / name, data)
             yield [folder / name]
 
@@ -295,6 +272,41 @@ class Transfer:
         return self._redactor.text(self._backend.describe(error)).splitlines()[0][:500]
 
 
+@contextlib.contextmanager
+def masked_copies(run_dir: RunDir, redactor: Redactor, *files: Path, scratch: str = _SCRATCH) -> Iterator[list[Path]]:
+    """Yield files to upload during the block: texts as copies with secrets masked, and other files as they are.
+
+    Args:
+        run_dir: the run.
+        redactor: masks the secrets.
+        files: the files.
+        scratch: the name of the folder for the copies.
+
+    Raises:
+        OSError: there is no room for a copy.
+    """
+    with _scratch(run_dir, scratch) as folder:
+        texts = {file: folder / file.name for file in files if _is_text(file)}
+        for file, copy in texts.items():
+            redactor.copy_file(file, copy)
+        yield [texts.get(file, file) for file in files]
+
+
+@contextlib.contextmanager
+def _scratch(run_dir: RunDir, name: str = _SCRATCH) -> Iterator[Path]:
+    """Yield an empty folder, in the run directory because the one for temporary files may be smaller than a log.
+
+    What a process that was killed has left there is removed.
+    """
+    folder = run_dir.path / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
         return b"\0" not in file.read(_BYTES_TO_TELL_TEXT)
@@ -306,12 +318,16 @@ def _start_time(run_dir: RunDir) -> float:
     return float(first[0]["time"]) if first else time.time()
 
 
-def exclusive(run_dir: RunDir, *, timeout_s: float = 0.0) -> contextlib.AbstractContextManager[bool]:
+def exclusive(
+    run_dir: RunDir, *, timeout_s: float = 0.0, target: str = "tracking"
+) -> contextlib.AbstractContextManager[bool]:
     """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout.
+
+    ``target``: what is uploaded to: the ``tracking`` server or the ``sinks``.
 
     Two uploads at once, as on a file system without locks, also store each point once.
     """
-    return locked_if_free(run_dir.path / "tracking.lock", timeout_s=timeout_s)
+    return locked_if_free(run_dir.path / f"{target}.lock", timeout_s=timeout_s)
 
 
 def mark_killed(run_dir: RunDir, *, reason: str) -> None:

@@ -27,6 +27,7 @@ from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.owed import owe, owed_runs
+from orchestrator.tracking.sinks import record_problems, sink_problem
 from orchestrator.tracking.transfer import (
     count_points,
     exclusive,
@@ -68,7 +69,10 @@ _NOTHING_TO_UPLOAD = Upload(run_id=None, page=None, uploaded=0, missing=0, compl
 
 
 class Uploader:
-    """A handle on the follower of one run. With ``tracking.uri=null`` there is no follower, and calls do nothing."""
+    """A handle on the follower of one run.
+
+    With ``tracking.uri=null`` and without sinks there is no follower, and calls do nothing.
+    """
 
     def __init__(self, run_dir: RunDir, options: FollowerOptions | None):
         self._run_dir = run_dir
@@ -88,12 +92,15 @@ class Uploader:
             secrets: texts to mask in what is uploaded.
             shared: see :class:`FollowerOptions`.
         """
-        if tracking.uri is None:
+        if tracking.uri is None and not tracking.all_sinks:
             return cls(run_dir, None)
-        owe(run_dir)
+        if tracking.uri is not None:
+            owe(run_dir)
+        if tracking.all_sinks:
+            record_problems(run_dir, {})  # an earlier command may have had other sinks
         offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
         options = _options(tracking, secrets, driver=this_process(), events_offset=offset)
-        return cls(run_dir, replace(options, shared=shared))
+        return cls(run_dir, replace(options, shared=shared, sinks=tracking.all_sinks))
 
     def problem(self) -> str | None:
         """Return why the last upload failed, None if it succeeded. Reads one small file.
@@ -105,6 +112,10 @@ class Uploader:
         if self._has_ended(timeout_s=0.0):
             return self._restart()
         return read_cursor(self._run_dir).error
+
+    def sink_problem(self) -> str | None:
+        """Return which sinks have failed at the last attempt, and why; None if none has."""
+        return None if self._options is None or not self._options.sinks else sink_problem(self._run_dir)
 
     def page(self) -> str | None:
         """Return the address of the page that compares the run with others; None as long as there is none."""
@@ -175,6 +186,8 @@ class Uploader:
             self._process.stdin.close()
 
     def _result(self, *, in_progress: bool) -> Upload:
+        if self._options is None or self._options.uri is None:
+            return _NOTHING_TO_UPLOAD
         cursor = read_cursor(self._run_dir)
         missing = count_points(self._run_dir, offset=cursor.offset)
         ending = final_ending(self._run_dir)
@@ -275,8 +288,7 @@ def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
 def _options(
     tracking: TrackingConfig, secrets: Sequence[str], *, driver: Mapping[str, Any], events_offset: int
 ) -> FollowerOptions:
-    """Options for runs that this process drives; ``tracking.uri`` is not None."""
-    assert tracking.uri is not None
+    """Options for runs that this process drives."""
     return FollowerOptions(
         uri=tracking.uri,
         request_timeout_s=tracking.request_timeout_s,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.tracking.tags import SWEEP_ID, UID_TAG
+from orchestrator.tracking.tags import SETTINGS, SWEEP_ID, UID_TAG
 
 _TAG = "mlflow.sharedViewState."
 _CREATED_MS = 1_767_225_600_000  # a constant, so that the tag of a view changes only with its contents
@@ -137,12 +137,23 @@ VIEWS = (COMPARE, HEALTH)
 _SWEEP = "sweep-"
 
 
-def sweep_view(sweep_id: str, name: str, *, created_ms: int) -> View:
-    """Return the view that compares the runs of one sweep. ``created_ms`` is in milliseconds since the epoch."""
+def sweep_view(sweep_id: str, name: str, *, created_ms: int, has_settings: bool = False) -> View:
+    """Return the view that compares the runs of one sweep.
+
+    Args:
+        sweep_id: the id of the sweep.
+        name: its name.
+        created_ms: milliseconds since the epoch.
+        has_settings: whether its runs differ in more than their names: a column shows that.
+    """
+    columns = {key: width for key, width in COMPARE.columns.items() if key != "tags.`sweep`"}
+    if has_settings:
+        columns = {f"tags.`{SETTINGS}`": 200, **columns}
     return replace(
         COMPARE,
         id=f"{_SWEEP}{sweep_id[:8]}",
         name=name[:_MAX_NAME_LENGTH],
+        columns=columns,
         filter=f"tags.{SWEEP_ID} = '{sweep_id}' AND {ALL_RUNS}",
         created_ms=created_ms,
     )

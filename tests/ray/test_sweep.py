@@ -76,6 +76,27 @@ def test_a_search_trains_with_the_values_that_it_chooses(
     assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
 
 
+def test_a_search_ends_a_poor_run_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "strategy=single", "job._target_=helpers.jobs.leisurely_job.Leisurely", "job.pause_ms=50"]
+    words += ["tracking=none", "train.steps=60", "train.eval_every=5", "checkpoint.every=0", "seed=10"]
+    words += ["job.lr=tag(log,interval(1e-4,0.5))", "sweep.trials=2", "sweep.pruner=asha", "sweep.reduction_factor=2"]
+    assert launch.main(words) == 0
+    printed = capsys.readouterr().out
+    good, poor = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    assert [good["state"], poor["state"]] == ["finished", "pruned"]
+    assert 5 <= poor["summary"]["steps"] < 60
+    assert poor["reason"] == f"pruned at step {poor['summary']['steps']}"
+    assert f"\n{poor['reason']}\n" in printed
+    assert "best of 1 run: run 1, val_loss " in printed
+    assert printed.count("; 1 pruned\n") == 1
+    assert "SIGTERM" not in printed
+    assert compare.main(["--sweep", "last", "--no-picture"]) == 0
+    assert re.search(r"pruned +single +1 +lr=0.0001", capsys.readouterr().out)
+
+
 @pytest.mark.campaign
 def test_a_failing_run_stops_no_other_and_a_resumed_sweep_repeats_only_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

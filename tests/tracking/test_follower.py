@@ -227,6 +227,8 @@ tracking = TrackingConfig(
     log_model=False,
     log_dataset=False,
     system_metrics_every_s=0,
+    tensorboard=False,
+    sinks=(),
 )
 uploader = Uploader.start(run_dir, tracking)
 journal.emit(RunStarted(name="n", run_dir="", strategy="ddp", job="digits", world_size=2, steps=9))

@@ -9,8 +9,10 @@ import zlib
 from mlflow.tracking import MlflowClient
 
 from helpers.records.recorded_sweep import recorded_sweep
-from helpers.records.tracked_runs import client_of, ended_run, run_of
+from helpers.records.tracked_runs import client_of, end, ended_run, log, new_run, run_of, start
 from orchestrator import sync
+from orchestrator.records.journal import Journal
+from orchestrator.tracking.mlflow_runs import newest_runs
 from orchestrator.tracking.mlflow_sweep import open_sweep
 from orchestrator.tracking.transfer import read_cursor
 from orchestrator.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
@@ -102,6 +104,47 @@ def test_a_sweep_has_the_figures_of_its_fastest_run_and_its_verdict_is_on_the_pa
     (folder / "report.md").write_text("Fastest: single again.")
     assert sync.main([str(runs[0].path)]) == 0
     assert client.get_experiment(experiment.experiment_id).tags["mlflow.note.content"] == "Mine."
+
+
+def test_runs_of_one_strategy_are_told_apart_and_a_pruned_one_is_neither_a_failure_nor_the_best(tmp_path, uri):
+    sweep = {"id": uuid.uuid4().hex, "name": "job.lr=1,2,3"}
+    runs = []
+    for number, (status, loss) in enumerate((("FINISHED", 0.3), ("FINISHED", 0.2), ("PRUNED", 0.1)), start=1):
+        member = {**sweep, "run": str(number), "settings": f"lr={number}"}
+        params = {"job.lr": number, "sweep.metric": "val_loss", "sweep.direction": "minimize"}
+        run_dir = new_run(tmp_path, uri, sweep=member, params=params, strategy="ddp", reason="pruned at step 10")
+        journal = Journal(run_dir)
+        start(journal)
+        log(journal, range(1, 3))
+        if status == "PRUNED":
+            assert sync.main([str(run_dir.path)]) == 0
+            assert run_of(uri, run_dir).info.run_name == "digits-ddp lr=3"
+        end(journal, run_dir, status, val_loss=loss, samples_per_s=100.0 * number)
+        journal.close()
+        runs.append(run_dir)
+    folder = runs[0].path.parents[1] / "sweeps" / sweep["id"]
+    folder.mkdir(parents=True)
+    (folder / "report.md").write_text("Report.")
+    for run_dir in runs:
+        assert sync.main([str(run_dir.path)]) == 0
+    tracked = [run_of(uri, run_dir) for run_dir in runs]
+    assert [run.info.run_name for run in tracked] == ["digits-ddp lr=1", "digits-ddp lr=2", "digits-ddp lr=3 (pruned)"]
+    assert {run.info.status for run in tracked} == {"FINISHED"}
+    assert len({run.data.tags["mlflow.runColor"] for run in tracked}) == 3
+    assert [run.data.tags["settings"] for run in tracked] == ["lr=1", "lr=2", "lr=3"]
+    tags = client_of(uri).get_experiment_by_name("tests").tags
+    columns = state_of(tags[f"mlflow.sharedViewState.sweep-{sweep['id'][:8]}"])["selectedColumns"]
+    assert columns[:2] == ["tags.`settings`", "tags.`strategy`"]
+    assert tracked[2].data.tags["pruned"] == "pruned at step 10"
+    own = own_run(uri, sweep)
+    assert own.info.status == "FINISHED"
+    assert {key: own.data.tags[key] for key in ("fastest", "best", "pruned")} == {
+        "fastest": "digits-ddp lr=2",
+        "best": "digits-ddp lr=2: val_loss 0.2",
+        "pruned": "1",
+    }
+    states = [run.record["state"] for run in newest_runs(uri, most=3, sweep=sweep["id"])]
+    assert sorted(states) == ["finished", "finished", "pruned"]
 
 
 def test_runs_that_open_at_once_share_the_run_of_their_sweep_which_ends_with_them(tmp_path, uri):

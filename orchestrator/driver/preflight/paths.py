@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from orchestrator.config.schema import Config
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.tracking.sinks import load_sink
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -48,13 +50,28 @@ def output_dir(config: Config) -> OutputDir:
 
 
 def environment_errors(config: Config) -> list[str]:
-    """Return what is wrong with the tracking URI and the output directory."""
-    uri, errors = config.tracking.uri, output_errors(config)
+    """Return what is wrong with the tracking URI, the sinks and the output directory."""
+    uri, errors = config.tracking.uri, [*sink_errors(config), *output_errors(config)]
     if uri is None or (error := validate_uri(uri)) is None:
         return errors
     if URI_VARIABLE in tracking_variables(config):
         error = f"{error.replace('tracking.uri', URI_VARIABLE, 1)}, or set tracking.uri"
     return [error, *errors]
+
+
+def sink_errors(config: Config) -> list[str]:
+    """Return what is wrong with the sinks."""
+    errors = []
+    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        errors.append(
+            "tracking.tensorboard: needs TensorBoard; install it with: pip install 'orchestrator[tensorboard]'"
+        )
+    for path in config.tracking.sinks:
+        try:
+            load_sink(path)
+        except ValueError as e:
+            errors.append(str(e))
+    return errors
 
 
 def tracking_variables(config: Config) -> dict[str, str]:

@@ -62,7 +62,7 @@ def open_run(
         resume: the run to continue; None for a new one.
         seen: the directories of runs that the search for one to continue has found.
         command: the command line of the run.
-        sweep: the id and name of the sweep that the run belongs to; None if it belongs to none.
+        sweep: what :meth:`Sweep.membership` returned; None if the run belongs to none.
         redactor: masks secrets in everything that is written.
 
     Returns:

@@ -265,7 +265,7 @@ def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Ite
     new = [name for name in output.names(config.run_name) if name not in seen]
     for run_dir, record in _readable(output, new, warnings):
         seen.add(name_of(run_dir))
-        if record.get("name") == config.run_name and record.get("state") != "finished":
+        if record.get("name") == config.run_name and record.get("state") not in ("finished", "pruned"):
             yield run_dir
 
 

@@ -34,7 +34,7 @@ class ReportedRun:
         except ValueError:
             return None
         # The state that a dead driver has left becomes "killed".
-        return state if state in ("finished", "failed") else None
+        return state if state in ("finished", "pruned", "failed") else None
 
     @property
     def may_have_checkpoint(self) -> bool:

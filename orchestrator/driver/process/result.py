@@ -16,10 +16,10 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        status: ``"FINISHED"``, ``"FAILED"``, or ``"KILLED"`` by a signal.
-        exit_code: 0 finished, 1 failed, 2 failed before it trained because it no longer fits the cluster, 3 finished
-            but the last checkpoint is lost or records are not uploaded, 129, 130 or 143 killed by SIGHUP, SIGINT or
-            SIGTERM.
+        status: ``"FINISHED"``, ``"FAILED"``, ``"KILLED"`` by a signal, or ``"PRUNED"`` by a search.
+        exit_code: 0 finished or pruned, 1 failed, 2 failed before it trained because it no longer fits the cluster, 3
+            finished but the last checkpoint is lost or records are not uploaded, 129, 130 or 143 killed by SIGHUP,
+            SIGINT or SIGTERM.
         run_dir: the directory with the records, logs and checkpoints. If ``output_dir`` is a URL, this is the local
             directory from which they were uploaded; it has the files of this node.
         url: where the run is, if ``output_dir`` is a URL; None otherwise.
@@ -32,7 +32,7 @@ class RunResult:
         metrics: the declarations of the metrics that were logged.
     """
 
-    status: Literal["FINISHED", "FAILED", "KILLED"]
+    status: Literal["FINISHED", "PRUNED", "FAILED", "KILLED"]
     exit_code: int
     run_dir: Path
     url: str | None = None

@@ -40,6 +40,7 @@ class StopSignals:
         owns_process: whether the command line has begun the run.
         received: the last signal; None if there was none.
         cause: the name of the signal, or what :meth:`request` was given.
+        is_pruned: whether only the run in progress is to stop, until :meth:`end_run`.
         exit_at_once: end the process at the first signal, with every process that it started, because there is nothing
             to save yet.
         console: closed before the process ends, to leave the terminal as it was.
@@ -48,6 +49,7 @@ class StopSignals:
     def __init__(self, *, owns_process: bool = False) -> None:
         self.received: signal.Signals | None = None
         self.cause = ""
+        self.is_pruned = False
         self._received_at = 0.0
         self.exit_at_once = owns_process
         self.console: Sink | None = None
@@ -80,6 +82,17 @@ class StopSignals:
         if self.received is None:
             self.cause, self._received_at, self.received = cause, time.monotonic(), number
 
+    def prune(self) -> None:
+        """Stop the run in progress, but none after it; nothing more if a signal has come already."""
+        if self.received is None:
+            self.is_pruned = True
+            self.request(signal.SIGTERM, "sweep.pruner")
+
+    def end_run(self) -> None:
+        """Forget that a run was pruned."""
+        if self.is_pruned:
+            self.is_pruned, self.received = False, None
+
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
         """Let a second signal raise an exception in this context. Elsewhere it would interrupt a release of workers."""
@@ -96,10 +109,11 @@ class StopSignals:
             return  # a child between fork and exec
         if number == signal.SIGHUP and self.received is not None:
             return
-        first = self.received in (None, signal.SIGHUP)
+        first = self.is_pruned or self.received in (None, signal.SIGHUP)
         if not first and self.owns_process and number == self.received and self.seconds_ago < SAME_SIGNAL_S:
             return
         received = signal.Signals(number)
+        self.is_pruned = False
         self.cause, self._received_at, self.received = received.name, time.monotonic(), received
         if first and not self.exit_at_once:
             return

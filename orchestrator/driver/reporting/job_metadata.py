@@ -33,6 +33,7 @@ def job_metadata(configs: Sequence[Config], redactor: Redactor) -> dict[str, str
         "strategy": ",".join(dict.fromkeys(c.strategy.name for c in configs)),
         "job": ",".join(dict.fromkeys(c.job_name for c in configs)),
         "tracking": str(configs[0].tracking.uri),
+        "output_dir": configs[0].output_dir,
     }
     return {key: redactor.text(value) for key, value in metadata.items()}
 

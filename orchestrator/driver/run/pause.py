@@ -72,7 +72,7 @@ class Pause:
     def stop(self) -> None:
         """Let all ranks save what they hold and stop, for the run to end."""
         self.reason, self.began = "stopped", time.time()
-        if self._stop.received is not None:
+        if self._stop.received is not None and not self._stop.is_pruned:
             self._events.emit(StopRequested(signal=self._stop.cause))
         self._finish_step(save=True)
 

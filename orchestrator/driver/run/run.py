@@ -303,6 +303,8 @@ class Run:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
+        if self._stop.is_pruned:
+            return verdict.pruned(at_step or max(self._reports.telemetry.last_step.values()))
         missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
         return verdict.stopped(
             int(self._stop.received),

@@ -79,6 +79,7 @@ class Telemetry:
         self._events = context.events
         self._uploads: tuple[tuple[str, str, Callable[[], str | None]], ...] = (
             ("MLflow", "point", uploader.problem),
+            ("tracking.sinks", "point", uploader.sink_problem),
             ("output_dir", "file", records.problem),
         )
         self._find_page, self._show_page, self._page_shown = uploader.page, show_page, False

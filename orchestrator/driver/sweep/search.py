@@ -7,8 +7,9 @@ results. From these, a search that was stopped goes on.
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +25,10 @@ from orchestrator.display.text import count
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep, output_of, resume_override
+from orchestrator.protocol.events import Event, MetricsLogged, RunStarted, Sink
 from orchestrator.protocol.metrics import summary_value
+from orchestrator.records.journal import read_metrics
+from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import all_sweeps, runs_of
 from orchestrator.strategies import registry
@@ -42,7 +46,43 @@ class ExecuteTrial(Protocol):
         ConfigError: the configuration of the run is wrong.
     """
 
-    def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult: ...
+    def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult: ...
+
+
+class Trial:
+    """A trial of Optuna while its run trains: an event sink that reports ``metric``, and may prune the run.
+
+    Args:
+        trial: the trial.
+        metric: the result of a run by which Optuna searches.
+        prune: ends the run.
+    """
+
+    def __init__(self, trial: Any, metric: str, *, prune: Callable[[], None] = lambda: None):
+        self._trial = trial
+        self._metric = metric
+        self._prune = prune
+        self._steps: float = math.inf
+        self._reported = 0  # the last step; a run may repeat steps after a failure
+
+    def emit(self, event: Event) -> None:
+        """Report an evaluation, and prune the run if its value is poor, except after the last step."""
+        if isinstance(event, RunStarted):
+            self._steps = event.steps or math.inf
+        elif isinstance(event, MetricsLogged) and self.report(event.step, event.metrics) and event.step < self._steps:
+            self._prune()
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Report the value of an evaluation that ``metrics`` may have; returns whether it is poor."""
+        value = next((v for name, v in metrics.items() if name.replace("/", "_") == self._metric), None)
+        if value is None or step <= self._reported:
+            return False
+        self._reported = step
+        self._trial.report(value, step)
+        return bool(self._trial.should_prune())
+
+    def close(self) -> None:
+        """Do nothing: the search tells Optuna how the run ended."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +93,7 @@ class Search:
         fixed: the overrides of all runs.
         space: the values that may be tried.
         options: how to search, and for how many runs.
+        eval_every: the steps between evaluations.
         seed: the seed of the choice of values.
         sweep: the sweep that the runs belong to.
         tried: the values of each run, in order.
@@ -62,6 +103,7 @@ class Search:
     fixed: Sequence[str]
     space: Space
     options: SweepConfig
+    eval_every: int
     seed: int
     sweep: Sweep
     tried: list[dict[str, Any]] = field(default_factory=list)
@@ -102,10 +144,12 @@ class Search:
             trial.set_user_attr(_RUN, number)
             if number > len(self.tried):
                 self.tried.append(trial.params)
-            self._record()
+            self._record(study)
+            watcher = Trial(trial, self.options.metric, prune=stop.prune)
+            self._report_journal(watcher, number)
             self.sweep.say(f"\nrun {number} of {self.options.trials}: {' '.join(_words(trial.params))}")
             try:
-                result = execute(self._overrides(number), sweep=self._membership(number))
+                result = execute(self._overrides(number), sweep=self._membership(number), watcher=watcher)
             except ConfigError as e:
                 if number == 1:
                     raise
@@ -114,8 +158,7 @@ class Search:
                 continue
             if result.status == "KILLED":
                 return False
-            value = self._value(result.summary) if result.status == "FINISHED" else None
-            study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)
+            self._tell(study, trial, result.status, result.summary)
         return True
 
     def _study(self) -> Any:
@@ -124,29 +167,40 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # With another seed than before, a search that goes on does not try the same values again.
         sampler = optuna.samplers.TPESampler(seed=self.seed + len(self.tried))
-        return optuna.create_study(sampler=sampler, direction=self.options.direction)
+        pruner: Any = optuna.pruners.NopPruner()
+        if self.options.pruner is not None:
+            pruner = optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=self.options.min_steps or self.eval_every, reduction_factor=self.options.reduction_factor
+            )
+        return optuna.create_study(sampler=sampler, pruner=pruner, direction=self.options.direction)
+
+    def _tell(self, study: Any, trial: Any, status: str, summary: Mapping[str, Any]) -> None:
+        """Tell Optuna how a run ended."""
+        from optuna.trial import TrialState
+
+        value = self._value(summary) if status == "FINISHED" else None
+        without = TrialState.PRUNED if status == "PRUNED" else TrialState.FAIL
+        study.tell(trial, value, state=without if value is None else None)
+
+    def _report_journal(self, trial: Trial, number: int) -> None:
+        """Report the evaluations that a run has logged under an earlier command."""
+        if (run_dir := self.started.get(number)) is not None:
+            fetch(run_dir, [run_dir.metrics_file.name])
+            for step, _, metrics in read_metrics(run_dir):
+                trial.report(step, metrics)
 
     def _replay(self, study: Any) -> list[int]:
         """Add the results of an earlier command; returns the numbers of its runs that have not ended."""
-        import optuna
-
         unfinished = []
         for number, params in enumerate(self.tried, start=1):
             record = self.started[number].read_record() if number in self.started else {}
-            if record.get("state") not in ("finished", "failed"):
+            if record.get("state") not in ("finished", "pruned", "failed"):
                 unfinished.append(number)
                 continue
-            value = self._value(record.get("summary") or {}) if record["state"] == "finished" else None
-            state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.FAIL
-            study.add_trial(
-                optuna.trial.create_trial(
-                    state=state,
-                    value=value,
-                    params=params,
-                    distributions=self._distributions(),
-                    user_attrs={_RUN: number},
-                )
-            )
+            study.enqueue_trial(params, user_attrs={_RUN: number})
+            trial = study.ask(self._distributions())
+            self._report_journal(Trial(trial, self.options.metric), number)
+            self._tell(study, trial, record["state"].upper(), record.get("summary") or {})
         return unfinished
 
     def _distributions(self) -> dict[str, Any]:
@@ -168,7 +222,7 @@ class Search:
         return [*self.fixed, *_words(self.tried[number - 1]), *resumed]
 
     def _membership(self, number: int) -> dict[str, str]:
-        return {"id": self.sweep.sweep_id, "name": self.sweep.name, "run": str(number)}
+        return self.sweep.membership(number, _words(self.tried[number - 1]))
 
     def _value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the result of a run; None if it is not a finite number."""
@@ -181,25 +235,30 @@ class Search:
             )
         return value
 
-    def _record(self) -> None:
+    def _record(self, study: Any) -> None:
         numbers = range(1, len(self.tried) + 1)
         runs = [[masked(word, self.sweep.redactor) for word in self._overrides(number)] for number in numbers]
         record = {"id": self.sweep.sweep_id, "name": self.sweep.name, "runs": runs, "left_out": []}
-        search = {"identity": identity(self.fixed, self.space, self.sweep.redactor), "tried": self.tried}
+        search = {
+            "identity": identity(self.fixed, self.space, self.sweep.redactor),
+            "tried": self.tried,
+            "pruned": [trial.user_attrs[_RUN] for trial in _pruned(study)],
+        }
         try:
             self.sweep.directory.write_record({**record, "search": search})
         except OSError as e:
             raise ConfigError([f"{self.sweep.directory.path}: cannot be written ({e.strerror or e})"]) from e
 
     def _say_best(self, study: Any) -> int:
-        done = [trial for trial in study.trials if trial.value is not None]
+        self._record(study)
+        done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
         if not done:
             self.sweep.say("no run of the search has a result")
             return NONE_FINISHED
-        best = study.best_trial
+        best, pruned = study.best_trial, _pruned(study)
         self.sweep.say(
             f"best of {count(len(done), 'run')}: run {best.user_attrs[_RUN]}, {self.options.metric} {best.value:.6g}, "
-            f"with {' '.join(_words(best.params))}"
+            f"with {' '.join(_words(best.params))}{f'; {len(pruned)} pruned' if pruned else ''}"
         )
         return 0
 
@@ -218,7 +277,7 @@ def open_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redac
     fixed, space = search_space(words, preset)
     redactor.learn(values(fixed))
     errors: list[str] = []
-    config, _ = compose(choosing(fixed, "sweep.", "seed"), errors, registry.config_class)
+    config, _ = compose(choosing(fixed, "sweep.", "seed", "train.eval_"), errors, registry.config_class)
     if config is not None and config.sweep.parallel != 1:
         errors.append("sweep.parallel: the runs of a search follow one another; leave it out")
     if importlib.util.find_spec("optuna") is None:
@@ -229,6 +288,7 @@ def open_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redac
         fixed=[word for word in fixed if not word.startswith("resume=")],
         space=space,
         options=config.sweep,
+        eval_every=config.train.eval_every,
         seed=config.seed,
         sweep=Sweep(
             words=words, runs=(), label=f"search of {', '.join(space)}", output=output_of(fixed), redactor=redactor
@@ -263,6 +323,11 @@ def identity(fixed: Sequence[str], space: Space, redactor: Redactor) -> list[str
     """Return what distinguishes a search from others; its number of runs does not, so that it can be raised."""
     kept = [masked(word, redactor) for word in fixed if not word.startswith("sweep.trials=")]
     return sorted([*kept, *(f"{key}: {tried}" for key, tried in space.items())])
+
+
+def _pruned(study: Any) -> list[Any]:
+    """Return the trials whose runs were pruned."""
+    return [trial for trial in study.trials if trial.state.name == "PRUNED"]
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:

@@ -45,6 +45,10 @@ FAILED = 1
 """The exit code of a run that an error in the orchestrator has ended."""
 
 
+_MOST_CHARACTERS = 80
+"""The length of the settings of a run; MLflow's pages and the legends of plots show no more."""
+
+
 class Execute(Protocol):
     """Executes one run, which is recorded as a part of ``sweep``."""
 
@@ -160,7 +164,7 @@ class Sweep:
         began = time.monotonic()
         try:
             with exits_refused():
-                result = execute(sweep={"id": self.sweep_id, "name": self.name, "run": str(number)})
+                result = execute(sweep=self.membership(number, self._own_overrides(number)))
         except ConfigError as e:
             print(errors_text(e.errors), file=sys.stderr)
             self._raise_exit_code(NOT_STARTED)
@@ -228,9 +232,18 @@ class Sweep:
 
     def _run_name(self, number: int) -> str:
         """The overrides that distinguish the run from the others."""
+        return " ".join(self._own_overrides(number)) or "all defaults"
+
+    def _own_overrides(self, number: int) -> list[str]:
         others = [set(run) for run in self.runs]
         shared = set.intersection(*others) if len(others) > 1 else set()
-        return " ".join(o for o in self.runs[number - 1] if o not in shared) or "all defaults"
+        return [o for o in self.runs[number - 1] if o not in shared]
+
+    def membership(self, number: int, own: Sequence[str]) -> dict[str, str]:
+        """Return what a run records of the sweep; ``own``: the overrides that distinguish it from the others."""
+        is_named = any(word.startswith("name=") for word in self.words)
+        settings = settings_of(own, told_by_name=("name",) if is_named else ("job", "strategy"))
+        return {"id": self.sweep_id, "name": self.name, "run": str(number), "settings": self.redactor.text(settings)}
 
     def _number(self, overrides: Sequence[str]) -> int:
         """The number of a run in the sweep, from 1."""
@@ -239,6 +252,19 @@ class Sweep:
     def say(self, text: str) -> None:
         """Print ``text``, with secrets masked."""
         print(writable(self.redactor.text(text), sys.stdout), flush=True)
+
+
+def settings_of(overrides: Sequence[str], *, told_by_name: Sequence[str]) -> str:
+    """Return overrides with short keys where these are unique: ``lr=0.1 hidden=32``.
+
+    ``told_by_name``: the keys that the name of a run has.
+    """
+    given = [o.strip("'\"").lstrip("+~").partition("=") for o in overrides]
+    own = {key: value for key, _, value in given if key not in told_by_name}
+    ends = [key.rpartition(".")[2] for key in own]
+    short = {key: end if ends.count(end) == 1 else key for key, end in zip(own, ends, strict=True)}
+    text = " ".join(f"{short[key]}={value}" for key, value in own.items())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def open_sweep(

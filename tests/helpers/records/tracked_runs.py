@@ -41,6 +41,8 @@ def tracking(
         log_model=False,
         log_dataset=False,
         system_metrics_every_s=0,
+        tensorboard=False,
+        sinks=(),
     )
 
 

@@ -170,6 +170,37 @@ def test_seeds_are_no_difference_if_every_configuration_has_the_same() -> None:
     assert differences(runs[1:]) == ["digits runs differ in more than the strategy: seed (1, 0)"]
 
 
+def test_labels_name_every_setting_that_tells_runs_apart() -> None:
+    grid = [run("ddp", 2, job__lr=lr, job__hidden=hidden) for lr in (0.1, 0.2) for hidden in (8, 16)]
+    assert list(Comparison(grid).names.values()) == [
+        "ddp x2, lr=0.1, hidden=8",
+        "ddp x2, lr=0.1, hidden=16",
+        "ddp x2, lr=0.2, hidden=8",
+        "ddp x2, lr=0.2, hidden=16",
+    ]
+    without_effect = [dataclasses.replace(run("ddp", 2), settings=f"priority={n}") for n in (1, 2)]
+    assert list(Comparison(without_effect).names.values()) == ["ddp x2, priority=1", "ddp x2, priority=2"]
+    again = dataclasses.replace(run("ddp", 2, job__lr=0.1, job__hidden=8), name="03-30-55-digits-ddp")
+    labels = list(Comparison([*grid[:2], again]).names.values())
+    assert labels[2] == "ddp x2, hidden=8, 03:30:55"
+
+
+@pytest.mark.parametrize(
+    ("direction", "best"), [("minimize", "lr=0.1 with 0.3000"), ("maximize", "lr=0.2 with 0.4000")]
+)
+def test_a_verdict_on_settings_of_the_job_is_one_sentence_with_the_best_metric(direction: str, best: str) -> None:
+    def of(lr: float, rate: float, val_loss: float) -> ComparedRun:
+        found = run("single", 1, rate, final_loss=lr, job__lr=lr, sweep__metric="val_loss", sweep__direction=direction)
+        return dataclasses.replace(found, work=f"lr={lr}", summary={**found.summary, "val_loss": val_loss})
+
+    runs = [of(0.1, 100.0, 0.3), of(0.2, 90.0, 0.4)]
+    fastest = "fastest: single x1, lr=0.1 with 100 samples/s"
+    assert verdict(Comparison(runs)) == [f"{fastest}; best val_loss: single x1, {best}"]
+    assert verdict(Comparison([*runs, dataclasses.replace(of(0.3, 900.0, 0.1), state="pruned")])) == verdict(
+        Comparison(runs)
+    )
+
+
 @pytest.mark.parametrize(
     ("losses", "end"),
     [

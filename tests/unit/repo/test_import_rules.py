@@ -42,7 +42,7 @@ RULES = {
     "policy":       ("config planning timeline protocol",                                      ""),
     "exporting":    ("user_code job compat config records state model strategies.data",        "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
-    "tracking":     ("config planning protocol records",                                       "(mlflow)"),
+    "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records",                                       ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
@@ -89,6 +89,7 @@ KNOWS = {
     ("config", "hydra"): {"config.search_space", "config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
+    ("tracking", "torch"): {"tracking.tensorboard"},
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.actor"},
     ("compat", "ray"): {

@@ -14,8 +14,8 @@ import pytest
 
 from helpers.files.golden import Golden
 from orchestrator.compare import main
-from orchestrator.display.comparison import labels, read_curve, read_run
-from orchestrator.display.comparison_analysis import Comparison
+from orchestrator.display.comparison import read_curve, read_run
+from orchestrator.display.comparison_analysis import Comparison, labels
 from orchestrator.display.comparison_table import table
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records import run_dir as rundir

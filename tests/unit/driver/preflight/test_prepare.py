@@ -77,6 +77,16 @@ def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     assert "hunter2" not in "".join(errors)
 
 
+def test_sinks_that_cannot_be_used_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = config_of(tmp_path, "tracking.tensorboard=true", "tracking.sinks=[jobs.digits.Digits]")
+    assert environment_errors(config) == [
+        "tracking.tensorboard: needs TensorBoard; install it with: pip install 'orchestrator[tensorboard]'",
+        "tracking.sinks=[jobs.digits.Digits]: has no log_points and no log_sample and no close; add what "
+        "docs/tracking.md lists",
+    ]
+
+
 def test_what_the_environment_decides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@host:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")

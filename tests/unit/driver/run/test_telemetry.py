@@ -42,6 +42,7 @@ class FakeGang:
 
 class FakeUploader:
     error: str | None = None
+    sinks: str | None = None
     address: str | None = None
 
     def __init__(self) -> None:
@@ -49,6 +50,9 @@ class FakeUploader:
 
     def problem(self) -> str | None:
         return self.error
+
+    def sink_problem(self) -> str | None:
+        return self.sinks
 
     def page(self) -> str | None:
         return self.address
@@ -123,6 +127,10 @@ def test_failing_uploads_are_reported_once_until_they_work_again(parts: Any, mon
         "no upload to MLflow (timeout); training continues, and no point is lost",
         "uploads to MLflow work again",
     ]
+    uploader.sinks = "my.Sink: ValueError"
+    made.collect(gang)
+    (*_, warning) = [event.message for event in recorder.seen if isinstance(event, Warned)]
+    assert warning == "no upload to tracking.sinks (my.Sink: ValueError); training continues, and no point is lost"
 
 
 def test_the_page_of_the_run_is_shown_once_as_soon_as_there_is_one(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from orchestrator import launch
@@ -17,11 +18,14 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.search import NONE_FINISHED, Search, open_search
+from orchestrator.driver.sweep.search import NONE_FINISHED, Search, Trial, open_search
+from orchestrator.protocol.events import MetricsLogged, RunStarted, Sink
+from orchestrator.records.journal import Journal
 from orchestrator.records.run_dir import RunDir
 
 pytestmark = pytest.mark.slow  # whole searches
 
+STEPS = 40
 SPACE = ("job.lr=tag(log,interval(1e-4,1.0))", "job.depth=range(1,4)", "strategy=single,ddp")
 
 
@@ -59,15 +63,20 @@ def test_a_search_needs_the_option_of_several_runs(capsys: pytest.CaptureFixture
 
 
 class Runs:
-    """Executes runs whose loss is smallest at ``job.lr=0.01``; ``end`` may change how one ends."""
+    """Executes runs whose loss is smallest at ``job.lr=0.01``, after evaluations of it in which a run may be pruned.
+
+    ``end`` may change how one ends.
+    """
 
     def __init__(self, root: Path, end: Callable[[int], str] = lambda number: "FINISHED", **summary: Any):
         self.overrides: list[Sequence[str]] = []
+        self.steps: list[int] = []  # the last step of each run
         self._root = root
+        self.stop = StopSignals()
         self._end = end
         self._summary = summary
 
-    def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str]) -> RunResult:
+    def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult:
         self.overrides.append(overrides)
         status = self._end(int(sweep["run"]))
         if status == "refused":
@@ -75,10 +84,26 @@ class Runs:
         run_dir = RunDir(self._root / "2026-05-01" / f"run-{sweep['run']:>03}-{sweep['id'][:4]}")
         (run_dir.checkpoints / "step-00000010").mkdir(parents=True, exist_ok=True)
         loss = abs(math.log10(float(values(overrides)["job.lr"])) + 2)
+        status = self._evaluate(run_dir, loss, watcher) if status == "FINISHED" else status
         summary = {"val_loss": loss, **self._summary} if status == "FINISHED" else {}
         run_dir.update_record(state=status.lower(), job="digits", strategy="single", sweep=dict(sweep), summary=summary)
-        code = {"FINISHED": 0, "FAILED": 1, "KILLED": 130}[status]
+        code = {"FINISHED": 0, "PRUNED": 0, "FAILED": 1, "KILLED": 130}[status]
         return RunResult(status=status, exit_code=code, run_dir=run_dir.path, summary=summary)  # type: ignore[arg-type]
+
+    def _evaluate(self, run_dir: RunDir, loss: float, watcher: Sink) -> str:
+        """Log the evaluations of a run of 40 steps, until it is pruned; returns how it ends."""
+        journal = Journal(run_dir)
+        started = RunStarted(name="", run_dir="", strategy="single", job="digits", world_size=1, steps=STEPS)
+        for event in (started, *(MetricsLogged(step=n, metrics={"val/loss": loss}) for n in range(10, STEPS + 1, 10))):
+            journal.emit(event)
+            watcher.emit(event)
+            if self.stop.is_pruned:
+                break
+        journal.close()
+        self.steps.append(event.step if isinstance(event, MetricsLogged) else 0)
+        status = "PRUNED" if self.stop.is_pruned else "FINISHED"
+        self.stop.end_run()
+        return status
 
     @property
     def rates(self) -> list[float]:
@@ -174,3 +199,66 @@ def test_a_search_that_was_stopped_goes_on_with_its_results(tmp_path: Path, caps
     longer = Runs(tmp_path)
     assert search(tmp_path, "resume=auto", trials=8).run(longer, StopSignals()) == 0
     assert len(longer.overrides) == 2, "a higher sweep.trials continues a search that has ended"
+
+
+ASHA = ("sweep.pruner=asha", "train.eval_every=10", f"train.steps={STEPS}", "sweep.reduction_factor=2")
+
+
+def test_poor_runs_are_pruned_where_the_rungs_are_and_count_neither_as_failed_nor_as_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, searched = Runs(tmp_path), search(tmp_path, *ASHA, trials=8)
+    assert searched.run(runs, runs.stop) == 0
+    best = 0
+    for number in range(1, 9):  # a run goes on while no other was better at 10, 20 and 40 steps
+        losses = sorted(abs(math.log10(lr) + 2) for lr in runs.rates[:number])
+        at_10 = losses[: max(1, number // 2)]
+        own = abs(math.log10(runs.rates[number - 1]) + 2)
+        assert (runs.steps[number - 1] == 10) == (own not in at_10)
+        best += own == losses[0]
+    assert 10 in runs.steps
+    assert runs.steps.count(STEPS) >= best, "nothing is pruned at the last step"
+    pruned = [number for number, steps in enumerate(runs.steps, start=1) if steps < STEPS]
+    assert searched.sweep.directory.read_record()["search"]["pruned"] == pruned
+    assert f"best of {8 - len(pruned)} runs: run " in (printed := capsys.readouterr().out)
+    assert f"; {len(pruned)} pruned\n" in printed
+
+
+def test_a_search_that_goes_on_prunes_by_what_the_runs_before_have_reported(tmp_path: Path) -> None:
+    first, second = Runs(tmp_path), Runs(tmp_path)
+    search(tmp_path, *ASHA, trials=4).run(first, first.stop)
+    again = search(tmp_path, *ASHA, "resume=auto", trials=8)
+    again.run(second, second.stop)
+    assert len(second.overrides) == 4
+    lowest = min(abs(math.log10(lr) + 2) for lr in first.rates)
+    poor = [number for number, lr in enumerate(second.rates) if abs(math.log10(lr) + 2) > 2 * lowest]
+    assert poor
+    assert [second.steps[number] for number in poor] == [10] * len(poor)
+    pruned = [n for n, steps in enumerate([*first.steps, *second.steps], start=1) if steps < STEPS]
+    assert again.sweep.directory.read_record()["search"]["pruned"] == pruned
+
+
+def test_a_signal_during_a_pruned_run_is_the_first_one_and_the_next_run_knows_nothing_of_the_pruning() -> None:
+    stop = StopSignals()
+    stop.prune()
+    assert (stop.received, stop.is_pruned) == (signal.SIGTERM, True)
+    stop.end_run()
+    assert (stop.received, stop.is_pruned) == (None, False)
+    stop.exit_at_once = False
+    with stop:
+        stop.prune()
+        signal.raise_signal(signal.SIGINT)
+        stop.end_run()
+        assert (stop.received, stop.is_pruned) == (signal.SIGINT, False)
+
+
+@pytest.mark.parametrize(("steps", "pruned"), [(10, 0), (11, 1), (0, 1)], ids=["last step", "before it", "unknown"])
+def test_a_run_that_has_done_its_last_step_is_not_pruned(steps: int, pruned: int) -> None:
+    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=10, reduction_factor=2))
+    calls: list[None] = []
+    for loss in (0.1, 0.2):
+        trial = Trial(study.ask(), "val_loss", prune=lambda: calls.append(None))
+        trial.emit(RunStarted(name="", run_dir="", strategy="single", job="digits", world_size=1, steps=steps))
+        for _ in range(2):  # a failure may repeat the evaluation
+            trial.emit(MetricsLogged(step=10, metrics={"train/loss": 9.0, "val/loss": loss}))
+    assert len(calls) == pruned

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
@@ -75,6 +76,35 @@ def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
     assert [name for name in STRATEGIES if f"| {name} |" in text] == list(STRATEGIES)
     assert second.directory.picture.is_file()
     assert second.directory.report.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["strategy=single,ddp"], ["", ""]),
+        (["strategy=single,ddp", "name=mine"], ["strategy=single", "strategy=ddp"]),
+        (["job.lr=0.1,0.2", "name=a,b"], ["lr=0.1", "lr=0.1", "lr=0.2", "lr=0.2"]),
+        (["job.lr=0.1,0.2", "strategy.lr=1"], ["lr=0.1", "lr=0.2"]),
+        (["job.lr=0.1,0.2", "+strategy.lr=1,2"], [f"job.lr={a} strategy.lr={b}" for a in (0.1, 0.2) for b in (1, 2)]),
+        ([f"job.text={100 * 'a'},b"], [f"text={72 * 'a'}...", "text=b"]),
+    ],
+)
+def test_a_run_records_in_which_settings_it_differs_beside_its_name(
+    tmp_path: Path, words: list[str], settings: list[str]
+) -> None:
+    runs = expand_sweep([*words, f"output_dir={tmp_path}"])
+    sweep, _ = open_sweep(words, runs, Redactor.of_process())
+    given: list[str] = []
+
+    def execute(*, sweep: Mapping[str, str] | None) -> RunResult:
+        assert sweep is not None
+        given.append(sweep["settings"])
+        return RunResult(status="FINISHED", exit_code=0, run_dir=tmp_path)
+
+    sweep.begin(runs)
+    for run in runs:
+        sweep.run(run, execute)
+    assert given == settings
 
 
 def test_a_complete_sweep_and_one_of_other_runs_are_not_resumed(tmp_path: Path) -> None:

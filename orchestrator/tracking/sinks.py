@@ -1,0 +1,175 @@
+"""Where else the follower writes a run: TensorBoard, and sinks of the user.
+
+A sink has no position to keep. Each process that feeds it, and each attempt after an error, makes a new one in an
+empty folder and gives it the journal from the start; so does a run that repeats steps. No step is there twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shutil
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config.redact import Redactor
+from orchestrator.records.journal import Ending, Sample, discards_before, read_points, read_samples
+from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.names import storable
+from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.backend import Point
+from orchestrator.tracking.transfer import masked_copies
+
+_LINES_AT_ONCE = 500
+_ERRORS = "errors.json"
+_METHODS = ("log_points", "log_sample", "close")
+
+
+class TrackingSink(Protocol):
+    """What a class in ``tracking.sinks`` has. An error of a call is a warning of the run, and is tried again.
+
+    Args:
+        run: the contents of ``run.json``, with secrets masked: ``run["name"]``, ``run["params"]``, ``run["uid"]``, ...
+        folder: an empty directory for its files, ``sinks/<class>`` of the run directory.
+    """
+
+    def __init__(self, run: Mapping[str, Any], folder: Path) -> None: ...
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Store values of metrics, which are in the order of logging."""
+
+    def log_sample(self, sample: Sample) -> None:
+        """Store a text or an image; its file may be gone afterwards."""
+
+    def close(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Store the end of the run. ``status`` is FINISHED, PRUNED, FAILED or KILLED."""
+
+
+def load_sink(path: str) -> type[TrackingSink]:
+    """Return the class with the import path ``path``.
+
+    Raises:
+        ValueError: it cannot be imported, or lacks a method.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        sink = getattr(importlib.import_module(module), name)
+    except Exception as e:  # of any type: the user's module runs
+        raise ValueError(
+            f"tracking.sinks=[{path}]: cannot be imported ({type(e).__name__}: {e}); give the import path of a class, "
+            "such as my_package.Sink"
+        ) from e
+    if missing := [method for method in _METHODS if not callable(getattr(sink, method, None))]:
+        raise ValueError(f"tracking.sinks=[{path}]: has no {' and no '.join(missing)}; add what docs/tracking.md lists")
+    loaded: type[TrackingSink] = sink
+    return loaded
+
+
+def sink_problem(run_dir: RunDir) -> str | None:
+    """Return which sinks have failed at the last attempt, and why; None if none has. Reads one small file."""
+    try:
+        errors = read_json(run_dir.sinks / _ERRORS)
+    except (OSError, ValueError):
+        return None
+    return "; ".join(f"{path}: {error}" for path, error in errors.items()) or None
+
+
+def record_problems(run_dir: RunDir, errors: Mapping[str, str]) -> None:
+    """Write what :func:`sink_problem` returns. Disk errors are ignored."""
+    with contextlib.suppress(OSError):
+        run_dir.sinks.mkdir(exist_ok=True)
+        write_json(run_dir.sinks / _ERRORS, errors)
+
+
+class Sinks:
+    """The sinks of one run, by import path. Hold the lock of ``sinks`` while using it.
+
+    Args:
+        secrets: texts to mask in what the sinks receive, besides those in the environment of this process.
+    """
+
+    def __init__(self, run_dir: RunDir, paths: Sequence[str], *, secrets: Sequence[str] = ()):
+        self._run_dir = run_dir
+        self._redactor = Redactor.of_process()
+        self._redactor.learn({"secrets": secrets})
+        self._feeds = {path: _Feed(run_dir, path, self._redactor) for path in paths}
+        self._errors: dict[str, str] | None = None
+
+    def push(self, ending: Ending | None) -> None:
+        """Give each sink every whole line of the journal that it has not received; with an ``ending``, also close it.
+
+        Raises:
+            Exception: before the end of the run, whatever the last sink that failed has raised. The others have
+                received everything.
+        """
+        problem: Exception | None = None
+        errors = {}
+        for path, feed in self._feeds.items():
+            try:
+                feed.push(ending)
+            except Exception as e:  # of any type: the user's code
+                problem = e
+                feed.begin_again()
+                text = self._redactor.text(f"{type(e).__name__}: {e}")
+                errors[path] = (text.splitlines() or [""])[0][:500]
+        if errors != self._errors:
+            self._errors = errors
+            record_problems(self._run_dir, errors)
+        if problem is not None and ending is None:
+            raise problem
+
+
+class _Feed:
+    """What one sink has received of a run."""
+
+    def __init__(self, run_dir: RunDir, path: str, redactor: Redactor):
+        self._run_dir = run_dir
+        self._path = path
+        self._folder = run_dir.sinks / folder_of(path)
+        self._redactor = redactor
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Make another sink for the next push."""
+        self._sink: TrackingSink | None = None
+        self._offset = self._samples_offset = 0
+        self._is_closed = False
+
+    def push(self, ending: Ending | None) -> None:
+        """See :meth:`Sinks.push`. Raises whatever the sink raises."""
+        if self._is_closed:
+            return
+        if discards_before(self._run_dir.metrics_file, self._offset):
+            self.begin_again()
+        sink = self._opened()
+        lines = read_points(self._run_dir.metrics_file, self._offset)
+        while batch := list(islice(lines, _LINES_AT_ONCE)):
+            points = [
+                Point(name, value, line.time, line.step) for line in batch for name, value in line.metrics.items()
+            ]
+            if points:
+                sink.log_points(points)
+            self._offset = batch[-1].end
+        for sample, offset in read_samples(self._run_dir, self._samples_offset):
+            if sample.path.is_file():
+                with masked_copies(self._run_dir, self._redactor, sample.path, scratch=".sinks") as (copy,):
+                    sink.log_sample(sample._replace(path=copy))
+            self._samples_offset = offset
+        if ending is not None:
+            sink.close(ending.status, self._redactor.data(ending.summary, by_key=False))
+            self._is_closed = True
+
+    def _opened(self) -> TrackingSink:
+        if self._sink is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            record = storable(self._redactor.data(self._run_dir.read_record()))
+            self._sink = load_sink(self._path)(record, self._folder)
+        return self._sink
+
+
+def folder_of(path: str) -> str:
+    """Return the name of the folder of the sink with this import path."""
+    return path.rpartition(".")[2].lower()

@@ -1,0 +1,238 @@
+"""Sinks beside MLflow: TensorBoard and those of the user, fed by the real follower from real journals."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from helpers.files.documents import PAGES, examples
+from helpers.records.runs import wait_for
+from helpers.records.tracked_runs import end, expected, follower_of, history, log, new_run, run_of, save_samples, start
+from helpers.records.tracked_runs import tracking as tracking_to
+from orchestrator.config.schema import TENSORBOARD, TrackingConfig
+from orchestrator.protocol.events import Continued
+from orchestrator.records.journal import Ending, Journal
+from orchestrator.records.run_dir import RunDir
+from orchestrator.tracking.sinks import Sinks, load_sink, sink_problem
+from orchestrator.tracking.transfer import final_ending
+from orchestrator.tracking.uploader import Uploader
+
+SINKS = """
+import os
+from pathlib import Path
+
+
+class Base:
+    def __init__(self, run, folder):
+        self.file = open(folder / "points.txt", "w", buffering=1)
+        self.file.write(f"{run['name']} {run['params']['job.password']}\\n")
+
+    def log_points(self, points):
+        for point in points:
+            self.file.write(f"{point.name} {point.step} {point.value}\\n")
+
+    def log_sample(self, sample):
+        kind = sample.path.suffix
+        self.file.write(f"{sample.name} {sample.step} {sample.path.read_text() if kind == '.txt' else kind}\\n")
+
+    def close(self, status, summary):
+        self.file.write(f"{status} {summary['final_loss']}\\n")
+        self.file.close()
+
+
+class Plain(Base):
+    pass
+
+
+class Raising(Base):
+    def log_points(self, points):
+        raise ValueError("password=hunter2 is wrong")
+
+
+class Dying(Base):
+    def log_points(self, points):
+        os._exit(3)
+
+
+class Partial:
+    def log_points(self, points):
+        pass
+"""
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_sinks.py").write_text(SINKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_sinks", None)
+
+
+def tracking(uri: str | None, *sinks: str, tensorboard: bool = False) -> TrackingConfig:
+    return replace(tracking_to(uri), sinks=sinks, tensorboard=tensorboard)
+
+
+def finished(tmp_path: Path, config: TrackingConfig) -> tuple[RunDir, Any]:
+    """A run of five steps, with a sample at the third, whose uploads have ended."""
+    run_dir = new_run(tmp_path, config.uri, params={"job.lr": 0.1, "job.password": "hunter2"})
+    uploader = Uploader.start(run_dir, config)
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 6))
+    save_samples(journal, run_dir, 3)
+    end(journal, run_dir, final_loss=0.2)
+    journal.close()
+    return run_dir, uploader.finish(200)
+
+
+def lines(run_dir: RunDir, sink: str) -> list[str]:
+    return (run_dir.sinks / sink / "points.txt").read_text().splitlines()
+
+
+ALL = [
+    "digits-ddp ***",
+    *(f"{name} {n} {value}" for n in range(1, 6) for name, value in (("train/loss", 1 / n), ("perf/step_ms", 5.0))),
+    "digits 3 .png",
+    "says 3 step 3",
+    "FINISHED 0.2",
+]
+
+
+def test_a_sink_that_raises_or_dies_costs_neither_the_others_nor_mlflow_anything(
+    tmp_path: Path, uri: str, on_path: None
+) -> None:
+    run_dir, upload = finished(tmp_path, tracking(uri, "my_sinks.Raising", "my_sinks.Plain"))
+    assert (upload.complete, upload.uploaded) == (True, 10)
+    assert lines(run_dir, "plain") == ALL
+    assert sink_problem(run_dir) == "my_sinks.Raising: ValueError: password=*** is wrong"
+    assert history(uri, run_of(uri, run_dir).info.run_id) == expected(run_dir)
+    run_dir, upload = finished(tmp_path, tracking(uri, "my_sinks.Dying"))
+    assert upload.complete
+    assert sink_problem(run_dir) == "sinks: their process has died (exit code 3)"
+
+
+def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice(tmp_path: Path, on_path: None) -> None:
+    config = replace(tracking(None, "my_sinks.Plain"), upload_every_s=0.1)
+    run_dir = new_run(tmp_path, None, params={"job.password": "hunter2"})
+    uploader = Uploader.start(run_dir, config)
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 4))
+    wait_for(lambda: (run_dir.sinks / "plain").is_dir() and len(lines(run_dir, "plain")) == 7, "the first points")
+    feeder = wait_for(lambda: follower_of(run_dir))
+    feeder.kill()
+    wait_for(lambda: uploader.problem() is not None, "the death is noticed")
+    assert sink_problem(run_dir) == "sinks: their process has died (exit code -9)"
+    log(journal, range(4, 6))
+    save_samples(journal, run_dir, 3)
+    end(journal, run_dir, final_loss=0.2)
+    journal.close()
+    upload = uploader.finish(200)
+    assert (upload.complete, upload.missing) == (True, 0)
+    assert lines(run_dir, "plain") == ALL
+    assert sink_problem(run_dir) is None
+
+
+def test_a_follower_whose_upload_dies_is_replaced_with_its_sinks(tmp_path: Path, uri: str, on_path: None) -> None:
+    run_dir = new_run(tmp_path, uri, params={"job.password": "hunter2"})
+    uploader = Uploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))
+    journal = Journal(run_dir)
+    start(journal)
+    follower = wait_for(lambda: follower_of(run_dir))
+    supervisor = follower.parent()
+    assert supervisor is not None
+    children = wait_for(lambda: len(found := supervisor.children()) == 2 and found)
+    max(children, key=lambda child: child.pid).kill()  # the one that uploads begins last
+    wait_for(lambda: uploader.problem() == "the upload process died; another one continues")
+    assert not psutil.pid_exists(min(child.pid for child in children))
+    log(journal, range(1, 6))
+    save_samples(journal, run_dir, 3)
+    end(journal, run_dir, final_loss=0.2)
+    journal.close()
+    assert uploader.finish(200).complete
+    assert lines(run_dir, "plain") == ALL
+
+
+def test_steps_that_are_repeated_are_there_once(tmp_path: Path, on_path: None) -> None:
+    run_dir = new_run(tmp_path, None, params={"job.password": "x"})
+    sinks = Sinks(run_dir, ["my_sinks.Plain"])
+    journal = Journal(run_dir)
+    start(journal)
+    log(journal, range(1, 5))
+    sinks.push(None)
+    journal.emit(Continued(step=2))
+    log(journal, range(3, 6))
+    sinks.push(None)
+    journal.close()
+    sinks.push(Ending(status="KILLED", time=0.0, summary={"final_loss": 1}))
+    told = [line for line in lines(run_dir, "plain") if line.startswith("train/loss")]
+    assert told == [f"train/loss {n} {1 / n}" for n in range(1, 6)]
+
+
+def test_tensorboard_has_scalars_parameters_texts_and_images(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir, _ = finished(tmp_path, tracking(None, tensorboard=True))
+    assert sink_problem(run_dir) is None
+    folder = run_dir.sinks / "tensorboard"
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == expected(run_dir)
+    assert found.Scalars("summary/final_loss")[0].value == pytest.approx(0.2)
+    assert [event.step for event in found.Images("digits")] == [3]
+    (text,) = found.Tensors("says/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0]) == (3, b"step 3")
+    stored = b"".join(file.read_bytes() for file in folder.iterdir())
+    assert b"_hparams_/session_start_info" in stored
+    assert b"job.lr" in stored
+    assert b"hunter2" not in stored
+    again = Sinks(run_dir, [TENSORBOARD])  # as after a restart
+    again.push(final_ending(run_dir))
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_the_sinks_of_the_documentation_write_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_example = [example for page in PAGES for example in examples(page)]
+    (source,) = [example.source for example in every_example if "class CsvSink" in example.source]
+    (tmp_path / "csv_sink.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_dir, _ = finished(tmp_path, tracking(None, "csv_sink.CsvSink"))
+    assert sink_problem(run_dir) is None
+    with (run_dir.sinks / "csvsink" / "points.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["name", "step", "time", "value"]
+    assert [(int(row[1]), float(row[3])) for row in rows if row[0] == "train/loss"] == expected(run_dir)
+
+
+def test_the_sink_for_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run_dir, _ = finished(tmp_path, tracking(None, "wandb_sink.WandbSink"))
+    assert sink_problem(run_dir) is None
+    (written,) = (run_dir.sinks / "wandbsink").glob("wandb/offline-run-*/*.wandb")
+    assert b"train/loss" in written.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module.Sink", "tracking.sinks=[no_such_module.Sink]: cannot be imported (ModuleNotFoundError: No"),
+        ("my_sinks.Missing", "tracking.sinks=[my_sinks.Missing]: cannot be imported (AttributeError: module"),
+        (
+            "Sink",
+            "tracking.sinks=[Sink]: cannot be imported (ValueError: Empty module name); give the import path of a",
+        ),
+        ("my_sinks.Partial", "tracking.sinks=[my_sinks.Partial]: has no log_sample and no close; add what docs/"),
+    ],
+)
+def test_a_sink_that_cannot_be_used_is_named(path: str, words: str, on_path: None) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        load_sink(path)
