@@ -90,6 +90,15 @@ def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches 
     return cast(Batches, draw)
 
 
+def no_validation_warning(eval_every: int, *, samples: bool) -> str:
+    """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
+    text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
+    if not eval_every:
+        return text
+    effect = "only sets when job.sample is called" if samples else "has no effect"
+    return f"{text}; train.eval_every={eval_every} {effect}"
+
+
 class JobData:
     """Opens the batches of this rank. It outlives a generation: a stream is read on by the same reader if it can be.
 
@@ -119,6 +128,10 @@ class JobData:
         self._reader: StreamReader | None = None
         self._mark: Mark | None = None
         self._eval_batches: dict[str, EvalBatches] = {}
+        train = assignment.config.train
+        if VAL in train.eval_splits and VAL not in self.datasets.evaluated and assignment.generation == 1:
+            warning = no_validation_warning(train.eval_every, samples=job.draws_samples)
+            warner.warn(warning, topic="no validation")
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
