@@ -2,8 +2,9 @@
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
 subclass of :class:`Job`, and a :class:`Callback` is told of its training. :func:`gather_batch` is for losses over the
-global batch, and :func:`batches_by_length` for batches of samples of similar length. A script of your own, run by
-``strategy=script``, has :func:`report` and :func:`checkpoint_dir`.
+global batch, :func:`current_step` for losses that change with the step, and :func:`batches_by_length` for batches of
+samples of similar length. A script of your own, run by ``strategy=script``, has :func:`report` and
+:func:`checkpoint_dir`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.job import Job
 from orchestrator.script_api import checkpoint_dir, report
 from orchestrator.user_code.callbacks import Callback, RunBegin, RunEnd, SavedCheckpoint, StepEnd
+from orchestrator.user_code.current_step import current_step
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.version import __version__
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "batches_by_length",
     "checkpoint_dir",
+    "current_step",
     "gather_batch",
     "report",
     "run",

@@ -163,8 +163,9 @@ class Strategy(LayoutRules, abc.ABC):
                 "once in Job.model"
             )
             return ()
-        if model is not None and not has_training_step(job):
-            check_optimizer(job, model, steps=config.train.steps)
+        if model is not None and not has_training_step(job) and (refused := check_optimizer(job, model, config)):
+            errors += refused
+            return ()
         notes = [*cls.check_job(config, job, plan, errors)]
         outline = None if errors else outline_of(job, config.train)
         if outline is not None:

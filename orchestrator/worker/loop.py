@@ -27,6 +27,7 @@ from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd
+from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.fault_injection import inject_fault
@@ -307,6 +308,7 @@ class Loop:
             raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
 
     def _next_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
+        set_current_step(step)
         seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
         with window.data_wait.waiting():
             batch = next(batches)
@@ -466,6 +468,7 @@ class Loop:
             return point
 
         assert self._data is not None
+        set_current_step(self.position.step)
         points = [evaluated(split) for split in self._data.datasets.evaluated]
         if self.config.train.ema_decay is not None:
             with self._averaged_weights():
