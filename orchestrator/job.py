@@ -52,6 +52,12 @@ class Job(Callback, abc.ABC):
     steerable: ClassVar[tuple[str, ...]] = ()
     """The fields that :meth:`on_evaluation` may change during a run."""
 
+    carried: ClassVar[tuple[str, ...]] = ()
+    """The buffers of the model that it changes in one batch and reads in the next, by name, such as the hidden state of
+    a recurrent model: row i belongs to row i of every batch. A run then needs ``strategy=single``, and data in an order
+    of its own: a stream, or :meth:`batch_sampler`. An evaluation leaves the buffers as they are.
+    """
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.training_step is not Job.training_step:

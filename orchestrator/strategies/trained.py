@@ -36,7 +36,7 @@ from orchestrator.strategies.update.optimizer_modes import (
 )
 from orchestrator.strategies.update.weight_average import keep_average
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.results import needs_closure
+from orchestrator.user_code.results import kind_of, needs_closure
 
 
 class Trained:
@@ -87,6 +87,11 @@ class Trained:
         self.needs_closure = any(needs_closure(optimizer) for optimizer in optimizers.values())
         if self.needs_closure and (errors := closure_errors(self.optimizer, train, context.options)):
             raise JobError("; ".join(errors))
+        if self.needs_closure and job.carried:
+            raise JobError(
+                f"Job.carried: {', '.join(job.carried)} would change at each point that the closure of "
+                f"{kind_of(self.optimizer)} computes; use another optimizer, such as AdamW"
+            )
         self.closure: Closure | None = None
         self.in_step = self.settled = False
         self.norm: Tensor | None = None

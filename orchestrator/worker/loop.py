@@ -469,10 +469,11 @@ class Loop:
 
         assert self._data is not None
         set_current_step(self.position.step)
-        points = [evaluated(split) for split in self._data.datasets.evaluated]
-        if self.config.train.ema_decay is not None:
-            with self._averaged_weights():
-                points = [replace(point, ema=evaluated(point.split)) for point in points]
+        with self.strategy.kept_buffers() if self.job.carried else contextlib.nullcontext():
+            points = [evaluated(split) for split in self._data.datasets.evaluated]
+            if self.config.train.ema_decay is not None:
+                with self._averaged_weights():
+                    points = [replace(point, ema=evaluated(point.split)) for point in points]
         return replace(points[0], others=tuple(points[1:]))
 
     def _checkpoint(self, *, last: bool = False) -> None:

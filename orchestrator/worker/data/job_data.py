@@ -139,6 +139,11 @@ class JobData:
         self._assignment = assignment
         batch_size = assignment.config.train.global_batch_size
         self._batches = batches_of(self._job, self.datasets, batch_size)
+        if self._job.carried and self._batches is None and not is_stream(self.datasets.train):
+            raise DatasetError(
+                f"Job.carried: row i of {', '.join(self._job.carried)} belongs to row i of every batch, and samples "
+                "are read in random order; define Job.batch_sampler, or return a stream from job.dataset('train')"
+            )
         self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, batch_size)
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
