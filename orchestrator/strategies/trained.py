@@ -194,7 +194,7 @@ class Trained:
         if closure is None:
             self.optimizer.step()
         else:
-            self.optimizer.step(closure)
+            cast(Any, self.optimizer).step(closure)  # whose loss is a tensor
         self.schedule()
 
     def schedule(self) -> None:

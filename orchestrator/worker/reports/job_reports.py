@@ -52,7 +52,8 @@ class JobReports:
         redactor: Redactor,
     ):
         self.why_stop: str | None = None
-        self._callbacks = {"job": job, **{f"callbacks[{i}]": callback for i, callback in enumerate(callbacks)}}
+        self._callbacks: dict[str, Callback] = {"job": job}
+        self._callbacks |= {f"callbacks[{i}]": callback for i, callback in enumerate(callbacks)}
         self._strategy = strategy
         self._device = device
         self._outbox = outbox

@@ -26,6 +26,8 @@ ROWS, WINDOWS, LENGTH = 4, 9, 5
 
 
 class Recurrent(nn.Module):
+    hidden: Tensor
+
     def __init__(self, rows: int, persistent: bool):
         super().__init__()
         self.cell, self.head = nn.GRU(1, 8, batch_first=True), nn.Linear(8, 1)
@@ -74,8 +76,10 @@ TWELVE = having(steps=12, global_batch_size=ROWS, eval_every=3)
 def trained_plainly(case: Case) -> tuple[dict[int, float], dict[int, float]]:
     """The loss and the norm of the gradient at each step."""
     torch.manual_seed(case.seed)
-    job, losses, norms = case.job, {}, {}
-    model, dataset = job.model(), job.dataset("train")
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    job, model = case.job, case.job.model()
+    dataset: Any = job.dataset("train")
     optimizer = job.optimizer(model.parameters())
     batches = list(job.batch_sampler(dataset, ROWS, torch.Generator()) or ())
     for step in range(1, 13):

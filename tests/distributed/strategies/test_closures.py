@@ -30,6 +30,7 @@ from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import losses_by_step, run_loop
 from orchestrator.strategies import registry
+from orchestrator.strategies.base import StepResult
 from orchestrator.user_code.current_step import current_step, set_current_step
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.control.context import seed_step
@@ -149,7 +150,8 @@ class Interrupted(Searching):
 
 def trained_with_a_pause(rank: int, case: Case) -> tuple[Steps, Any]:
     set_current_step(1)
-    strategy, kept = make(case, rank), []
+    strategy = make(case, rank)
+    kept: list[StepResult] = []
     try:
         for result in steps(strategy):
             kept.append(result)
