@@ -28,8 +28,8 @@ class LogRatios(Logits):
         """Return the logarithms of the ratios, of shape (pairs, 2), from tensors of shape (pairs, 2, tokens)."""
         answers = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
         before = self._before(answers).detach()
-        ratios: Tensor = log_probabilities(super().forward(answers), answers["labels"]) - before
-        return ratios.unflatten(0, (-1, 2))
+        ratios = log_probabilities(super().forward(answers), answers["labels"]) - before
+        return ratios.view(-1, 2)
 
     def _before(self, answers: Mapping[str, Tensor]) -> Tensor:
         if self.reference is not None:

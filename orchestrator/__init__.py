@@ -1,8 +1,9 @@
 """A Ray-based cluster job orchestrator for PyTorch training.
 
 :func:`run` starts a run from Python; ``python -m orchestrator.launch`` does so from the command line. A job is a
-subclass of :class:`Job`. :func:`gather_batch` is for losses over the global batch, and :func:`batches_by_length` for
-batches of samples of similar length. A script of your own, run by ``strategy=script``, has :func:`report` and
+subclass of :class:`Job`, and a :class:`Callback` is told of its training. :func:`gather_batch` is for losses over the
+global batch, :func:`current_step` for losses that change with the step, and :func:`batches_by_length` for batches of
+samples of similar length. A script of your own, run by ``strategy=script``, has :func:`report` and
 :func:`checkpoint_dir`.
 """
 
@@ -12,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.job import Job, MetricObject, StepEnd
+from orchestrator.job import Job, MetricObject
 from orchestrator.script_api import checkpoint_dir, report
+from orchestrator.user_code.callbacks import Callback, RunBegin, RunEnd, SavedCheckpoint, StepEnd
+from orchestrator.user_code.current_step import current_step
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.version import __version__
@@ -24,15 +27,20 @@ if TYPE_CHECKING:
     from orchestrator.worker.data.length import batches_by_length
 
 __all__ = [
+    "Callback",
     "ConfigError",
     "Evaluation",
     "Job",
     "MetricObject",
+    "RunBegin",
+    "RunEnd",
+    "SavedCheckpoint",
     "Steering",
     "StepEnd",
     "__version__",
     "batches_by_length",
     "checkpoint_dir",
+    "current_step",
     "gather_batch",
     "report",
     "run",

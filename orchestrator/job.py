@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.results import check_results
 from orchestrator.user_code.steering import Evaluation, Steering
 
@@ -26,28 +27,6 @@ if TYPE_CHECKING:
 Split = str
 """The part of the data that a dataset holds: ``"train"``, samples for training; ``"val"``, held-out samples for
 evaluation; or another name in :attr:`Job.split_names`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEnd:
-    """A completed training step, the argument of :meth:`Job.on_step_end`.
-
-    Attributes:
-        step: the step, from 1 to ``steps``.
-        steps: the steps of the run, ``train.steps``.
-        samples_seen: samples that the whole run has trained on.
-        loss: the mean loss of the step over this rank's samples, a scalar on the device; reading its value waits for
-            the device. NaN if this rank computes no loss, as the first stage of a pipeline.
-        lr: the learning rate of the next step; with several parameter groups, the rate of the first.
-        model: the whole model after the step; None if no worker has all of it.
-    """
-
-    step: int
-    steps: int
-    samples_seen: int
-    loss: Tensor
-    lr: float
-    model: nn.Module | None
 
 
 class MetricObject(Protocol):
@@ -68,7 +47,7 @@ class MetricObject(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(abc.ABC):
+class Job(Callback, abc.ABC):
     """A training job: a model, its data, its loss and its optimizer.
 
     Subclasses implement :meth:`model`, :meth:`dataset`, :meth:`loss` and :meth:`optimizer`; the other methods have
@@ -89,6 +68,12 @@ class Job(abc.ABC):
 
     steerable: ClassVar[tuple[str, ...]] = ()
     """The fields that :meth:`on_evaluation` may change during a run."""
+
+    carried: ClassVar[tuple[str, ...]] = ()
+    """The buffers of the model that it changes in one batch and reads in the next, by name, such as the hidden state of
+    a recurrent model: row i belongs to row i of every batch. A run then needs ``strategy=single``, and data in an order
+    of its own: a stream, or :meth:`batch_sampler`. An evaluation leaves the buffers as they are.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -444,20 +429,6 @@ class Job(abc.ABC):
         """
         return None
 
-    def on_step_end(self, info: StepEnd) -> None:  # noqa: B027 - not abstract, because a job need not report anything
-        """Report a completed step, for example to a service of your own. Does nothing by default.
-
-        This is called on rank 0 after every step. A step that is repeated after a failure is reported again. Training
-        waits until this returns, so hand slow work to a thread.
-
-        It is for reports, and cannot change the training. Gradients are off, torch's random generators and the modes of
-        the modules are restored, and a change of a parameter or a buffer ends the run. An exception becomes a warning,
-        one for each different text, and training continues; ``SystemExit`` ends the run as a failure.
-
-        Args:
-            info: the step.
-        """
-
     def on_evaluation(self, evaluations: Sequence[Evaluation]) -> Steering | None:
         """Return what holds from the next step on, given all evaluations of the run so far; None to change nothing.
 
@@ -500,7 +471,7 @@ class Job(abc.ABC):
         """
         return None
 
-    def check(self) -> None:  # noqa: B027 - not abstract, because a job need not check anything
+    def check(self) -> None:
         """Check the fields. The driver calls this before it starts anything.
 
         Raises:

@@ -53,7 +53,7 @@ def _joined(name: str, values: Sequence[Any], reduce: Any) -> Any:
     if reduce is dim_zero_mean and not all(torch.equal(value, values[0]) for value in values):
         raise ValueError(f"its state {name} is a mean; keep a sum and a count")
     if reduce is dim_zero_cat:
-        return reduce(values)
+        return dim_zero_cat(list(values))
     stacked = torch.stack(list(values))
     return stacked if reduce is None else reduce(stacked)
 

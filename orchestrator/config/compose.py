@@ -118,7 +118,7 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
 
 SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
 """What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
-_OF_THE_LOOP = ("train.", "data.", "checkpoint.", "recovery.peer_copy_every", "recovery.chaos")
+_OF_THE_LOOP = ("train.", "data.", "checkpoint.", "callbacks", "recovery.peer_copy_every", "recovery.chaos")
 """The beginnings of keys of the training loop, which a script replaces."""
 
 
@@ -276,6 +276,7 @@ def _config(
 ) -> tuple[Config | None, JobSpec | None]:
     spec = None if "job" in unknown else _job_spec(data.get("job"), errors)
     data["job"] = spec or JobSpec(target="", fields={})
+    data["callbacks"] = _callback_specs(data.get("callbacks"), errors)
     strategy = data.get("strategy")
     if isinstance(strategy, Mapping):
         name = str(strategy.get("name"))
@@ -287,13 +288,25 @@ def _config(
 
 
 def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
-    target = plain(job.get("_target_")) if isinstance(job, Mapping) else None
+    return _spec(job, "job._target_", "; or choose a job with job=<name>", errors)
+
+
+def _callback_specs(callbacks: Any, errors: list[str]) -> tuple[JobSpec, ...]:
+    """Return the class of each callback, given by its path alone or as a mapping with its arguments."""
+    if not isinstance(callbacks, list):
+        errors.append(f"{format_override('callbacks', callbacks)}: expected a list, as in callbacks=[my_package.Beep]")
+        return ()
+    entries = [{"_target_": entry} if isinstance(entry, str) else entry for entry in callbacks]
+    found = [_spec(entry, f"callbacks[{i}]._target_", "", errors) for i, entry in enumerate(entries)]
+    return tuple(spec for spec in found if spec is not None)
+
+
+def _spec(data: Any, key: str, remedy: str, errors: list[str]) -> JobSpec | None:
+    target = plain(data.get("_target_")) if isinstance(data, Mapping) else None
     if not isinstance(target, str):
-        errors.append(
-            f"{format_override('job._target_', target)}: expected package.module.Class; or choose a job with job=<name>"
-        )
+        errors.append(f"{format_override(key, target)}: expected package.module.Class{remedy}")
         return None
-    return JobSpec(target=target, fields={str(k): v for k, v in job.items() if k != "_target_"})
+    return JobSpec(target=target, fields={str(k): v for k, v in data.items() if k != "_target_"})
 
 
 def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: list[str]) -> dict[str, Any]:
@@ -347,8 +360,12 @@ def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
     data = plain(dataclasses.asdict(config, dict_factory=_with_lists))
-    job = data.pop("job")
-    return {**data, "job": {"_target_": job["target"], **job["fields"]}}
+    written = {"job": _written(data["job"]), "callbacks": [_written(callback) for callback in data["callbacks"]]}
+    return {**data, **written}
+
+
+def _written(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {"_target_": spec["target"], **spec["fields"]}
 
 
 def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from orchestrator.config.redact import MASK, Redactor, holds_secret, stands_for_
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
+from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text, exits_refused
 
@@ -180,13 +181,27 @@ def _with_default(
 
 def find_class(target: str, errors: list[str]) -> type[Job] | None:
     """Import the class named by ``job._target_``; returns None if it is no job, and ``errors`` receives why."""
+    key = f"job._target_={target}"
+    if target.rpartition(".")[0] == "__main__":
+        errors.append(f"{key}: no other process can import it; pass the class to orchestrator.run")
+        return None
+    cls = imported_class(target, key, Job, errors)
+    return None if cls is None else _checked(cls, target, errors)
+
+
+def imported_class(target: str, key: str, base: type, errors: list[str]) -> type[Any] | None:
+    """Import the class ``target``; returns None if there is none, and ``errors`` receives why.
+
+    Args:
+        target: package.module.Class.
+        key: the key that names it, with its value, for the errors.
+        base: the class of those that may be meant.
+        errors: receives one line.
+    """
     if not re.fullmatch(r"\w+(\.\w+)+", target):
-        errors.append(f"job._target_={target}: expected package.module.Class")
+        errors.append(f"{key}: expected package.module.Class")
         return None
     module_name, _, class_name = target.rpartition(".")
-    if module_name == "__main__":
-        errors.append(f"job._target_={target}: no other process can import it; pass the class to orchestrator.run")
-        return None
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # `python -m` puts the working directory on the import path; a console script does not.
         sys.path.append(str(Path.cwd()))
@@ -194,32 +209,30 @@ def find_class(target: str, errors: list[str]) -> type[Job] | None:
         with exits_refused():
             module = importlib.import_module(module_name)
     except JobError as e:
-        errors.append(f"job._target_={target}: {e}")
+        errors.append(f"{key}: {e}")
         return None
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name + ".").startswith(e.name + "."):
-            errors.append(f"job._target_={target}: importing {module_name} failed: {e}")
+            errors.append(f"{key}: importing {module_name} failed: {e}")
         else:
-            errors.append(
-                f"job._target_={target}: no module {e.name}; install it or run from the directory that contains it"
-            )
+            errors.append(f"{key}: no module {e.name}; install it or run from the directory that contains it")
         return None
     except Exception as e:
-        errors.append(f"job._target_={target}: importing {module_name} failed: {error_text(e)}")
+        errors.append(f"{key}: importing {module_name} failed: {error_text(e)}")
         return None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):
-        jobs = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Job) and c is not Job]
-        hint = did_you_mean(class_name, jobs) if jobs else "expected package.module.Class"
-        errors.append(f"job._target_={target}: {module_name} has no class {class_name}; {hint}")
+        known = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and c is not base]
+        hint = did_you_mean(class_name, known) if known else "expected package.module.Class"
+        errors.append(f"{key}: {module_name} has no class {class_name}; {hint}")
         return None
-    return _checked(cls, target, errors)
+    return cls
 
 
 def _wrong_kinds(cls: type[Job]) -> list[str]:
     """Return which members of a job are methods instead of properties, the reverse, or a text instead of a tuple."""
     wrong: list[str] = []
-    for name, member in vars(Job).items():
+    for name, member in {**vars(Callback), **vars(Job)}.items():
         own = inspect.getattr_static(cls, name)
         if isinstance(member, property) and inspect.isfunction(own) and name != "collate":  # which is a function itself
             wrong.append(f"{name} has to be a property; decorate it with @property")

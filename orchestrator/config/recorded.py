@@ -11,7 +11,9 @@ from orchestrator.config.files import GROUPS
 from orchestrator.config.job_loader import unmasked
 from orchestrator.config.overrides import values
 
-_OF_ITS_TRAINING = frozenset({"name", "resume", "evaluate", "start_from", "plan", "profile", "checkpoint", "sweep"})
+_OF_ITS_TRAINING = frozenset(
+    {"name", "resume", "evaluate", "start_from", "plan", "profile", "callbacks", "checkpoint", "sweep"}
+)
 """Keys and sections that say how the run was trained, or have no meaning for another one."""
 _KEYS_OF_ITS_TRAINING = ("train.stop_after", "train.stop_min_delta", "recovery.chaos")
 

@@ -411,10 +411,13 @@ class StrategyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """The job as configured: the import path of its class, and the values given for its fields."""
+    """The job, or a callback, as configured: the import path of its class, and the values given for its fields."""
 
     target: str
     fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.target  # the fields may hold secrets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +441,10 @@ class Config:
     output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")
+    callbacks: tuple[JobSpec, ...] = option(
+        "classes that the training calls, subclasses of orchestrator.Callback, as in callbacks=[my_package.Beep] or, "
+        "with arguments, callbacks=[{_target_:my_package.Beep,every:10}]"
+    )
     train: TrainConfig
     data: DataConfig
     checkpoint: CheckpointConfig
@@ -491,10 +498,10 @@ class Config:
         """The job's class name in lower case."""
         return self.job.target.rpartition(".")[2].lower()
 
-    @property
-    def job_module(self) -> str:
-        """The module of the job's class."""
-        return self.job.target.rpartition(".")[0]
+    def modules(self, *, with_job: bool = True) -> set[str]:
+        """Return the modules of the classes that the workers import, ``with_job`` unless they are given its object."""
+        specs = (self.job, *self.callbacks) if with_job else self.callbacks
+        return {spec.target.rpartition(".")[0] for spec in specs}
 
     @property
     def run_name(self) -> str:

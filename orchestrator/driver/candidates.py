@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.config.build import ConfigError, collect_errors
+from orchestrator.config.callback_loader import load_callbacks
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.evaluated import unknown_split
 from orchestrator.config.field_size import field_values, too_large
@@ -186,6 +187,8 @@ def _check(
             packages.install(config.cluster)
     warnings = Files.of(overrides).notes()
     job = load_job(job_spec, errors, redactor, job_argument, noticed=warnings) if job_spec is not None else None
+    if config is not None:
+        load_callbacks(config.callbacks, errors, redactor)
     if job is not None and (large := too_large(field_values(job))):
         errors += large
         return None  # whatever else is checked copies the fields

@@ -112,7 +112,7 @@ def _nodes(config: Config) -> Iterator[Finding]:
                 nodes,
                 timeout_s=timeout_s,
                 key="cluster.rendezvous_timeout_s",
-                job_modules=[config.job_module],
+                job_modules=sorted(config.modules()),
                 code=code,
                 output_dir=None if is_url(config.output_dir) else config.output_dir,
                 nonce=nonce,

@@ -219,7 +219,7 @@ def _ray(
                     print(choice, flush=True)
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
-            modules = {c.config.job_module for c in candidates if c.given is None}
+            modules = {module for c in candidates for module in c.config.modules(with_job=c.given is None)}
             nodes = fit_nodes(
                 nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, candidates[0].scripts)
             )

@@ -25,6 +25,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.carried import carried_errors
 from orchestrator.strategies.constructor import blocks_note, lazy_names, outline_of
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
@@ -168,8 +169,11 @@ class Strategy(LayoutRules, abc.ABC):
                 "once in Job.model"
             )
             return ()
-        if model is not None and not has_training_step(job):
-            check_optimizer(job, model, steps=config.train.steps)
+        if model is not None and not has_training_step(job) and (refused := check_optimizer(job, model, config)):
+            errors += refused
+            return ()
+        if job.carried:
+            errors += carried_errors(config, job, model)
         notes = [*cls.check_job(config, job, plan, errors)]
         outline = None if errors else outline_of(job, config.train)
         if outline is not None:

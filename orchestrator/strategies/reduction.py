@@ -65,6 +65,10 @@ class Reduction:
     def finish(self) -> None:
         """Complete the sum after the backward passes of a step. Buffers become equal on the ranks that share them."""
 
+    def mean_loss(self, loss_sum: Tensor, weight: Weight) -> Tensor:
+        """Return the mean loss of the batch of an update: of the global batch, on several ranks, and equal on all."""
+        return loss_sum / divisor_of(weight)
+
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the 2-norm of the gradient of the whole model, the same on all ranks.
 

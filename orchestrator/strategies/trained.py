@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
@@ -21,6 +22,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
+from orchestrator.strategies.update.closure import Closure, closure_errors
 from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import schedule_of
@@ -33,6 +35,8 @@ from orchestrator.strategies.update.optimizer_modes import (
     with_modes,
 )
 from orchestrator.strategies.update.weight_average import keep_average
+from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.results import kind_of, needs_closure
 
 
 class Trained:
@@ -49,6 +53,8 @@ class Trained:
         in_step: whether a step has begun whose update has not been made, nor the step undone.
         settled: whether that update can still be made, if another rank makes its own.
         norm: of the gradient of the last step that has ended; None if it was not formed.
+        needs_closure: whether the optimizer itself asks for the loss and the gradients, at several points.
+        closure: what it asks then, of the batch of the present step.
     """
 
     def __init__(
@@ -78,10 +84,20 @@ class Trained:
         to_training(self.optimizer)
         self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
+        self.needs_closure = any(needs_closure(optimizer) for optimizer in optimizers.values())
+        if self.needs_closure and (errors := closure_errors(self.optimizer, train, context.options)):
+            raise JobError("; ".join(errors))
+        if self.needs_closure and job.carried:
+            raise JobError(
+                f"Job.carried: {', '.join(job.carried)} would change at each point that the closure of "
+                f"{kind_of(self.optimizer)} computes; use another optimizer, such as AdamW"
+            )
+        self.closure: Closure | None = None
         self.in_step = self.settled = False
         self.norm: Tensor | None = None
         self._train = train
-        self._buffers_before: Sequence[Tensor] = ()
+        self._kept: Sequence[Tensor] = ()
+        self._state_before: dict[str, Any] = {}
         self._frozen: dict[str, int] = {}
 
     def use(self, modules: Sequence[nn.Module]) -> None:
@@ -117,14 +133,20 @@ class Trained:
     def begin_step(self, *, has_peers: bool) -> None:
         """Begin a step without gradients. With peers, one of which may be lost, the step may have to be undone."""
         if self.may_skip or has_peers:
-            self.keep_buffers()
+            self.keep()
         self.in_step, self.settled = True, False
         for parameter in self.parameters:
             parameter.grad = None
 
-    def keep_buffers(self) -> None:
-        """Copy the buffers, as those to which :meth:`undo_step` returns."""
-        self._buffers_before = copies_of(self.buffers, into=self._buffers_before)
+    def keep(self) -> None:
+        """Copy what a step changes before it makes its update, as that to which :meth:`undo_step` returns."""
+        self._kept = copies_of(self._changing, into=self._kept)
+        if self.needs_closure:
+            self._state_before = copy.deepcopy(self.optimizer.state_dict())
+
+    @property
+    def _changing(self) -> Sequence[Tensor]:
+        return [*self.buffers, *(p.detach() for p in self.parameters)] if self.needs_closure else self.buffers
 
     def unscale(self) -> None:
         """Divide the gradients by the factor of the loss."""
@@ -157,13 +179,22 @@ class Trained:
             parameter.grad = None
 
     def undo_step(self) -> None:
-        """Undo a step that made no update: restore the buffers that its forward passes changed."""
-        copy_all(self._buffers_before, to=self.buffers)
+        """Undo a step that made no update: restore the buffers that its forward passes changed.
+
+        An optimizer that needs a closure changes parameters, and its own state, between these passes.
+        """
+        copy_all(self._kept, to=self._changing)
+        if self.needs_closure:
+            self.optimizer.load_state_dict(self._state_before)
         self.in_step = self.settled = False
 
     def apply(self) -> None:
         """Update the parameters, and the learning rate for the next step."""
-        self.optimizer.step()
+        closure, self.closure = self.closure, None
+        if closure is None:
+            self.optimizer.step()
+        else:
+            cast(Any, self.optimizer).step(closure)  # whose loss is a tensor
         self.schedule()
 
     def schedule(self) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
@@ -39,9 +40,10 @@ from orchestrator.strategies.data.batch_parts import Division, by_keys, warning_
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.strategies.reduction import Reduction
+from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.closure import Closure
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 from orchestrator.strategies.update.optimizer_modes import evaluation_weights
@@ -128,13 +130,13 @@ class Trainer(Strategy):
             metrics = BatchMetrics(self._train_metrics if want_metrics else None)
             slices = [self._on_device(batch) for batch in microbatches]
             trained.begin_step(has_peers=context.mesh.world_size > 1)
-            factor = trained.loss_factor * reduction.averages_over
-            loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
-            reduction.finish()
-            trained.unscale()
+            loss_sum, weight = self._add_gradients(slices, metrics)
             wants_norm = trained.needs_norm or want_grad_norm
             trained.settled = reduction.settles
             norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
+            if trained.needs_closure:
+                mean = reduction.mean_loss(loss_sum, weight)
+                trained.closure = Closure(trained.parameters, mean, functools.partial(self._loss_again, slices))
             self.confirm()
             if self.observe is not None:
                 named = trained.module().named_parameters()
@@ -148,6 +150,23 @@ class Trainer(Strategy):
                 skipped=not admitted,
                 metrics=metrics.sums,
             )
+
+    def _add_gradients(self, slices: Sequence[Any], metrics: BatchMetrics) -> tuple[Tensor, Weight]:
+        """Add the gradients of a batch. Return the summed loss of this rank, and its weight."""
+        context, reduction, trained = self.context, self.reduction, self.trained
+        factor = trained.loss_factor * reduction.averages_over
+        # At each point that a closure is asked for, the batch draws the same random numbers.
+        with kept_generators(context.device) if trained.needs_closure else contextlib.nullcontext():
+            loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
+        reduction.finish()
+        trained.unscale()
+        return loss_sum, weight
+
+    def _loss_again(self, slices: Sequence[Any]) -> Tensor:
+        """Return the loss of the global batch at other weights, and add its gradients."""
+        loss = self.reduction.mean_loss(*self._add_gradients(slices, BatchMetrics(None)))
+        self.confirm()
+        return loss
 
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for the whole of a step; ``logged``: whether the step is logged."""
@@ -184,7 +203,7 @@ class Trainer(Strategy):
 
     @contextlib.contextmanager
     def kept_buffers(self) -> Iterator[None]:
-        self.trained.keep_buffers()
+        self.trained.keep()
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
 from orchestrator.strategies.measure.job_metrics import checked_metrics
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.results import kind_of, optimizer_problem
+from orchestrator.user_code.results import kind_of, needs_closure, optimizer_problem
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -34,6 +34,11 @@ def optimizers_of(job: Job, model: nn.Module) -> dict[str, Optimizer]:
     for label, optimizer in made.items():
         if (problem := optimizer_problem(optimizer)) is not None:
             raise JobError(f"Job.optimizers: {label!r} {problem}")
+        if needs_closure(optimizer):
+            raise JobError(
+                f"Job.optimizers: {label!r} is {kind_of(optimizer)}, whose step() needs a closure; a job with it has "
+                "Job.loss and no Job.training_step"
+            )
     if not made:
         raise JobError("Job.optimizers returned no optimizer: no model has trainable parameters; unfreeze some")
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -79,7 +79,7 @@ class WholeModel:
                 with self.precision.autocast():
                     loss = self.mean_loss(inputs, target, weight, metrics)
                 (summable(loss) * (weight / divisor)).backward()
-            loss_sum += weighted(loss.detach(), weight)
+            loss_sum = loss_sum + weighted(loss.detach(), weight)  # in float64 if the loss is
         return loss_sum, sum(weights)
 
     def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:

@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.steering import Steering
 
+_CLOSURE = "closure"
 _MARK = "__checks_result__"
 """An attribute of the functions that check what another one returns."""
 
@@ -79,7 +80,13 @@ def optimizer_problem(result: Any) -> str | None:
         ("param_groups", "step", "zero_grad"),
         wanted="a torch.optim.Optimizer of the parameters",
         remedy="another optimizer, such as AdamW",
+        given=_CLOSURE,
     )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether the optimizer itself asks for the loss and the gradients, as ``LBFGS`` does."""
+    return _needed_argument(optimizer.step) == _CLOSURE
 
 
 def _scheduler_problem(result: Any) -> str | None:
@@ -95,10 +102,12 @@ def _scheduler_problem(result: Any) -> str | None:
     )
 
 
-def _stepping_problem(result: Any, attributes: Iterable[str], *, wanted: str, remedy: str) -> str | None:
+def _stepping_problem(
+    result: Any, attributes: Iterable[str], *, wanted: str, remedy: str, given: str | None = None
+) -> str | None:
     if isinstance(result, type) or not all(hasattr(result, name) for name in attributes):
         return f"returns {kind_of(result)}; return {wanted}"
-    if (argument := _needed_argument(result.step)) is not None:
+    if (argument := _needed_argument(result.step)) not in (None, given):
         return (
             f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
             f"use {remedy}"

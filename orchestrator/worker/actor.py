@@ -24,6 +24,7 @@ import torch.distributed as dist
 from orchestrator.compat import deferred_dynamo
 from orchestrator.compat.process_groups import flight_record
 from orchestrator.compat.ray.process import keep_process_title
+from orchestrator.config.callback_loader import load_callbacks
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
@@ -46,6 +47,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.external.job import Script
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.exits import exits_refused, readable
 from orchestrator.worker import failures
 from orchestrator.worker.control import rendezvous
@@ -113,6 +115,7 @@ class Worker:
         self.gpus = GpuMeter()
         self.notice = TerminationNotice()
         self.job: Job | None = None
+        self.callbacks: list[Callback] = []
         self.loop: Loop | None = None
         self.script: ScriptRun | None = None
         self.log: Path | None = None
@@ -306,7 +309,8 @@ class Worker:
         if given is not None:
             self.redactor.learn(given)
         job = given if given is not None else load_job(config.job, errors, self.redactor)
-        if job is None:
+        self.callbacks = load_callbacks(config.callbacks, errors, self.redactor)
+        if job is None or errors:
             raise ValueError("\n".join(errors))
         self.job = job
 
@@ -367,6 +371,7 @@ class Worker:
             gate=self.gate,
             outbox=self.outbox,
             redactor=self.redactor,
+            callbacks=self.callbacks,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.config.evaluated import VAL
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
@@ -27,6 +26,8 @@ from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
+from orchestrator.user_code.callbacks import Callback, RunEnd
+from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.fault_injection import inject_fault
@@ -51,15 +52,6 @@ GRAD_NORM_EVERY = 10
 gradients would otherwise be the largest part of the cost of logging every step."""
 
 
-def no_validation_warning(eval_every: int, *, samples: bool) -> str:
-    """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
-    text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
-    if not eval_every:
-        return text
-    effect = "only sets when job.sample is called" if samples else "has no effect"
-    return f"{text}; train.eval_every={eval_every} {effect}"
-
-
 class Loop:
     """One rank's training. It outlives a generation: the next one continues with its model and position."""
 
@@ -73,6 +65,7 @@ class Loop:
         gate: StepGate,
         outbox: Outbox,
         redactor: Redactor,
+        callbacks: Sequence[Callback] = (),
     ):
         self.config: Config = assignment.config
         self.job = job
@@ -96,6 +89,7 @@ class Loop:
         self._steered = Steered(self.config, job, strategy, device=device)
         self._reports = JobReports(
             job,
+            callbacks,
             assignment,
             strategy=strategy,
             device=device,
@@ -103,6 +97,7 @@ class Loop:
             warner=self._warner,
             redactor=redactor,
         )
+        self._checkpoints.on_saved = self._reports.checkpoint_saved
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -145,13 +140,14 @@ class Loop:
             DatasetError: the job's data cannot be used.
             NoUpdateError: no step has made an update.
             NonFiniteError: the loss or a parameter is not finite.
-            ModelChangedError: a method of the job that may only look at the model has changed it.
+            ModelChangedError: a method of the user that may only look at the model has changed it.
             AbandonedError, PeersMissingError: see :meth:`StepGate.begin`.
             Exception: whatever the job raises, or a broken connection to another rank.
         """
         self.trial = None
         try:
             data = self._build(startup, wait_for_others, store)
+            self._reports.run_begins(step=self.position.step)
             with self._nonfinite_advice(), self._compile_meter.watching():
                 if self.assignment.sources is not None:
                     self._run_due_tasks()  # because the failure may have interrupted them
@@ -169,6 +165,8 @@ class Loop:
             if saves and not stopped and (metadata := self._found_by_evaluations()):
                 self._checkpoints.amend(self.position.step, metadata)
             self.strategy.confirm()
+            if not recoverable:
+                self._reports.run_ended(RunEnd(step=self.position.step, stopped=stopped, reason=ended_early))
             return Outcome(
                 status="stopped" if stopped else "done",
                 step=self.position.step,
@@ -185,7 +183,15 @@ class Loop:
         began = time.perf_counter()
         self._enter("build")
         if self._data is None:
-            self._data = self._open_data()
+            self._data = JobData(
+                self.job,
+                self.assignment,
+                strategy=self.strategy,
+                device=self.device,
+                gate=self.gate,
+                outbox=self.outbox,
+                warner=self._warner,
+            )
             startup["dataset_s"] = -began + (began := time.perf_counter())
             sample_source: Any = self._data.datasets.train
             if is_stream(sample_source):
@@ -302,6 +308,7 @@ class Loop:
             raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
 
     def _next_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
+        set_current_step(step)
         seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
         with window.data_wait.waiting():
             batch = next(batches)
@@ -374,7 +381,7 @@ class Loop:
     @property
     def _why_stop(self) -> str | None:
         """Why the run ends before all of its steps; None if it goes on."""
-        return self._improvement.why_stop or self._steered.why_stop
+        return self._improvement.why_stop or self._steered.why_stop or self._reports.why_stop
 
     def _evaluation_due(self) -> bool:
         assert self._data is not None
@@ -433,7 +440,7 @@ class Loop:
                 point = self._evaluated(data.eval_batches)
                 self.outbox.put_point(point)
                 world_size = self.assignment.plan.world_size
-                for follower in (self._improvement, self._steered):
+                for follower in (self._improvement, self._steered, self._reports):
                     follower.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
             if self.job.draws_samples:
                 with self._averaged_weights():
@@ -466,10 +473,12 @@ class Loop:
             return point
 
         assert self._data is not None
-        points = [evaluated(split) for split in self._data.datasets.evaluated]
-        if self.config.train.ema_decay is not None:
-            with self._averaged_weights():
-                points = [replace(point, ema=evaluated(point.split)) for point in points]
+        set_current_step(self.position.step)
+        with self.strategy.kept_buffers() if self.job.carried else contextlib.nullcontext():
+            points = [evaluated(split) for split in self._data.datasets.evaluated]
+            if self.config.train.ema_decay is not None:
+                with self._averaged_weights():
+                    points = [replace(point, ema=evaluated(point.split)) for point in points]
         return replace(points[0], others=tuple(points[1:]))
 
     def _checkpoint(self, *, last: bool = False) -> None:
@@ -495,22 +504,6 @@ class Loop:
         except NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise
-
-    def _open_data(self) -> JobData:
-        is_first = self.assignment.generation == 1
-        data = JobData(
-            self.job,
-            self.assignment,
-            strategy=self.strategy,
-            device=self.device,
-            gate=self.gate,
-            outbox=self.outbox,
-            warner=self._warner,
-        )
-        if VAL in self.config.train.eval_splits and VAL not in data.datasets.evaluated and is_first:
-            warning = no_validation_warning(self.config.train.eval_every, samples=self.job.draws_samples)
-            self._warner.warn(warning, topic="no validation")
-        return data
 
     def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
         if not self.config.profile:

@@ -62,7 +62,8 @@ def assert_same_curve(run_dir: Path, expected: dict[int, float]) -> None:
     ("rank", "spares"), [pytest.param(1, 0, marks=pytest.mark.fast), *in_campaign((0, 1), (0, 0), (1, 1))]
 )
 def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spares: int) -> None:
-    words = (*WORDS, "job._target_=helpers.jobs.faulty_jobs.Reporting")  # whose reports change nothing
+    reporting = "helpers.jobs.faulty_jobs"  # which changes nothing
+    words = (*WORDS, f"job._target_={reporting}.Reporting", f"callbacks=[{reporting}.Begins]")
     faults = (f"recovery.chaos=[kill@13:{rank}]", f"recovery.spares={spares}", "cluster.heartbeat_s=5")
     result = run(*words, *faults)
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.reason
@@ -80,6 +81,8 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert [e["generation"] for e in events(result.run_dir, "generation_started")] == [1, 2]
     warnings = [e["message"] for e in events(result.run_dir, "warned")]
     assert len([w for w in warnings if "job.on_step_end raised RuntimeError: the service" in w]) == 1 + (rank == 0)
+    begins = sorted((result.run_dir / "begins").read_text().splitlines())
+    assert begins == [f"generation {n}: rank {r} after {step}" for n, step in ((1, 0), (2, 12)) for r in (0, 1)]
     samples = [(e["step"], e["name"]) for e in events(result.run_dir, "sample_saved")]
     assert samples == [(step, name) for step in (8, 16, 24) for name in ("image", "text")]
     assert series(result.run_dir, "train/accuracy").keys() == losses(result.run_dir).keys()

@@ -202,6 +202,7 @@ class Chooser:
             name=f"{plan.job}-{plan.strategy}",
             resume="never",
             profile=False,
+            callbacks=(),
             output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
             train=config.train.only_training(steps=steps, log_every=log_every),
             checkpoint=replace(config.checkpoint, every=0, keep=1, best=None),

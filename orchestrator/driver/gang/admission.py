@@ -91,7 +91,7 @@ class Admission:
         self._asked_at[node_id] = time.monotonic()
         self._pending |= ask_nodes(
             [node],
-            job_modules=[] if self._spec.pickled_job is not None else [config.job_module],
+            job_modules=sorted(config.modules(with_job=self._spec.pickled_job is None)),
             code=self._code,
             output_dir=str(run_dir.path) if run_dir.remote is None else None,
             nonce=run_dir.record_file.name,

@@ -83,5 +83,5 @@ def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return made
 
 
-_COLLECTIONS = (Counter("a"), OrderedDict(), defaultdict(list), defaultdict(int), deque())
+_COLLECTIONS: tuple[Any, ...] = (Counter("a"), OrderedDict(), defaultdict(list), defaultdict(int), deque())
 _PLAIN = pickled([*_COLLECTIONS, 1j, np.zeros(2), np.ones(2)[0], torch.zeros(1)])[1]

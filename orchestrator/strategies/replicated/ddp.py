@@ -34,7 +34,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
+from orchestrator.strategies.reduction import Reduction, Weight, on_device, weight_sum
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -221,6 +221,11 @@ class InBackward(Reduction):
                 "strategy.find_unused_parameters=true"
             )
         broadcast_tensors(self._trained.buffers, source=0, device=self._device)
+
+    def mean_loss(self, loss_sum: Tensor, weight: Weight) -> Tensor:
+        totals = torch.stack((loss_sum, on_device(weight, self._device).to(loss_sum.dtype)))
+        dist.all_reduce(totals)
+        return super().mean_loss(*totals)
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         return norm_over(dist.group.WORLD, parameters, device, lambda parameter: self.averages_over)

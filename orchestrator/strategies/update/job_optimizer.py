@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_steering
 from orchestrator.state.schedule import Schedule
 from orchestrator.strategies.data.datasets import DatasetError
+from orchestrator.strategies.update.closure import closure_errors
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.results import kind_of
+from orchestrator.user_code.results import kind_of, needs_closure
 
 
 def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
@@ -84,18 +86,24 @@ def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch:
     return job.scheduler(optimizer, steps)
 
 
-def check_optimizer(job: Job, model: nn.Module, *, steps: int) -> None:
+def check_optimizer(job: Job, model: nn.Module, config: Config) -> list[str]:
     """Make the optimizer and its schedule, for a model that may have no values, to see whether they can be used.
 
+    Returns:
+        Why this strategy cannot use them.
+
     Raises:
-        JobError: they cannot. Any other error may come from the missing values; a worker reports it.
+        JobError: none can. Any other error may come from the missing values; a worker reports it.
     """
+    train = config.train
     try:
-        scheduler_of(job, optimizer_of(job, model), steps=steps, steps_per_epoch=float(steps))
+        optimizer = optimizer_of(job, model)
+        scheduler_of(job, optimizer, steps=train.steps, steps_per_epoch=float(train.steps))
     except JobError:
         raise
     except Exception:
-        return
+        return []
+    return closure_errors(optimizer, train, config.strategy) if needs_closure(optimizer) else []
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -7,8 +7,8 @@ import traceback
 from orchestrator.protocol.events import Warned
 from orchestrator.worker.control.control import Outbox
 
-MAX_JOB_WARNINGS = 10
-"""The number of different errors of one method of the job that a process warns of."""
+MAX_CALL_WARNINGS = 10
+"""The number of different errors of one method of the user that a process warns of."""
 
 
 class Warner:
@@ -33,15 +33,16 @@ class Warner:
         """Warn the user of what one rank alone has found, which need not be rank 0."""
         self._outbox.put_event(Warned(message=text))
 
-    def warn_of_job(self, text: str, *, method: str, step: int) -> None:
-        """Warn the user of an error in a ``method`` of the job, once for each text, and print the present traceback.
+    def warn_of_call(self, text: str, *, method: str, step: int) -> None:
+        """Warn the user of an error in a ``method`` of theirs, once for each text, and print the present traceback.
 
         Texts beyond the first few are not shown: they may have a number that differs at every step.
         """
         topic = f"{method}: {text}"
         reported = sum(known.startswith(f"{method}: ") for known in self._topics)
-        if topic in self._topics or reported == MAX_JOB_WARNINGS:
+        if topic in self._topics or reported == MAX_CALL_WARNINGS:
             return
         traceback.print_exc()
-        last = f"; further errors of job.{method} are not reported" if reported + 1 == MAX_JOB_WARNINGS else ""
-        self.warn(f"{text}, at step {step}: see the log of rank {self.rank}; training continues{last}", topic=topic)
+        self._topics.add(topic)
+        last = f"; further errors of {method} are not reported" if reported + 1 == MAX_CALL_WARNINGS else ""
+        self.warn_from_any_rank(f"{text}, at step {step}: see the log of rank {self.rank}; training continues{last}")

@@ -90,6 +90,15 @@ def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches 
     return cast(Batches, draw)
 
 
+def no_validation_warning(eval_every: int, *, samples: bool) -> str:
+    """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
+    text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
+    if not eval_every:
+        return text
+    effect = "only sets when job.sample is called" if samples else "has no effect"
+    return f"{text}; train.eval_every={eval_every} {effect}"
+
+
 class JobData:
     """Opens the batches of this rank. It outlives a generation: a stream is read on by the same reader if it can be.
 
@@ -119,6 +128,10 @@ class JobData:
         self._reader: StreamReader | None = None
         self._mark: Mark | None = None
         self._eval_batches: dict[str, EvalBatches] = {}
+        train = assignment.config.train
+        if VAL in train.eval_splits and VAL not in self.datasets.evaluated and assignment.generation == 1:
+            warning = no_validation_warning(train.eval_every, samples=job.draws_samples)
+            warner.warn(warning, topic="no validation")
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -126,6 +139,11 @@ class JobData:
         self._assignment = assignment
         batch_size = assignment.config.train.global_batch_size
         self._batches = batches_of(self._job, self.datasets, batch_size)
+        if self._job.carried and self._batches is None and not is_stream(self.datasets.train):
+            raise DatasetError(
+                f"Job.carried: row i of {', '.join(self._job.carried)} belongs to row i of every batch, and samples "
+                "are read in random order; define Job.batch_sampler, or return a stream from job.dataset('train')"
+            )
         self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, batch_size)
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:

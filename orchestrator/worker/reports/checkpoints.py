@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ _LIMIT = "recovery.hang_max_s is the limit"
 
 
 class Checkpoints:
-    """Takes snapshots of the training state and has them written on a background thread."""
+    """Takes snapshots of the training state and has them written on a background thread.
+
+    Attributes:
+        on_saved: called with each checkpoint that is complete, where it is reported.
+    """
+
+    on_saved: Callable[[CheckpointSaved], None] = staticmethod(lambda event: None)
 
     def __init__(self, assignment: Assignment, *, strategy: Strategy, outbox: Outbox, warner: Warner):
         run_dir, config = RunDir(Path(assignment.run_dir), assignment.remote), assignment.config
@@ -175,15 +181,15 @@ class Checkpoints:
                 self._outbox.put_event(CheckpointFailed(step=result.step, reason=result.reason))
             else:
                 self._failed.discard(result.step)
-                self._outbox.put_event(
-                    CheckpointSaved(
-                        step=result.step,
-                        path=self._run_dir.location_of(result.path),
-                        seconds=result.seconds,
-                        stall_ms=result.stall_ms,
-                        size_bytes=result.size_bytes,
-                    )
+                event = CheckpointSaved(
+                    step=result.step,
+                    path=self._run_dir.location_of(result.path),
+                    seconds=result.seconds,
+                    stall_ms=result.stall_ms,
+                    size_bytes=result.size_bytes,
                 )
+                self._outbox.put_event(event)
+                self.on_saved(event)
 
     def saved(self, best: BestSoFar) -> BestSoFar:
         """Return ``best``, or the best evaluation that is saved if the checkpoint of ``best`` could not be written.

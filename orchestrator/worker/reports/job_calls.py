@@ -1,4 +1,4 @@
-"""Calls of a job's methods that may look at the training but must not change it: ``sample`` and ``on_step_end``."""
+"""Calls of the user's methods that may look at the training but must not change it: callbacks, and ``job.sample``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Returned = TypeVar("Returned")
 
 
 class ModelChangedError(RuntimeError):
-    """A method of the job that may only look at the model has changed it."""
+    """A method that may only look at the model has changed it."""
 
 
 def call_without_effect(
@@ -29,9 +29,9 @@ def call_without_effect(
     Gradients are not recorded. The random generators and the modes of the modules are restored afterwards.
 
     Args:
-        call: calls the job.
-        method: the method of the job, for the message.
-        model: the model that the job may look at; None if it has none.
+        call: calls the method.
+        method: the method, such as ``job.sample``, for the message.
+        model: the model that it may look at; None if it has none.
         device: the device of the model.
 
     Raises:
@@ -51,7 +51,7 @@ def call_without_effect(
             if changed.startswith("the buffer"):
                 remedy += "; a forward pass in training mode changes buffers, so call model.eval() before one"
             raise ModelChangedError(
-                f"job.{method} changed {changed}; it runs on one rank only, so the ranks would train different models. "
+                f"{method} changed {changed}; it runs on one rank only, so the ranks would train different models. "
                 f"Change the model in Job.training_step, or {remedy}"
             )
 

@@ -66,7 +66,7 @@ class Samples:
             whole.eval()
             return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
 
-        result = call_without_effect(draw, method="sample", model=model, device=self._device)
+        result = call_without_effect(draw, method="job.sample", model=model, device=self._device)
         if result is None:
             return
         if isinstance(result, str):

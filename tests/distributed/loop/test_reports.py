@@ -20,11 +20,12 @@ from helpers.jobs.stage_toys import Chain, plain
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, run_loop
-from orchestrator.job import Split, StepEnd
+from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.user_code.callbacks import StepEnd
 
 HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
 SEVEN = having(steps=7, global_batch_size=12, eval_every=3)

@@ -16,6 +16,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.replicated.single import SingleConfig
+from orchestrator.user_code.callbacks import Callback
 
 TRAIN = schema.TrainConfig(
     steps=20,
@@ -100,6 +101,7 @@ class Case:
     seed: int = 3
     checkpoint: schema.CheckpointConfig = CHECKPOINT
     evaluate: str | None = None
+    callbacks: tuple[Callback, ...] = ()
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
@@ -115,6 +117,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         output_dir="outputs",
         plan=False,
         profile=False,
+        callbacks=(),
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=case.checkpoint,

@@ -20,7 +20,7 @@ from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, pass
 from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
-from helpers.jobs.quick_jobs import MeasuredDigits, TinyGPT, digits
+from helpers.jobs.quick_jobs import MeasuredDigits, SteppedDigits, TinyGPT, digits
 from helpers.ranks.streams import StreamToy, Weighed
 from orchestrator.job import Job
 from orchestrator.worker.data.batches import SampleOrder
@@ -95,8 +95,10 @@ def rounded(ranks: list[Steps], reference: Seen) -> bool:
 (BAD,) = SampleOrder(n=200, seed=3).indices((BAD_STEP - 1) * 16, 1)
 
 SCENARIOS = {
-    "slices and clipping": Scenario(
-        job=digits(depth=3, lr=0.3), train={"grad_accumulation": 2, "clip_norm": 0.2}, happened=clipped
+    "slices, clipping, loss by step": Scenario(
+        job=SteppedDigits(hidden=24, depth=3, lr=0.3),
+        train={"grad_accumulation": 2, "clip_norm": 0.2},
+        happened=clipped,
     ),
     "adamw, schedule, groups and average": Scenario(
         job=of.ScheduledChain(build=of.plain),
@@ -160,7 +162,7 @@ VARIANTS = {
     "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2", "fsdp-1F1B-2x2",
 }  # fmt: skip
 """Layouts that differ from another one in a schedule or a number; they are only in the scenarios :data:`PLAIN`."""
-PLAIN = ("slices and clipping", "language model")
+PLAIN = ("slices, clipping, loss by step", "language model")
 
 EXCEPTIONS = {
     ("fp16", "parameter_server-2+2"): "it is refused: workers push gradients before they agree on a step to skip",
@@ -172,7 +174,7 @@ WITHOUT: dict[str, dict[str, Any]] = {"parameter_server-2+2": {"ema_decay": None
 
 
 FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2"}
-"""Layouts that ``pytest`` runs, in the scenario ``slices and clipping``."""
+"""Layouts that ``pytest`` runs, in the scenario ``slices, clipping, loss by step``."""
 
 
 def cells() -> list[Any]:

@@ -13,6 +13,7 @@ from helpers.conformance.training import Steps, batches_in, make, snapshot, step
 from orchestrator.model.batch import num_rows
 from orchestrator.state.averages import KEY
 from orchestrator.strategies.update.job_optimizer import scheduler_of
+from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.data.batches import Share
 
 
@@ -51,7 +52,8 @@ def trained_plainly(case: Case) -> Seen:
     scheduler = scheduler_of(job, optimizer, steps=train.steps, steps_per_epoch=epoch)
     seen = Steps(loss_sums=[], weights=[], norms=[], skipped=[], metrics=[], model={})
     kept: dict[str, Tensor] = {}
-    for (batch,) in batches_in(job, case.seed, share, range(1, train.steps + 1)):
+    for step, (batch,) in enumerate(batches_in(job, case.seed, share, range(1, train.steps + 1)), 1):
+        set_current_step(step)
         inputs, target = batch
         output = job.forward(model, inputs)
         loss = job.loss(output, target)

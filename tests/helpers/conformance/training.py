@@ -28,6 +28,7 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Paramet
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.ddp import ShardedDDP
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of
@@ -111,6 +112,7 @@ def steps(
     )
     batches = batches_in(strategy.job, context.seed, share, range(first, last + 1), read=strategy.reads_data)
     for step, batch in zip(range(first, last + 1), batches, strict=True):
+        set_current_step(step)
         seed_step(context.seed, step, context.mesh.seed_rank(context.global_rank))
         yield strategy.train_step(batch, want_grad_norm=want_grad_norm, want_metrics=step % log_every == 0)
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from jobs.digits import Digits
-from orchestrator.job import Split, StepEnd
+from orchestrator.job import Split
 from orchestrator.protocol.messages import Outcome
+from orchestrator.user_code.callbacks import Callback, RunBegin, StepEnd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,16 @@ class Reporting(Digits):
     def on_step_end(self, info: StepEnd) -> None:
         if info.step > 5:
             raise RuntimeError("the service does not answer")
+
+
+class Begins(Callback):
+    """Writes down on every rank from where the run begins, and continues."""
+
+    every_rank = True
+
+    def on_run_begin(self, info: RunBegin) -> None:
+        with (info.run_dir / "begins").open("a") as file:
+            file.write(f"generation {info.generation}: rank {info.rank} after {info.step}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

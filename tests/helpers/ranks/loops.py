@@ -47,6 +47,7 @@ def loop_of(
         gate=gate or StepGate(timeout_s=60),
         outbox=outbox or Outbox(Redactor()),
         redactor=Redactor(),
+        callbacks=case.callbacks,
     )
 
 

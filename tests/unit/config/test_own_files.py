@@ -208,7 +208,7 @@ def test_info_and_version_say_where_things_come_from(directory: Path, capsys: py
     ("path", "text", "words", "error"),
     [
         ("job/gpt.yaml", "_target_: a.B", ["job=gpt"], "conf/job/gpt.yaml: hidden by the shipped file of this name"),
-        ("part.yaml", "seed: 1", ["--config-name=part"], "--config-name=part: has no checkpoint, cluster, data"),
+        ("part.yaml", "seed: 1", ["--config-name=part"], "--config-name=part: has no callbacks, checkpoint, cluster"),
         ("experiment/x.yaml", "seed: 1", ["experiment=x"], "experiment: no such section; begin its files with"),
         ("experiment/x.yaml", "a:\n\tb: 1", ["experiment=x"], "conf/experiment/x.yaml, line 2: not YAML"),
         ("experiment/x.yaml", "- 1", ["experiment=x"], "conf/experiment/x.yaml: expected keys with values"),

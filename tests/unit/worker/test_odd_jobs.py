@@ -18,8 +18,9 @@ from helpers.conformance.cases import TRAIN, Case
 from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
 from helpers.ranks.loops import run_loop
-from orchestrator.job import Job, Split, StepEnd
+from orchestrator.job import Job, Split
 from orchestrator.strategies.data.datasets import DatasetError
+from orchestrator.user_code.callbacks import StepEnd
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import exits_refused
 from orchestrator.worker.data.job_data import datasets_of

@@ -211,7 +211,7 @@ class ParameterWorker(Trainer, Reduction):
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._groups.workers)
         untrained = [p for p in self.passes.model.parameters() if not p.requires_grad]
         self._share([*untrained, *trained.buffers], source=int(first) % num_workers)
-        trained.keep_buffers()
+        trained.keep()
         self._step = source_step
         for connection in self._connections:
             connection.expect()

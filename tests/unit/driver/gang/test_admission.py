@@ -36,7 +36,9 @@ def test_a_reservation_ends_when_a_node_that_was_late_has_answered(
     spec: Any = SimpleNamespace(
         checked_nodes=(),
         config=SimpleNamespace(
-            cluster=SimpleNamespace(exclude_nodes=(), rendezvous_timeout_s=0.0), job_module="job", output_dir=""
+            cluster=SimpleNamespace(exclude_nodes=(), rendezvous_timeout_s=0.0),
+            modules=lambda with_job: {"job"},
+            output_dir="",
         ),
         run_dir=RunDir(tmp_path),
         pickled_job=None,

@@ -21,7 +21,7 @@ def model() -> nn.Module:
 
 
 def call(function: Callable[[nn.Module], object], on: nn.Module) -> object:
-    return call_without_effect(lambda: function(on), method="on_step_end", model=on, device=CPU)
+    return call_without_effect(lambda: function(on), method="job.on_step_end", model=on, device=CPU)
 
 
 def test_random_numbers_modes_and_gradients_are_as_before() -> None:
