@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+
+from orchestrator.protocol.messages import WorkerInfo
+
+
+def with_gpus(info: WorkerInfo, ids: Sequence[str]) -> WorkerInfo:
+    """Add what torch finds on the GPUs of this process, at least one; ``ids``: as for :func:`gpu_error`."""
+    if (error := gpu_error(ids)) is not None:
+        return replace(info, gpu_error=error)
+    return replace(
+        info,
+        gpu_index=int(ids[0]) if ids[0].isdigit() else None,
+        gpu_uuid=str(torch.cuda.get_device_properties(0).uuid),
+        has_bf16=all(_has_bf16(index) for index in range(len(ids))),
+    )
 
 
 def gpu_error(ids: Sequence[str]) -> str | None:
@@ -22,11 +37,6 @@ def gpu_error(ids: Sequence[str]) -> str | None:
         except (AssertionError, RuntimeError) as e:  # AssertionError: this build of torch has no CUDA
             return f"GPU {gpu}: {str(e).strip().partition(chr(10))[0]}"
     return None
-
-
-def has_bf16(count: int) -> bool:
-    """Return whether the first ``count`` GPUs of this process, at least one, all compute in bfloat16."""
-    return count > 0 and all(_has_bf16(index) for index in range(count))
 
 
 def _has_bf16(index: int) -> bool:

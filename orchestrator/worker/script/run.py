@@ -10,6 +10,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,7 +34,7 @@ ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
-STACKS_S = 1.0
+STACKS_S = 1.5
 """How long a script may take to write its stacks, before it is ended."""
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 200
@@ -58,6 +59,7 @@ class ScriptRun:
         self._selector = selectors.DefaultSelector()
         self._process: ScriptProcess | None = None
         self._ended_by_us = False
+        self._over = threading.Event()
 
     @property
     def step(self) -> int:
@@ -78,6 +80,7 @@ class ScriptRun:
         self._outbox.enter(0, "train")
         with contextlib.ExitStack() as at_end, ReportSocket() as reports:
             at_end.callback(self._selector.close)
+            at_end.callback(self._over.set)
             environment = script_environment(
                 os.environ,
                 self._assignment,
@@ -125,8 +128,8 @@ class ScriptRun:
         if self._process is not None:
             self._ended_by_us = True
             self._process.abort()
-            time.sleep(STACKS_S)
-            self._process.send(signal.SIGKILL)
+            if not self._over.wait(STACKS_S):
+                self._process.send(signal.SIGKILL)
         text = "\n".join(self._tail)
         innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
         return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
