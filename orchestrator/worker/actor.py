@@ -39,7 +39,6 @@ from orchestrator.worker.control.fault_injection import inject_fault
 from orchestrator.worker.control.teardown import Teardown
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.process import allocator, memory
-from orchestrator.worker.process.interfaces import LOOPBACK
 from orchestrator.worker.process.stacks import all_stacks
 from orchestrator.worker.script_actor import ScriptWorker
 
@@ -53,22 +52,11 @@ class Worker(BaseWorker):
     def __init__(self, label: str, *, heartbeat_timeout_s: float, **options: Any):
         super().__init__(label, heartbeat_timeout_s=heartbeat_timeout_s, **options)
         deferred_dynamo.install()  # before any strategy is imported
-        self.own_store: dist.TCPStore | None = None
         self.store: dist.TCPStore | None = None  # has to live as long as the process group
         self.teardown = Teardown(word_timeout_s=heartbeat_timeout_s)
         self.device = torch.device("cpu")
         self.loop: Loop | None = None
         self.joined: tuple[int, int] | None = None  # when the NCCL groups of this generation were formed, of how many
-
-    @ray.method(concurrency_group="control")
-    def open_store(self, timeout_s: float, on_one_node: bool) -> tuple[str, int]:
-        """Open the store of a generation in this process. Return its host and port.
-
-        ``on_one_node``: no rank is on another node.
-        """
-        host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
-        self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
-        return host, self.own_store.port
 
     @ray.method(concurrency_group="control")
     def abort(self, generation: int) -> None:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 import ray
 
@@ -43,10 +43,14 @@ from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.node_meter import CpuMeter, system_metrics
 from orchestrator.worker.process import connections, packages
+from orchestrator.worker.process.interfaces import LOOPBACK
 from orchestrator.worker.process.output import Output
 from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 SHARED_TIMEOUT_S = 10.0
 """How long the run directory may take to appear on a node."""
@@ -88,6 +92,7 @@ class BaseWorker(abc.ABC):
         self.cpu = CpuMeter()
         self.gpus = GpuMeter()
         self.notice = TerminationNotice()
+        self.own_store: TCPStore | None = None
         self.job: Job | None = None
         self.log: Path | None = None
         self.training_thread: int | None = None
@@ -99,6 +104,18 @@ class BaseWorker(abc.ABC):
     def worker_info(self) -> WorkerInfo:
         """Return on which node and GPU this worker runs."""
         return _worker_info()
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, timeout_s: float, on_one_node: bool) -> tuple[str, int]:
+        """Open the store of a generation in this process. Return its host and port.
+
+        ``on_one_node``: no rank is on another node.
+        """
+        from orchestrator.worker.control import rendezvous  # with torch
+
+        host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
+        self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
+        return host, self.own_store.port
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def heartbeat(self, with_system_metrics: bool) -> Heartbeat:

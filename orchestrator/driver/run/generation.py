@@ -32,7 +32,7 @@ from orchestrator.protocol.events import Event, GenerationStarted
 from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, Place
 from orchestrator.records.rank_log import crash_report
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.process.interfaces import LOOPBACK
 
@@ -233,23 +233,21 @@ class Generation:
         return cannot_leave_nccl(phases, lost=rank)
 
     def _open_store(self) -> tuple[str, int] | None:
-        """Open the store of the group: here for a script, whose workers import no torch, and else on rank 0.
+        """Open the store of the group on the node of rank 0: in this process for a script, whose workers have no torch.
 
         Returns:
             Its host and port; None if rank 0 has failed.
         """
         timeout_s = self._config.cluster.rendezvous_timeout_s
         members = self._gang.members
-        nodes = {m.info.node_id for m in members}
-        if self._telemetry.runs_script:
-            on_one_node = nodes == {ray.get_runtime_context().get_node_id()}
+        on_one_node = len({m.info.node_id for m in members}) == 1
+        if self._telemetry.runs_script and members[0].info.node_id == ray.get_runtime_context().get_node_id():
             host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
             self._store = rendezvous.open_store(host, timeout_s=timeout_s)
             return host, self._store.port
-        on_one_node = len(nodes) == 1
         try:
             store: tuple[str, int] = self._gang.ask_one(
-                0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
+                0, BaseWorker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
             )
         except NoAnswerError:
             self._record_as_idle(besides=0)

@@ -13,6 +13,7 @@ import pytest
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import Outcome
+from orchestrator.storage.remote import Remote
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,6 +45,14 @@ def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path)
     with running(script, tmp_path) as ranks:
         assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
         ranks[0].heartbeats(line, timeout_s=1)
+
+
+def test_a_restart_on_another_node_has_what_the_script_saved(tmp_path: Path) -> None:
+    store = Remote(f"file://{tmp_path}/store", timeout_s=30)
+    for attempts, node in enumerate(("first", "second")):
+        with running("saving.py", tmp_path / node, world_size=1, remote=store) as ranks:
+            assert outcomes(ranks)[0].status == "done"
+            ranks[0].heartbeats(f"after {attempts} attempts", timeout_s=1)
 
 
 def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
