@@ -13,6 +13,7 @@ from typing import Any, Literal
 import ray
 import ray.exceptions
 
+from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
@@ -243,7 +244,8 @@ class Generation:
         on_one_node = len({m.info.node_id for m in members}) == 1
         if self._telemetry.runs_script and members[0].info.node_id == ray.get_runtime_context().get_node_id():
             host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
-            self._store = rendezvous.open_store(host, timeout_s=timeout_s)
+            with native_warnings_dropped():  # torch warns of an address without a name
+                self._store = rendezvous.open_store(host, timeout_s=timeout_s)
             return host, self._store.port
         try:
             store: tuple[str, int] = self._gang.ask_one(
