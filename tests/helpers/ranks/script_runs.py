@@ -94,7 +94,7 @@ def running(
     del store
 
 
-def outcomes(ranks: list[Rank], timeout_s: float = 90) -> Mapping[int, Outcome]:
+def outcomes(ranks: list[Rank], timeout_s: float = 240) -> Mapping[int, Outcome]:
     """Return how each rank has ended; a failed one ends the others, as the driver lets it."""
     ended: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_s
