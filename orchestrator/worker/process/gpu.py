@@ -18,7 +18,7 @@ def with_gpus(info: WorkerInfo, ids: Sequence[str]) -> WorkerInfo:
         info,
         gpu_index=int(ids[0]) if ids[0].isdigit() else None,
         gpu_uuid=str(torch.cuda.get_device_properties(0).uuid),
-        has_bf16=all(_has_bf16(index) for index in range(len(ids))),
+        has_bf16=has_bf16(len(ids)),
     )
 
 
@@ -37,6 +37,11 @@ def gpu_error(ids: Sequence[str]) -> str | None:
         except (AssertionError, RuntimeError) as e:  # AssertionError: this build of torch has no CUDA
             return f"GPU {gpu}: {str(e).strip().partition(chr(10))[0]}"
     return None
+
+
+def has_bf16(count: int) -> bool:
+    """Return whether the first ``count`` GPUs of this process, at least one, all compute in bfloat16."""
+    return count > 0 and all(_has_bf16(index) for index in range(count))
 
 
 def _has_bf16(index: int) -> bool:
