@@ -363,5 +363,9 @@ def leaks() -> list[str]:
 def is_worker(process: psutil.Process) -> bool:
     """Return whether a process runs one of our worker actors."""
     with contextlib.suppress(psutil.Error):
-        return any(t in word for word in process.cmdline() for t in ("ray::Worker", "/worker-", "ray::rank-"))
+        return any(
+            t in word
+            for word in process.cmdline()
+            for t in ("ray::Worker", "ray::ScriptWorker", "/worker-", "ray::rank-")
+        )
     return False

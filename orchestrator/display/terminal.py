@@ -47,6 +47,19 @@ class _LastingStream:
 
 
 @contextlib.contextmanager
+def native_warnings_dropped() -> Iterator[None]:
+    """Drop what this process writes to the file descriptor of stderr in this context, as libraries in C++ do."""
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Drop what is written to stdout and stderr in this context once nobody can receive it."""
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ MAX_PAUSE_S = 30.0
 RETRY_AT_END_S = 1.0
 _IDLE_SHARE = 20.0
 """A file that changes all the time is copied for at most this part of the time."""
-NOT_COPIED = ("checkpoints", "lease", "fence", "stop")
+NOT_COPIED = ("checkpoints", "script-checkpoints", "lease", "fence", "stop")
 """What others write to the store, in its own way."""
 
 Version = tuple[int, int]

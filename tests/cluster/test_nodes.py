@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -13,14 +14,22 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from helpers.machines.disks import require_mounts
 from helpers.machines.nodes import node_with_its_own
+from helpers.machines.queue_entries import entry
 from helpers.machines.unfit import other_torch
+from helpers.ranks.script_runs import SCRIPTS
 from helpers.records.runs import events_below, last_step, wait_for, wait_for_step
+from orchestrator import stop
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
 from orchestrator.compat.ray.process import without_services
+from orchestrator.config.redact import Redactor
+from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.queue.queue_place import QueuePlace
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (
@@ -123,6 +132,40 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[...,
     assert len(run.events("worker_lost")) == 1
     assert run.sizes() == [(2, 1, None), (1, 2, "growing")]
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
+
+
+def test_a_script_restarts_with_fewer_and_more_ranks_and_after_a_more_urgent_run(
+    cluster: Cluster, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    words = ("strategy=script", f"job.script={SCRIPTS / 'counting.py'}", "strategy.num_workers=[1,2]", "name=counting")
+    more = ("tracking=none", "recovery.max_failures=3", f"cluster.address={cluster.address}")
+    run = Run(launch(*words, *more, RAY_AUTH_MODE="disabled"), tmp_path)
+
+    def starts() -> list[tuple[str, ...]]:
+        """Of each start of the script its ranks, the step from which they continue, and the attempt."""
+        logs = "".join(log.read_text() for log in tmp_path.glob("outputs/*/*/logs/rank-0.log"))
+        return re.findall(r"(\d) ranks from step (\d+), attempt (\d)", logs)
+
+    run.wait_for(lambda: len(starts()) == 1)
+    cluster.remove_node(node, allow_graceful=False)
+    run.wait_for(lambda: len(starts()) == 2)
+    cluster.add_node(num_cpus=1)
+    run.wait_for(lambda: len(starts()) == 3)
+    ray.init(address=cluster.address)
+    urgent = entry("urgent", priority=1, workers=2)
+    with QueuePlace(urgent, EventStream([], Redactor()), StopSignals(), timeout_s=None, unfit_timeout_s=None) as place:
+        run.wait_for(lambda: run.events("yielded"))
+        place.wait_for_turn(lambda: None)
+    ray.shutdown()
+    run.wait_for(lambda: len(starts()) == 4)
+    (record,) = tmp_path.glob("outputs/*/*/run.json")
+    assert stop.main([str(record.parent)]) == 0
+    run.output(code=143)
+    assert [(ranks, attempt) for ranks, _, attempt in starts()] == [("2", "0"), ("1", "1"), ("2", "1"), ("2", "1")]
+    begun = [int(step) for _, step, _ in starts()]
+    assert begun == sorted(set(begun)), "each start continues from what was saved"
 
 
 @pytest.mark.campaign

@@ -74,4 +74,4 @@ def _is_busy_worker(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return any(title in command for title in ("/worker-", "ray::Worker", "ray::rank-"))
+    return any(title in command for title in ("/worker-", "ray::Worker", "ray::ScriptWorker", "ray::rank-"))

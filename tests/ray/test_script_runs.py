@@ -20,6 +20,7 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
         f"job.script={SCRIPTS / 'reporting.py'}",
         "strategy.num_workers=2",
         "recovery.max_failures=1",
+        "tracking.request_timeout_s=60",
         tracking="default",
     )
     assert (result.status, result.exit_code, result.summary["restarts"]) == ("FINISHED", 0, 1)

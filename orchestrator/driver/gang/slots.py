@@ -46,6 +46,7 @@ class Slots:
         self.resources: dict[str, float] = {"CPU": plan.cpus_per_worker}
         if plan.gpus_per_worker:
             self.resources["GPU"] = plan.gpus_per_worker
+        self._strategy = plan.strategy
         self._code = code
         self._start_timeout_s = start_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -128,7 +129,7 @@ class Slots:
         self._started += 1
         group, bundle = self._bundles[slot]
         actor = (
-            remote_worker()
+            remote_worker(self._strategy)
             .options(
                 name=name,
                 num_cpus=self.resources["CPU"],

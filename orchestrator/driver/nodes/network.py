@@ -15,8 +15,8 @@ from orchestrator.driver.process.calls import all_answers
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_health import AllReduce, ClockOffset
 from orchestrator.worker.control.network_probe import LARGE_BYTES, NetworkProbe
-from orchestrator.worker.control.rendezvous import LOOPBACK
 from orchestrator.worker.process import node_facts
+from orchestrator.worker.process.interfaces import LOOPBACK
 
 MOST_NODES = 8
 """Nodes that take part in the all-reduce."""

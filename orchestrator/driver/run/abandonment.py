@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from orchestrator.driver.gang.gang import Gang
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
 
 MARK_TIMEOUT_S = 3.0
 
@@ -36,9 +36,11 @@ def abandon(
         check: runs while ranks are waited for, and may raise.
     """
     if not aborts:
-        gang.tell(Worker.abandon, generation, unreachable, ranks=training)
+        gang.tell(BaseWorker.abandon, generation, unreachable, ranks=training)
         return
-    marked = gang.poll(Worker.abandon, generation, unreachable, ranks=training, timeout_s=MARK_TIMEOUT_S, check=check)
+    marked = gang.poll(
+        BaseWorker.abandon, generation, unreachable, ranks=training, timeout_s=MARK_TIMEOUT_S, check=check
+    )
     for rank in set(training) - marked.keys():
         gang.kill(rank)
-    gang.tell(Worker.abort, generation, ranks={*marked, *failed})
+    gang.tell(BaseWorker.abort, generation, ranks={*marked, *failed})

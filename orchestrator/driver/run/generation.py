@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ray
 import ray.exceptions
 
+from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
@@ -31,7 +33,9 @@ from orchestrator.protocol.events import Event, GenerationStarted
 from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, Place
 from orchestrator.records.rank_log import crash_report
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
+from orchestrator.worker.control import rendezvous
+from orchestrator.worker.process.interfaces import LOOPBACK
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
@@ -102,6 +106,7 @@ class Generation:
         self._stop = context.stop
         self._lease = context.lease
         self._events = context.events
+        self._store: Any = None  # of a script: has to live as long as the generation
         self._pending: dict[Any, Member] = {}  # by the reference to its outcome
         self._next_round = 0.0  # when the next heartbeats are due
         self._oom_kills = kernel_oom_kills()
@@ -229,13 +234,22 @@ class Generation:
         return cannot_leave_nccl(phases, lost=rank)
 
     def _open_store(self) -> tuple[str, int] | None:
-        """Let rank 0 open the store of the group; returns its host and port, or None if rank 0 has failed."""
+        """Open the store of the group on the node of rank 0: in this process for a script, whose workers have no torch.
+
+        Returns:
+            Its host and port; None if rank 0 has failed.
+        """
         timeout_s = self._config.cluster.rendezvous_timeout_s
         members = self._gang.members
         on_one_node = len({m.info.node_id for m in members}) == 1
+        if self._telemetry.runs_script and members[0].info.node_id == ray.get_runtime_context().get_node_id():
+            host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
+            with native_warnings_dropped():  # torch warns of an address without a name
+                self._store = rendezvous.open_store(host, timeout_s=timeout_s)
+            return host, self._store.port
         try:
             store: tuple[str, int] = self._gang.ask_one(
-                0, Worker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
+                0, BaseWorker.open_store, timeout_s, on_one_node, timeout_s=timeout_s, check=self._lease.check
             )
         except NoAnswerError:
             self._record_as_idle(besides=0)

@@ -30,7 +30,7 @@ from orchestrator.policy.outcomes import Outcomes
 from orchestrator.protocol.messages import Failure, Heartbeat, Phase, Stacks, WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
 
 STACKS_TIMEOUT_S = 2.0
 
@@ -168,7 +168,7 @@ class Health:
         answering = [
             rank for rank in range(self._plan.world_size) if now - self._heard_at.get(rank, now) < STACKS_TIMEOUT_S
         ]
-        answers = self._gang.poll(Worker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
+        answers = self._gang.poll(BaseWorker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
         stacks = cast("dict[int, Stacks]", answers)
         rank, why = culprit(
             hanging,

@@ -9,7 +9,7 @@ from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.protocol.events import EndReason, PauseReason, StopRequested
 from orchestrator.protocol.messages import Heartbeat
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
 
 
 class Pause:
@@ -84,13 +84,15 @@ class Pause:
         """
         everyone = range(self._plan.world_size)
         timeout_s = self._answer_timeout_s
-        begun = self._gang.poll(Worker.hold, self._generation, ranks=everyone, timeout_s=timeout_s, check=self._check)
+        begun = self._gang.poll(
+            BaseWorker.hold, self._generation, ranks=everyone, timeout_s=timeout_s, check=self._check
+        )
         self._awaited = set(everyone) - begun.keys()
         if self._awaited:
             names = self._names(self._awaited)
             self._events.warn(f"{names} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
             return False
-        self._gang.tell(Worker.finish_step, self._generation, max(begun.values()), save, ranks=everyone)
+        self._gang.tell(BaseWorker.finish_step, self._generation, max(begun.values()), save, ranks=everyone)
         return True
 
     def _begin(self, reason: PauseReason, *, save: bool) -> None:
@@ -102,7 +104,7 @@ class Pause:
         if self._finish_step(save=save):
             self.reason, self.began = reason, began
         else:
-            self._gang.tell(Worker.open_gate, self._generation, ranks=range(self._plan.world_size))
+            self._gang.tell(BaseWorker.open_gate, self._generation, ranks=range(self._plan.world_size))
 
     def _names(self, ranks: set[int]) -> str:
         return " and ".join(self._plan.display_name(rank) for rank in sorted(ranks))

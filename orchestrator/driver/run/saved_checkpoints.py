@@ -14,7 +14,7 @@ from orchestrator.state.checkpoint import path_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.storage.remote import StorageError
-from orchestrator.worker.actor import Worker
+from orchestrator.worker.base_actor import BaseWorker
 
 POLL_S = 2.0
 """Ask this often whether a worker still writes its last checkpoint."""
@@ -88,7 +88,7 @@ class SavedCheckpoints:
         writing: Mapping[int, PendingCheckpoint] = {}
         progressed_at = time.monotonic()
         while ranks:
-            answers = gang.poll(Worker.finish, POLL_S, ranks=ranks, timeout_s=POLL_S + grace_s)
+            answers = gang.poll(BaseWorker.finish, POLL_S, ranks=ranks, timeout_s=POLL_S + grace_s)
             before, writing = writing, {rank: pending for rank, pending in answers.items() if pending is not None}
             ranks = writing.keys()
             key, limit_s = "recovery.hang_max_s", config.recovery.hang_max_s

@@ -1,4 +1,4 @@
-"""The job of ``strategy=script``: which script to run, with which arguments."""
+"""The configuration of ``strategy=script``, and its job: which script runs, with which arguments. Without torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.user_code.errors import JobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig(StrategyConfig):
+    """The keys of ``script``."""
+
+    name: Literal["script"]
+
+    elastic: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

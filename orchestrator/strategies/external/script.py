@@ -5,24 +5,14 @@ The training is the script's own: ``worker/script/`` starts it in a process of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.external.job import Script
+from orchestrator.strategies.external.job import Script, ScriptConfig
 from orchestrator.strategies.registry import register
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptConfig(StrategyConfig):
-    """The keys of ``script``."""
-
-    name: Literal["script"]
-
-    elastic: ClassVar[bool] = True
 
 
 @register("script")

@@ -20,8 +20,6 @@ from orchestrator.worker.control.control import PeersMissingError, StepGate
 from orchestrator.worker.process import interfaces
 from orchestrator.worker.process.nccl_variables import nccl_variables
 
-LOOPBACK = "127.0.0.1"
-"""The address of a store whose ranks are all on one node."""
 _JOINED, _BUILT = "joined", "built"
 POLL_S = 0.5
 """The interval at which a waiting rank checks whether to give up."""
@@ -109,7 +107,7 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
         os.environ |= nccl_variables(os.environ, recovers=assignment.config.recovery.max_failures > 0)
         guard_gpus()
     GATE.open()
-    choose_interfaces(assignment, node_ip=node_ip)
+    interfaces.choose_for(assignment, node_ip=node_ip)
     try:
         with without_name_servers():
             dist.init_process_group(
@@ -126,15 +124,6 @@ def connect(assignment: Assignment, store: dist.TCPStore, *, node_ip: str, devic
     if assignment.backend == "nccl":
         assert dist.group.WORLD is not None
         nccl_backend(dist.group.WORLD)  # an unknown one is refused before it would have to be aborted
-
-
-def choose_interfaces(assignment: Assignment, *, node_ip: str) -> None:
-    """Let gloo stay on the loopback interface if all workers are on one node, but not NCCL, which keeps its choice.
-
-    ``node_ip``: the address by which Ray knows this node.
-    """
-    gloo = LOOPBACK if assignment.store_host == LOOPBACK else node_ip
-    interfaces.choose(gloo, nccl=node_ip if assignment.backend == "nccl" else None)
 
 
 def leave() -> None:

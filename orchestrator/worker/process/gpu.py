@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+
+from orchestrator.protocol.messages import WorkerInfo
+
+
+def with_gpus(info: WorkerInfo, ids: Sequence[str]) -> WorkerInfo:
+    """Add what torch finds on the GPUs of this process, at least one; ``ids``: as for :func:`gpu_error`."""
+    if (error := gpu_error(ids)) is not None:
+        return replace(info, gpu_error=error)
+    return replace(
+        info,
+        gpu_index=int(ids[0]) if ids[0].isdigit() else None,
+        gpu_uuid=str(torch.cuda.get_device_properties(0).uuid),
+        has_bf16=has_bf16(len(ids)),
+    )
 
 
 def gpu_error(ids: Sequence[str]) -> str | None:

@@ -6,10 +6,23 @@ import os
 
 import psutil
 
+from orchestrator.protocol.messages import Assignment
+
+LOOPBACK = "127.0.0.1"
+"""The address of a store whose ranks are all on one node."""
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 _chosen: dict[str, str] = {}
 """What :func:`choose` has set in this process. Another value is the user's."""
+
+
+def choose_for(assignment: Assignment, *, node_ip: str) -> None:
+    """Let gloo stay on the loopback interface if all workers are on one node, but not NCCL, which keeps its choice.
+
+    ``node_ip``: the address by which Ray knows this node.
+    """
+    gloo = LOOPBACK if assignment.store_host == LOOPBACK else node_ip
+    choose(gloo, nccl=node_ip if assignment.backend == "nccl" else None)
 
 
 def choose(gloo: str, *, nccl: str | None) -> None:

@@ -10,12 +10,13 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from orchestrator.protocol.events import FirstStepDone, StepsKnown
+from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
 from orchestrator.protocol.messages import Assignment, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
@@ -25,6 +26,7 @@ from orchestrator.worker.script.environment import installed_packages, script_en
 from orchestrator.worker.script.failure import script_failure
 from orchestrator.worker.script.process import ScriptProcess
 from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
+from orchestrator.worker.script.stored import StoredCheckpoints
 
 POLL_S = 0.1
 WORK_CHECKS = 10
@@ -33,7 +35,7 @@ ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
-STACKS_S = 1.0
+STACKS_S = 1.5
 """How long a script may take to write its stacks, before it is ended."""
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 200
@@ -58,6 +60,7 @@ class ScriptRun:
         self._selector = selectors.DefaultSelector()
         self._process: ScriptProcess | None = None
         self._ended_by_us = False
+        self._over = threading.Event()
 
     @property
     def step(self) -> int:
@@ -75,9 +78,11 @@ class ScriptRun:
             OSError: the script cannot be started.
         """
         generation = self._assignment.generation
-        self._outbox.enter(0, "train")
         with contextlib.ExitStack() as at_end, ReportSocket() as reports:
+            at_end.enter_context(self._stored_checkpoints())
+            self._outbox.enter(0, "train")
             at_end.callback(self._selector.close)
+            at_end.callback(self._over.set)
             environment = script_environment(
                 os.environ,
                 self._assignment,
@@ -117,6 +122,33 @@ class ScriptRun:
             )
             return Outcome(status="failed", step=self.step, failure=failure)
 
+    @contextlib.contextmanager
+    def _stored_checkpoints(self) -> Iterator[None]:
+        """If the run is on a store, bring the checkpoints of the script from there, and upload them until its end.
+
+        Raises:
+            StorageError: the store cannot be used; afterwards, this is only a warning.
+        """
+        if self._run_dir.remote is None:
+            yield
+            return
+        config = self._assignment.config
+        stored = StoredCheckpoints(self._run_dir, timeout_s=config.recovery.build_max_s)
+        self._outbox.enter(0, "build")
+        stored.fetch(self._outbox.progress)
+        ended = threading.Event()
+        every_s = config.storage.upload_every_s
+        threading.Thread(target=_upload_until, args=(ended, stored, every_s), name="upload", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            try:
+                stored.upload()
+            except OSError as e:
+                where = self._run_dir.script_checkpoints
+                self._outbox.put_event(Warned(message=f"the script's checkpoints in {where} are not uploaded: {e}"))
+
     def stacks(self) -> Stacks:
         """End the script, which writes what its Python threads do; of any other program, nothing is known.
 
@@ -125,8 +157,8 @@ class ScriptRun:
         if self._process is not None:
             self._ended_by_us = True
             self._process.abort()
-            time.sleep(STACKS_S)
-            self._process.send(signal.SIGKILL)
+            if not self._over.wait(STACKS_S):
+                self._process.send(signal.SIGKILL)
         text = "\n".join(self._tail)
         innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
         return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
@@ -212,3 +244,9 @@ class ScriptRun:
                 self._outbox.progress()
         if self._reports.steps != steps and self._assignment.global_rank == 0:
             self._outbox.put_event(StepsKnown(steps=self._reports.steps))
+
+
+def _upload_until(ended: threading.Event, stored: StoredCheckpoints, every_s: float) -> None:
+    while not ended.wait(every_s):
+        with contextlib.suppress(OSError):  # tried again
+            stored.upload()

@@ -16,13 +16,12 @@ from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.metrics import (
-    CpuMeter,
     NonFiniteError,
     StepTimer,
     Window,
     peak_memory_mb,
-    system_metrics,
 )
+from orchestrator.worker.measure.node_meter import CpuMeter, system_metrics
 
 NAN = float("nan")
 

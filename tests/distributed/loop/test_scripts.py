@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
-from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import Outcome
+from orchestrator.storage.remote import Remote
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 PUBLIC = {
     "accelerate_loop.py": ("accelerate", "2 processes: 4 batches each, 2 losses"),
@@ -26,7 +26,7 @@ PUBLIC = {
 
 def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
-    done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     with running("torch_ddp.py", tmp_path, args="--lr 0.1") as ranks:
         assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
@@ -36,14 +36,23 @@ def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["trainer.py", *in_campaign("accelerate_loop.py", "lightning_fit.py")])
+@pytest.mark.parametrize("script", PUBLIC)
 def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path) -> None:
     library, line = PUBLIC[script]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     with running(script, tmp_path) as ranks:
-        assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
+        ended = outcomes(ranks)
+        assert [(ended[rank].status, ended[rank].failure) for rank in (0, 1)] == [("done", None)] * 2
         ranks[0].heartbeats(line, timeout_s=1)
+
+
+def test_a_restart_on_another_node_has_what_the_script_saved(tmp_path: Path) -> None:
+    store = Remote(f"file://{tmp_path}/store", timeout_s=30)
+    for attempts, node in enumerate(("first", "second")):
+        with running("saving.py", tmp_path / node, world_size=1, remote=store) as ranks:
+            assert outcomes(ranks)[0].status == "done"
+            ranks[0].heartbeats(f"after {attempts} attempts", timeout_s=1)
 
 
 def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:

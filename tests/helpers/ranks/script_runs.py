@@ -14,6 +14,7 @@ from helpers.conformance.cases import CLUSTER
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, Place, WorkerEnvironment
+from orchestrator.storage.remote import Remote
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.control.rendezvous import open_store
@@ -23,7 +24,13 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def assignment(
-    run_dir: Path, *, store_port: int = 1, world_size: int = 2, rank: int = 0, places: tuple[Place, ...] = ()
+    run_dir: Path,
+    *,
+    store_port: int = 1,
+    world_size: int = 2,
+    rank: int = 0,
+    places: tuple[Place, ...] = (),
+    remote: Remote | None = None,
 ) -> Assignment:
     """What the driver gives to the workers of a script, on this machine."""
     words = ("strategy=script", "job.script=x.py", f"strategy.num_workers={world_size}", "tracking=none")
@@ -35,6 +42,7 @@ def assignment(
         store_port=store_port,
         backend="gloo",
         run_dir=str(run_dir),
+        remote=remote,
         run_uid="uid",
         environment=WorkerEnvironment(working_dir=None, import_paths=(), config=config),
         plan=plan_of(LAPTOP, *words, embedded=True),
@@ -64,7 +72,9 @@ class Rank:
 
 
 @contextmanager
-def running(script: str, run_dir: Path, *, args: str = "", world_size: int = 2) -> Iterator[list[Rank]]:
+def running(
+    script: str, run_dir: Path, *, args: str = "", world_size: int = 2, remote: Remote | None = None
+) -> Iterator[list[Rank]]:
     """Run a script of ``helpers/scripts`` on some ranks; those that still run at the end of the block are ended."""
     store = open_store("127.0.0.1", timeout_s=30)
     job = Script(script=str(SCRIPTS / script), args=args)
@@ -73,7 +83,7 @@ def running(script: str, run_dir: Path, *, args: str = "", world_size: int = 2) 
     with ThreadPoolExecutor(world_size) as pool:
         for rank in range(world_size):
             gate, outbox = StepGate(timeout_s=CLUSTER.heartbeat_timeout_s), Outbox(Redactor())
-            orders = assignment(run_dir, store_port=store.port, world_size=world_size, rank=rank)
+            orders = assignment(run_dir, store_port=store.port, world_size=world_size, rank=rank, remote=remote)
             run = ScriptRun(orders, job, gate=gate, outbox=outbox)
             ranks.append(Rank(run, gate, outbox, pool.submit(run.run, {})))
         try:
@@ -84,7 +94,7 @@ def running(script: str, run_dir: Path, *, args: str = "", world_size: int = 2) 
     del store
 
 
-def outcomes(ranks: list[Rank], timeout_s: float = 90) -> Mapping[int, Outcome]:
+def outcomes(ranks: list[Rank], timeout_s: float = 240) -> Mapping[int, Outcome]:
     """Return how each rank has ended; a failed one ends the others, as the driver lets it."""
     ended: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_s

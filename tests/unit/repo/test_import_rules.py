@@ -70,7 +70,7 @@ RULES = {
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "
-                       "worker.control worker driver.process driver.code driver.reporting driver.nodes "
+                       "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
                        "driver.queue driver.gang",                                             "ray"),
     "driver.auto":    ("job config planning timeline records compat state model tuning strategies policy display "
                        "driver.process driver.preflight",                                      "torch"),
@@ -91,7 +91,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.tensorboard"},
     ("exporting", "mlflow"): {"exporting.loader"},
-    ("worker", "ray"): {"worker.actor"},
+    ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
         "compat.ray.internals",
         "compat.ray.process",
@@ -262,6 +262,7 @@ def loads(module: str) -> set[str]:
         ("orchestrator.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
+        ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),
         ("jobs.digits", {"torch"}, "a job is plain torch"),
         ("jobs.gpt", {"torch"}, "a job is plain torch"),

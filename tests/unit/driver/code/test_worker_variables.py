@@ -16,7 +16,6 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_variables import worker_variables
 from orchestrator.protocol.messages import Variables
 from orchestrator.strategies import registry
-from orchestrator.worker.control import rendezvous
 from orchestrator.worker.process import interfaces
 from orchestrator.worker.process.nccl_variables import nccl_variables
 
@@ -159,9 +158,9 @@ def test_nccl_gets_no_loopback_interface_that_a_later_generation_could_not_leave
     ip, name = next(iter(outside.items()))
     for backend, expected in (("gloo", None), ("nccl", f"={name}")):
         orders = assignment(rank=0, world_size=2, generation=1, store_port=0, run_dir="", backend=backend)  # type: ignore[arg-type]
-        rendezvous.choose_interfaces(orders, node_ip=ip)
+        interfaces.choose_for(orders, node_ip=ip)
         assert (environment.get(interfaces.GLOO), environment.get(interfaces.NCCL)) == ("lo", expected)
-    rendezvous.choose_interfaces(replace(orders, store_host=ip), node_ip=ip)
+    interfaces.choose_for(replace(orders, store_host=ip), node_ip=ip)
     assert environment[interfaces.GLOO] == name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -76,3 +77,13 @@ def test_only_rank_0_logs_to_the_run_on_the_tracking_server(tmp_path: Path) -> N
     }
     for other in (environment(orders, 1), environment(replace(orders, tracked_as=None), 0)):
         assert not any(name.startswith("MLFLOW") for name in other)
+
+
+def test_the_worker_reads_its_orders_without_torch(tmp_path: Path) -> None:
+    program = """
+import sys
+from orchestrator.worker.script_actor import Assignment
+Assignment.unpacked(sys.stdin.buffer.read(), global_rank=0)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], input=assignment(tmp_path).packed(), check=True, timeout=60)

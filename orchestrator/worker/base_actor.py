@@ -1,0 +1,276 @@
+"""What the actor of every worker does: it answers the driver, and runs its part of one generation after another.
+
+Imports no torch, which takes seconds of CPU time: see ``script_actor.py``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+import ray
+
+from orchestrator.compat.ray.process import keep_process_title
+from orchestrator.config.callback_loader import load_callbacks
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.redact import RedactingStream, Redactor
+from orchestrator.job import Job
+from orchestrator.protocol.messages import (
+    SHOW_ALL_GPUS,
+    Assignment,
+    Heartbeat,
+    Outcome,
+    PendingCheckpoint,
+    Stacks,
+    Variables,
+    WorkerEnvironment,
+    WorkerInfo,
+)
+from orchestrator.records import staged
+from orchestrator.records.run_dir import RunDir
+from orchestrator.user_code.callbacks import Callback
+from orchestrator.user_code.exits import exits_refused, readable
+from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.spool import Spool
+from orchestrator.worker.measure.gpu_meter import GpuMeter
+from orchestrator.worker.measure.node_meter import CpuMeter, system_metrics
+from orchestrator.worker.process import connections, packages
+from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process.output import Output
+from orchestrator.worker.process.preemption import TerminationNotice
+from orchestrator.worker.process.shared_directory import check_shared
+from orchestrator.worker.process.stacks import all_stacks, is_waiting
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+SHARED_TIMEOUT_S = 10.0
+"""How long the run directory may take to appear on a node."""
+
+
+class BaseWorker(abc.ABC):
+    """A process that owns one GPU, or a share of the CPUs.
+
+    Methods in the concurrency group ``control`` answer while :meth:`train` runs.
+
+    Args:
+        label: how Ray names the actor.
+        heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it, and with NCCL a rank that
+            has failed for the driver's word.
+        variables: the environment variables to set, before CUDA, NCCL and the job read them.
+        requirements: what pip installs first, unless this node has it.
+        install_timeout_s: how long that may take.
+
+    Raises:
+        InstallError: pip has failed.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        heartbeat_timeout_s: float,
+        variables: Variables,
+        requirements: Sequence[str],
+        install_timeout_s: float,
+    ):
+        os.environ.update({**variables.defaults, **os.environ, **variables.values})
+        self.label = label  # which Ray reads if the following fails
+        packages.use(requirements, timeout_s=install_timeout_s)
+        self.redactor = Redactor.of_process()
+        self.output = Output(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
+        self.outbox = Outbox(self.redactor)
+        self.gate = StepGate(timeout_s=heartbeat_timeout_s)
+        self.cpu = CpuMeter()
+        self.gpus = GpuMeter()
+        self.notice = TerminationNotice()
+        self.own_store: TCPStore | None = None
+        self.job: Job | None = None
+        self.callbacks: Sequence[Callback] = ()
+        self.log: Path | None = None
+        self.training_thread: int | None = None
+
+    def __repr__(self) -> str:
+        return self.label
+
+    @ray.method(concurrency_group="control")
+    def worker_info(self) -> WorkerInfo:
+        """Return on which node and GPU this worker runs."""
+        return _worker_info()
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, timeout_s: float, on_one_node: bool) -> tuple[str, int]:
+        """Open the store of a generation in this process. Return its host and port.
+
+        ``on_one_node``: no rank is on another node.
+        """
+        from orchestrator.worker.control import rendezvous  # with torch
+
+        host = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
+        self.own_store = rendezvous.open_store(host, timeout_s=timeout_s)
+        return host, self.own_store.port
+
+    @ray.method(concurrency_group="control", enable_task_events=False)
+    def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
+        """Return the progress since the last heartbeat, and if asked for, the system metrics of the node.
+
+        Ray keeps no record of these calls, which would displace the records of all others.
+        """
+        system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
+        waiting = is_waiting(self.training_thread)
+        return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
+
+    @ray.method(concurrency_group="control")
+    def hold(self, generation: int) -> int:
+        """See :meth:`StepGate.hold`."""
+        return self.gate.hold(generation)
+
+    @ray.method(concurrency_group="control")
+    def finish_step(self, generation: int, step: int, save: bool) -> None:
+        """See :meth:`StepGate.finish_step`."""
+        self.gate.finish_step(generation, step, save)
+
+    @ray.method(concurrency_group="control")
+    def open_gate(self, generation: int) -> None:
+        """See :meth:`StepGate.open`."""
+        self.gate.open(generation)
+
+    @ray.method(concurrency_group="control")
+    def abandon(self, generation: int, unreachable: tuple[str, ...]) -> None:
+        """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
+        self.gate.abandon(generation)
+        if unreachable:
+            connections.shut_down(unreachable)
+
+    @ray.method(concurrency_group="control")  # noqa: B027 - not abstract, because a process may have no groups
+    def abort(self, generation: int) -> None:
+        """Abort what waits in the process groups of ``generation``, which all ranks know to have ended."""
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> Stacks:
+        """Return what the threads of this process are doing."""
+        return all_stacks(self.training_thread, flight=None)
+
+    @ray.method(concurrency_group="control")
+    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+        """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
+        return None
+
+    def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
+        """Load everything that does not depend on the rank, so that a spare can replace a worker without delay.
+
+        Never raises. :meth:`train` tries again, and reports the failure if it persists.
+        """
+        try:
+            self._set_up(environment)
+        except BaseException:
+            print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
+        return _worker_info()
+
+    def train(self, packed: bytes, global_rank: int) -> Outcome:
+        """Train one rank's part of a generation. The outcome reports a failure, before anything is released.
+
+        The process keeps its state, with which the next generation continues.
+
+        Args:
+            packed: the assignment, packed, which is the same for all workers but for their ranks.
+            global_rank: the rank of this worker.
+
+        Raises:
+            Exception: the assignment cannot be read, because this node has another version of a class in it.
+        """
+        assignment = Assignment.unpacked(packed, global_rank=global_rank)
+        self.outbox.begin_generation()
+        self.training_thread = threading.get_ident()
+        startup: dict[str, float] = {}
+        clean = False
+        try:
+            with exits_refused():
+                outcome = self._run(assignment, self._begin(assignment, startup), startup)
+            clean = True
+        except BaseException as e:
+            outcome = self._failed(readable(e), assignment)
+        finally:
+            self._leave(clean=clean)
+        return replace(outcome, last_heartbeat=self.outbox.collect_last())
+
+    @abc.abstractmethod
+    def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
+        """Train in a generation; ``startup``: the duration of each part of the start, in seconds."""
+
+    @abc.abstractmethod
+    def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
+        """Return the outcome of a generation that ``error`` has ended, which is being handled."""
+
+    def _leave(self, *, clean: bool) -> None:  # noqa: B027 - not abstract, because there may be nothing to release
+        """Release what belongs to a generation; ``clean``: whether it has ended in order on this rank."""
+
+    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> Job:
+        """Prepare this process for a generation; returns the job."""
+        keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
+        self._open_run_dir(assignment)
+        if self.job is None:
+            began = time.perf_counter()
+            self._set_up(assignment.environment)
+            startup["job_s"] = time.perf_counter() - began
+        assert self.job is not None
+        return self.job
+
+    def _open_run_dir(self, assignment: Assignment) -> None:
+        """Find or create the run directory, and write this rank's output there."""
+        run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
+        if run_dir.remote is None:
+            check_shared(
+                run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
+            )
+        else:
+            staged.enter(run_dir)
+        if (log := run_dir.log_file(assignment.global_rank)) != self.log:
+            self.output.redirect(log)
+            self.log = log
+            with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
+                node_id = ray.get_runtime_context().get_node_id()
+                self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
+
+    def _set_up(self, environment: WorkerEnvironment) -> None:
+        """Set up what lasts as long as the process, and load the job and the callbacks."""
+        self.redactor.learn(environment.config)
+        if environment.working_dir is not None and Path(environment.working_dir).is_dir():
+            os.chdir(environment.working_dir)
+        sys.path.extend(p for p in environment.import_paths if p not in sys.path)
+        errors: list[str] = []
+        # The pickle refers to modules that the working directory and the paths above make importable.
+        given = None if environment.pickled_job is None else ray.cloudpickle.loads(environment.pickled_job)
+        if given is not None:
+            self.redactor.learn(given)
+        job = given if given is not None else load_job(environment.config.job, errors, self.redactor)
+        self.callbacks = load_callbacks(environment.config.callbacks, errors, self.redactor)
+        if job is None or errors:
+            raise ValueError("\n".join(errors))
+        self.job = job
+
+
+def _worker_info() -> WorkerInfo:
+    context = ray.get_runtime_context()
+    info = WorkerInfo(
+        node_id=context.get_node_id(),
+        node_ip=ray.util.get_node_ip_address(),
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        sees_all_gpus=os.environ.get(SHOW_ALL_GPUS, "").lower() in ("1", "true"),
+    )
+    if not (gpus := context.get_accelerator_ids().get("GPU", [])):
+        return info
+    from orchestrator.worker.process.gpu import with_gpus
+
+    return with_gpus(info, gpus)
