@@ -22,6 +22,7 @@ from orchestrator.user_code.exits import error_text
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.process import interfaces
 from orchestrator.worker.process.shared_directory import NotSharedError
+from orchestrator.worker.process.stacks import all_stacks
 from orchestrator.worker.script.run import ScriptRun
 
 _EXPLAINED = (JobError, NotSharedError)
@@ -38,7 +39,7 @@ class ScriptWorker(BaseWorker):
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
         """Return what the threads of the script are doing, which this ends; before its start, those of this process."""
-        return super().stacks() if self.script is None else self.script.stacks()
+        return all_stacks(self.training_thread, flight=None) if self.script is None else self.script.stacks()
 
     def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
         """Run the script of the user, whose ranks form their process group themselves."""

@@ -39,7 +39,8 @@ class StoredCheckpoints:
         with locked(self._lock, timeout_s=self._timeout_s):
             known = read_json(self._known)
             for name, written_at in self._stored().items():
-                here, equal, stored_at = self._version(name), *known.get(name, (None, None))
+                here = self._version(name)
+                equal, stored_at = known.get(name, (None, None))
                 if here == equal and (here is None or written_at != stored_at):
                     self._there.fetch(name, self._here / name, on_progress=on_progress)
                     known[name] = (self._version(name), written_at)
