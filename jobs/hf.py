@@ -10,57 +10,35 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from jobs.examples import Blocks, Encoder, Examples, Padded, leaves_out_text
+from jobs.examples import Blocks, Encoder, Examples, Padded
+from jobs.hf_checks import check_hugging_face
 from jobs.hugging_face import (
+    AUTO_CLASSES,
+    FIELDS,
     Logits,
     Task,
-    first_sentence,
-    load_on_meta,
     load_tokenizer,
     place,
     quiet,
-    unmatched,
     with_adapters,
 )
-from jobs.predictions import Predictions, function_named
+from jobs.predictions import Predictions
 from jobs.preferences import LogRatios, preference_loss, reward_sums
 from jobs.rows import damaged, open_rows
-from jobs.tokens import IGNORED, TOKEN_SUFFIXES, Source, open_source
+from jobs.tokens import IGNORED, TOKEN_SUFFIXES, open_source
 from orchestrator.job import Job, Split
 
-AUTO_CLASSES: Mapping[Task, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "classification": "AutoModelForSequenceClassification",
-    "dpo": "AutoModelForCausalLM",
-}
-FIELDS: Mapping[Task, tuple[tuple[str, ...], ...]] = {
-    "causal": (("text",), ("prompt", "completion"), ("messages",)),
-    "masked": (("text",),),
-    "seq2seq": (("prompt", "completion"),),
-    "classification": (("text", "label"),),
-    "dpo": (("chosen", "rejected"),),
-}
-"""The fields of an example, of which it has one combination."""
-SHOWN_DAMAGED = 3
-LOOKED_AT = 100
-"""The first examples, which are encoded before training to see if they can be."""
-LOOKED_THROUGH = 2**17
-"""The first examples, which are read before training to see if one is damaged."""
 SHOWN_PROMPTS = 3
 
 
@@ -125,13 +103,13 @@ class HuggingFace(Job):
 
         auto = getattr(transformers, AUTO_CLASSES[self.task])
         if self.model_name_or_path is not None and torch.get_default_device().type != "meta":
-            with quiet() if self._has_files else contextlib.nullcontext():
-                model = auto.from_pretrained(place(self.model_name_or_path), dtype=torch.float32, **self._labels)
+            with quiet() if self.has_files else contextlib.nullcontext():
+                model = auto.from_pretrained(place(self.model_name_or_path), dtype=torch.float32, **self.label_options)
         else:  # from_pretrained refuses to build a model without memory, as checks do
             source = place(self.model_name_or_path or self.config_name)
-            model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self._labels))
+            model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self.label_options))
         if self.peft is not None:
-            model = with_adapters(model, self._peft_config())
+            model = with_adapters(model, self.peft_config())
         if self.task == "dpo":
             return LogRatios(model, has_adapters=self.peft is not None)
         return Logits(model, self.task).train()  # from_pretrained returns a model in eval mode
@@ -145,9 +123,9 @@ class HuggingFace(Job):
         return {"train_file": paths[0], "validation_file": paths[0]}
 
     def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
-        train = self._examples("train_file")
+        train = self.examples("train_file")
         if self.validation_file is not None:
-            return train if split == "train" else self._examples("validation_file")
+            return train if split == "train" else self.examples("validation_file")
         held_out = len(train) * self.validation_split_percentage // 100
         kept = len(train) - held_out
         if split == "train":
@@ -156,7 +134,7 @@ class HuggingFace(Job):
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        tokenizer = self._tokenizer()
+        tokenizer = self.tokenizer()
         token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         return Padded(token=token or 0, length=self.block_size if self.pad_to_max_length else None)
 
@@ -202,7 +180,7 @@ class HuggingFace(Job):
 
     @property
     def tokens_per_sample(self) -> int | None:
-        return self.block_size if self._fills_blocks("train_file") else None  # examples are padded
+        return self.block_size if self.fills_blocks("train_file") else None  # examples are padded
 
     @property
     def reports_perplexity(self) -> bool:
@@ -235,7 +213,7 @@ class HuggingFace(Job):
         val: Any = self.dataset("val") if self.draws_samples else None
         if val is None:
             return None
-        tokenizer, texts = self._tokenizer(), []
+        tokenizer, texts = self.tokenizer(), []
         for i in range(min(len(val), SHOWN_PROMPTS)):
             prompt, answer = (tokenizer.decode(t, skip_special_tokens=True) for t in self._answer(model, val[i]))
             texts.append(f"{prompt}\n-> {answer}")
@@ -248,7 +226,7 @@ class HuggingFace(Job):
         if self.task != "seq2seq":
             first = int((labels != IGNORED).int().argmax())
             prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
-        end = self._tokenizer().eos_token_id
+        end = self.tokenizer().eos_token_id
         made = model.model.generate(  # type: ignore[union-attr, operator]
             input_ids=prompt[None].to(device),
             attention_mask=torch.ones_like(prompt)[None].to(device),
@@ -269,154 +247,21 @@ class HuggingFace(Job):
             model = model.merge_and_unload()
         with quiet():
             model.save_pretrained(directory)
-        self._tokenizer().save_pretrained(directory)
+        self.tokenizer().save_pretrained(directory)
 
     def check(self) -> None:
-        try:
-            import transformers  # noqa: F401
-        except ImportError as e:
-            raise ValueError("job=hf: transformers is not installed: pip install 'orchestrator[hf]'") from e
-        if self.model_name_or_path is None and self.config_name is None:
-            raise ValueError("job.model_name_or_path=null: set it, or job.config_name for random weights")
-        if self.model_name_or_path is not None and self.config_name is not None:
-            raise ValueError(f"job.config_name={self.config_name}: job.model_name_or_path is set, too; leave one out")
-        if self.train_file is None:
-            raise ValueError("job.train_file=null: set it to a .jsonl or a text")
-        if not 0 <= self.validation_split_percentage < 100:
-            raise ValueError(f"job.validation_split_percentage={self.validation_split_percentage}: must be in [0, 100)")
-        limits = {"block_size": 2, "warmup_steps": 0, "max_new_tokens": 0, "max_predict_samples": 1, "num_labels": 2}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"job.{name}={getattr(self, name)}: must be at least {least}")
-        if not 0 < self.mlm_probability <= 1:
-            raise ValueError(f"job.mlm_probability={self.mlm_probability:g}: must be in (0, 1]")
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"job.beta={self.beta:g}: must be greater than 0, and finite")
-        self._check_metrics()
-        self._check_rates()
-        self._check_model()
-        for name in ("train_file", "validation_file"):
-            if getattr(self, name) is not None:
-                self._check_examples(name)
-
-    def _check_metrics(self) -> None:
-        if self.compute_metrics is not None:
-            try:
-                function_named(self.compute_metrics)
-            except ValueError as e:
-                raise ValueError(f"job.compute_metrics={self.compute_metrics}: {e}") from e
-            if self.task == "dpo":
-                raise ValueError(
-                    f"job.compute_metrics={self.compute_metrics}: job.task=dpo has rewards in place of predictions, "
-                    "which are logged anyway; set it to null"
-                )
-        if self.predict_with_generate and self.compute_metrics is None:
-            raise ValueError("job.predict_with_generate=true: set job.compute_metrics, which gets the answers")
-        if self.predict_with_generate and not self.draws_samples:
-            raise ValueError(
-                f"job.predict_with_generate=true: job.task={self.task} with job.max_new_tokens={self.max_new_tokens} "
-                "generates nothing; use causal or seq2seq, and a number above 0"
-            )
-
-    def _check_rates(self) -> None:
-        if self.learning_rate <= 0:
-            raise ValueError(f"job.learning_rate={self.learning_rate:g}: must be greater than 0")
-        if self.weight_decay < 0:
-            raise ValueError(f"job.weight_decay={self.weight_decay:g}: must be at least 0")
-        optimizer = self.optimizer([nn.Parameter(torch.zeros(1))])
-        try:
-            schedule = self.scheduler(optimizer, 10)
-            optimizer.step()
-            if not isinstance(schedule, ReduceLROnPlateau):
-                schedule.step()
-        except (TypeError, ValueError) as e:
-            raise ValueError(f"job.lr_scheduler_type={self.lr_scheduler_type}: {first_sentence(e)}") from e
-
-    def _check_model(self) -> None:
-        import transformers
-        from safetensors import SafetensorError
-
-        key = "model_name_or_path" if self.model_name_or_path is not None else "config_name"
-        named = getattr(self, key)
-
-        @contextlib.contextmanager
-        def refusing() -> Iterator[None]:
-            try:
-                yield
-            except (OSError, ValueError, ImportError, SafetensorError) as e:
-                missing = "" if Path(named).expanduser().exists() else "no such directory, and not found on the hub: "
-                raise ValueError(
-                    f"job.{key}={named}: {missing}{first_sentence(e)}; set it to a model for job.task={self.task}"
-                ) from e
-
-        with refusing():
-            saved = transformers.AutoConfig.from_pretrained(place(named))
-        has_head = any("ForSequenceClassification" in name for name in saved.architectures or ())
-        if self._labels and self.model_name_or_path and has_head and saved.num_labels != self.num_labels:
-            raise ValueError(f"job.num_labels={self.num_labels}: {named} has {saved.num_labels}; set it to that")
-        with refusing():
-            config = transformers.AutoConfig.from_pretrained(place(named), **self._labels)
-            model = self._without_memory(config)
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest is not None and self.block_size > longest:
-            raise ValueError(
-                f"job.block_size={self.block_size}: the model has positions for {longest} tokens; lower it"
-            )
-        tokens = len(self._tokenizer())
-        if tokens > config.get_text_config().vocab_size:
-            raise ValueError(
-                f"job.tokenizer_name={self.tokenizer_name or 'null'}: the tokenizer has {tokens} tokens, but the model "
-                f"knows only {config.get_text_config().vocab_size}; set it to the tokenizer of the model"
-            )
-        if self.peft is not None:
-            self._check_peft(model)
-
-    def _without_memory(self, config: Any) -> nn.Module:
-        import transformers
-
-        auto = getattr(transformers, AUTO_CLASSES[self.task])
-        if not self._has_files:
-            with torch.device("meta"):
-                made: nn.Module = auto.from_config(config)
-            return made
-        made, missing = load_on_meta(auto, place(self.model_name_or_path), config)
-        if missing:
-            warnings.warn(
-                f"job.model_name_or_path={self.model_name_or_path}: {len(missing)} weights are not in the files and "
-                f"begin at random: {', '.join(missing)}",
-                stacklevel=1,
-            )
-        return made
+        check_hugging_face(self)
 
     @property
-    def _has_files(self) -> bool:
+    def has_files(self) -> bool:
         """Whether the weights are in a directory, so that a check has told what is in them."""
         return self.model_name_or_path is not None and Path(place(self.model_name_or_path)).exists()
 
     @property
-    def _labels(self) -> Mapping[str, int]:
+    def label_options(self) -> Mapping[str, int]:
         return {"num_labels": self.num_labels} if self.task == "classification" else {}
 
-    def _check_peft(self, model: nn.Module) -> None:
-        try:
-            import peft  # noqa: F401
-        except ImportError as e:
-            raise ValueError(f"job.peft={self.peft}: peft is not installed: pip install peft") from e
-        settings = self._peft_config()
-        names = [name for name, _ in model.named_modules() if name]
-        known = sorted({name.rpartition(".")[2] for name in names} - set(map(str, range(len(names)))))
-        for option in ("target_modules", "modules_to_save"):
-            for target in unmatched(self.peft_options.get(option), names):
-                near = difflib.get_close_matches(target, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-                raise ValueError(f"job.peft_options.{option}={target}: the model has no such module; {hint}")
-        try:
-            with torch.device("meta"):
-                with_adapters(model, settings)
-        except ValueError as e:
-            raise ValueError(f"job.peft_options={dict(self.peft_options)}: {first_sentence(e)}") from e
-
-    def _peft_config(self) -> Any:
+    def peft_config(self) -> Any:
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
 
         known = [kind.value.lower() for kind in PeftType]
@@ -430,92 +275,20 @@ class HuggingFace(Job):
         except (TypeError, ValueError) as e:
             raise ValueError(f"job.peft_options={dict(self.peft_options)}: {e}") from e
 
-    def _check_examples(self, name: str) -> None:
-        key = f"job.{name}={getattr(self, name)}"
-        try:
-            examples = self._examples(name)
-            if isinstance(examples, Examples) and self.damaged == "refuse":
-                self._refuse_damaged(examples)
-            looked_at = [examples[i] for i in range(min(LOOKED_AT, len(examples)))]
-        except OSError as e:
-            raise ValueError(f"{key}: cannot be read ({e.strerror})") from e
-        except ValueError as e:
-            raise ValueError(f"{key}: {e}") from e
-        if isinstance(examples, Blocks):
-            self._check_tokens(key, examples.source)
-        else:
-            self._warn_of_losses(key, examples)
-        if not looked_at:
-            raise ValueError(f"{key}: has no examples, or fewer tokens than job.block_size={self.block_size}")
-        first = 1 if self.task in ("causal", "dpo") else 0  # nothing predicts the first token
-        if self.task != "classification" and not any(
-            bool((e["labels"][..., first:] != IGNORED).any()) for e in looked_at
-        ):
-            raise ValueError(
-                f"{key}: the loss counts no token of the first {len(looked_at)} examples; prompts alone may be longer "
-                f"than job.block_size={self.block_size}"
-            )
-
-    def _refuse_damaged(self, examples: Examples) -> None:
-        if found := damaged(examples.rows, FIELDS[self.task], LOOKED_THROUGH):
-            try:
-                examples[found[0]]
-            except ValueError as e:
-                more = f"{len(found)} such examples" if len(found) > 1 else "it"
-                raise ValueError(f"{e}; job.damaged=skip leaves out {more}") from e
-
-    def _warn_of_losses(self, key: str, examples: Examples) -> None:
-        rows, left_out = examples.rows, examples.left_out
-        if left_out:
-            named = "; ".join(rows.name(i) for i in left_out[:SHOWN_DAMAGED])
-            warnings.warn(f"{key}: {len(left_out)} damaged examples are left out: {named}", stacklevel=1)
-        longer = Encoder(replace(self, block_size=self.block_size + 1), self._tokenizer())
-        whole = Examples(rows, longer, left_out=left_out)
-        looked_at = [whole[i] for i in range(min(LOOKED_AT, len(whole)))]
-        of_first = f"of the first {len(looked_at)} examples"
-        if cut := [e for e in looked_at if max(e["input_ids"].shape[-1:] + e["labels"].shape[-1:]) > self.block_size]:
-            unlearned = sum(
-                bool((e["labels"][..., : self.block_size] == IGNORED).all(dim=-1).any())
-                for e in cut
-                if e["labels"].ndim
-            )
-            warnings.warn(
-                f"{key}: {len(cut)} {of_first} have more than job.block_size={self.block_size} tokens, and are cut"
-                + (f"; nothing of {unlearned} is learned, whose prompts fill it" if unlearned else ""),
-                stacklevel=1,
-            )
-        tokenizer, kept = self._tokenizer(), whole.kept[: len(looked_at)]
-        if shortened := sum(leaves_out_text(tokenizer, rows.row(int(number))) for number in kept):
-            warnings.warn(
-                f"{key}: the chat template leaves out a text of {shortened} {of_first}, such as a system message or a "
-                "chain of thoughts; messages are learned as the template writes them",
-                stacklevel=1,
-            )
-
-    def _check_tokens(self, key: str, source: Source) -> None:
-        known, largest = len(self._tokenizer()), source.largest
-        if largest is None:
-            largest = int(source.tokens.max()) if len(source.tokens) else 0
-        if largest >= known:
-            raise ValueError(
-                f"{key}: holds token {largest}, and the tokenizer has {known}; make the tokens with the tokenizer of "
-                "the model"
-            )
-
-    def _fills_blocks(self, name: str) -> bool:
+    def fills_blocks(self, name: str) -> bool:
         return Path(getattr(self, name)).suffix in TOKEN_SUFFIXES
 
-    def _examples(self, name: str) -> Examples | Blocks:
+    def examples(self, name: str) -> Examples | Blocks:
         path = Path(getattr(self, name)).expanduser()
-        if self._fills_blocks(name):
+        if self.fills_blocks(name):
             if self.task != "causal":
                 raise ValueError(f"tokens are of no use to job.task={self.task}; set it to examples")
             return Blocks(open_source(path, dtype="uint16"), self.block_size)
         rows = open_rows(path)
         left_out = damaged(rows, FIELDS[self.task]) if self.damaged == "skip" else ()
-        return Examples(rows, Encoder(self, self._tokenizer()), left_out=left_out)
+        return Examples(rows, Encoder(self, self.tokenizer()), left_out=left_out)
 
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
         named = self.tokenizer_name or self.model_name_or_path or self.config_name
         try:
             return load_tokenizer(place(named))

@@ -13,6 +13,21 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 Task = Literal["causal", "masked", "seq2seq", "classification", "dpo"]
+AUTO_CLASSES: Mapping[Task, str] = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
+    "dpo": "AutoModelForCausalLM",
+}
+FIELDS: Mapping[Task, tuple[tuple[str, ...], ...]] = {
+    "causal": (("text",), ("prompt", "completion"), ("messages",)),
+    "masked": (("text",),),
+    "seq2seq": (("prompt", "completion"),),
+    "classification": (("text", "label"),),
+    "dpo": (("chosen", "rejected"),),
+}
+"""The fields of an example, of which it has one combination."""
 
 
 def load_on_meta(auto: Any, directory: str, config: Any) -> tuple[nn.Module, Sequence[str]]:

@@ -101,7 +101,7 @@ def test_the_loss_counts_answers_and_no_padding(folder: Path) -> None:
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(losses[2], losses[0])
     chat: Any = HuggingFace(**fields(folder, data="chat.jsonl")).dataset("train")
-    assert job._tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
+    assert job.tokenizer().decode(chat[0]["labels"][chat[0]["labels"] != IGNORED]) == "2"
 
 
 WORDS = "<end> [UNK] <system> <user> <assistant> <think> </think> <bos> be brief what is two plus the four sure why"
@@ -236,7 +236,7 @@ def test_damaged_lines_are_counted_and_left_out(folder: Path, tmp_path: Path) ->
     with pytest.warns(UserWarning, match="3 damaged examples are left out: .*line 2; .*line 3; .*line 5"):
         job.check()
     train: Any = job.dataset("train")
-    assert [int(e["input_ids"][0]) for e in train] == [job._tokenizer()(t)["input_ids"][0] for t in "13"]
+    assert [int(e["input_ids"][0]) for e in train] == [job.tokenizer()(t)["input_ids"][0] for t in "13"]
 
 
 def test_a_damaged_line_that_comes_late_and_examples_that_are_cut_are_told_of_before_training(
@@ -256,7 +256,7 @@ def test_a_damaged_line_that_comes_late_and_examples_that_are_cut_are_told_of_be
 
 def test_a_file_is_looked_through_once(folder: Path) -> None:
     job = HuggingFace(**fields(folder))
-    first, second = job._examples("train_file"), job._examples("train_file")
+    first, second = job.examples("train_file"), job.examples("train_file")
     assert first.rows is second.rows  # type: ignore[union-attr]
 
 
@@ -451,7 +451,7 @@ def test_answers_are_given_to_the_function_of_metrics(folder: Path, model: str, 
     point, found = remembered(job)
     assert point.values == {"accuracy": 0.5}
     assert len(found.predictions) == len(found.label_ids) == 5
-    tokenizer, fitted = job._tokenizer(), job.model().eval()
+    tokenizer, fitted = job.tokenizer(), job.model().eval()
 
     def texts(rows: Any) -> list[str]:
         return [tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in rows]
