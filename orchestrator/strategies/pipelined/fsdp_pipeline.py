@@ -22,6 +22,7 @@ from orchestrator.job import Job
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.gathered import gathered_share
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
@@ -29,6 +30,7 @@ from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -119,7 +121,7 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        optimizer = optimizer_of_part(self.job, sequence.whole.model, own.module())
+        optimizer = optimizer_of_part(self.job, build_fake(builder.constructor, CPU).model, own.module())
         self.trained = Trained(
             self.job,
             self.context,
