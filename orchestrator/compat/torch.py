@@ -67,6 +67,7 @@ __all__ = [
     "own_parameters",
     "parameter_of",
     "pytree",
+    "reads_number",
     "release_ddp",
     "running_node_number",
     "set_ddp_timing",
@@ -150,6 +151,11 @@ def written_tensors(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def mutates(operator: Any) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, changes one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def reads_number(operator: Any) -> bool:
+    """Return whether an operator, as ``__torch_dispatch__`` receives it, gives Python the value of a tensor."""
+    return bool(operator is torch.ops.aten._local_scalar_dense.default)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

@@ -42,6 +42,7 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
+from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -121,7 +122,10 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        optimizer = optimizer_of_part(self.job, build_fake(builder.constructor, CPU).model, own.module())
+        whole, options = build_fake(builder.constructor, CPU), self.context.options
+        assert isinstance(options, FSDPPipelineConfig)
+        optimizer = optimizer_of_part(self.job, whole.model, own.module())
+        check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
         self.trained = Trained(
             self.job,
             self.context,
