@@ -156,10 +156,10 @@ def _listed(parameters: Any) -> list[Any]:
 def _take_part(optimizer: Optimizer, replaced: Mapping[Tensor, nn.Parameter | None]) -> None:
     """Replace the parameters of an optimizer in its groups, which stay the same lists, and in its state."""
     for group in optimizer.param_groups:
-        own = [replaced.get(parameter, parameter) for parameter in group["params"]]
-        group["params"][:] = [parameter for parameter in own if parameter is not None]
+        parameters = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = [p for p in parameters if p is not None]
         if names := group.get("param_names"):
-            group["param_names"] = [name for name, parameter in zip(names, own, strict=True) if parameter is not None]
+            group["param_names"] = [name for name, p in zip(names, parameters, strict=True) if p is not None]
     state = {p: optimizer.state.pop(p) for p in replaced if p in optimizer.state}
     optimizer.state.update({own: values for p, values in state.items() if (own := replaced[p]) is not None})
     if isinstance(optimizer, Adagrad) and optimizer.state:  # which does not wait for the first gradient

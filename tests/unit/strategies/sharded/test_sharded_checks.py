@@ -125,9 +125,16 @@ def hooked_sgd(parameters: Any, lr: float) -> Optimizer:
     return optimizer
 
 
+def sgd_with_own_step(parameters: Any, lr: float) -> Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment, misc]
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [hooked_sgd, sgd_with_own_step])
 @pytest.mark.parametrize("options", [FSDP, SHARDED_DDP, PARAMETER_SERVER], ids=lambda options: options.name)
-def test_hooks_of_a_step_that_would_see_parts_are_refused(options: StrategyConfig) -> None:
-    [error], _ = checked(Built(kind=hooked_sgd), options, workers=4)
+def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., Optimizer]) -> None:
+    [error], _ = checked(Built(kind=kind), options, workers=4)
     assert "job.optimizer gives SGD hooks or a step of its own, which would see only parts of tensors" in error
 
 
