@@ -204,8 +204,9 @@ class Job(Callback, abc.ABC):
         """Return an optimizer of ``parameters``.
 
         Args:
-            parameters: the result of :meth:`parameter_groups`, by default the parameters to train. In a pipeline, they
-                are the parameters of the worker's own stages.
+            parameters: the result of :meth:`parameter_groups`, by default the parameters to train, of the whole model
+                under every strategy. Where workers have only stages or parts of tensors, they have shapes but no
+                values; in the optimizer, each worker's own then replace them.
         """
 
     def optimizers(self, models: Mapping[str, nn.Module]) -> Mapping[str, Optimizer]:

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +47,7 @@ __all__ = [
     "TorchDispatchMode",
     "adopt_user_state",
     "calls_through",
+    "changes_step",
     "copies_of",
     "copy_all",
     "data_parallel_replica",
@@ -65,6 +67,7 @@ __all__ = [
     "own_parameters",
     "parameter_of",
     "pytree",
+    "reads_number",
     "release_ddp",
     "running_node_number",
     "set_ddp_timing",
@@ -150,6 +153,11 @@ def mutates(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def reads_number(operator: Any) -> bool:
+    """Return whether an operator, as ``__torch_dispatch__`` receives it, gives Python the value of a tensor."""
+    return bool(operator is torch.ops.aten._local_scalar_dense.default)
+
+
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """Return torch's formula for the FLOPs of an operator, as ``__torch_dispatch__`` receives it; None if it has none.
 
@@ -185,6 +193,13 @@ def adopt_user_state(target: Tensor, source: Tensor) -> None:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether user code has set a hook on the gradient of ``tensor``."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def changes_step(optimizer: Optimizer) -> bool:
+    """Return whether user code has given ``optimizer`` hooks of its step, or a step of its own."""
+    return bool(
+        "step" in vars(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    )
 
 
 @contextlib.contextmanager

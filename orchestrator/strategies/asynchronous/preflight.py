@@ -7,6 +7,7 @@ from torch import nn
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
 from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.strategies.update.elementwise import own_step_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 
@@ -16,8 +17,11 @@ def sharding_errors(strategy: str, job: Job, model: nn.Module, num_shards: int) 
     max_shards = sum(extent.units for extent in extents_of(model))
     if num_shards > max_shards:
         errors.append(f"strategy.num_shards={num_shards}: the model allows at most {max_shards} shards; lower it")
-    if error := optimizer_error(optimizer_of(job, model)):
+    optimizer = optimizer_of(job, model)
+    if error := optimizer_error(optimizer):
         errors.append(f"strategy={strategy}: Job.optimizer: {error}")
+    else:
+        errors += own_step_errors(f"strategy={strategy}", optimizer, otherwise="use strategy=ddp")
     return errors
 
 

@@ -22,6 +22,7 @@ from orchestrator.job import Job
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.gathered import gathered_share
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
@@ -29,6 +30,7 @@ from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -40,6 +42,7 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
+from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -119,7 +122,10 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        optimizer = optimizer_of_part(self.job, sequence.whole.model, own.module())
+        whole, options = build_fake(builder.constructor, CPU), self.context.options
+        assert isinstance(options, FSDPPipelineConfig)
+        optimizer = optimizer_of_part(self.job, whole.model, own.module())
+        check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
         self.trained = Trained(
             self.job,
             self.context,

@@ -28,6 +28,7 @@ from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Dimension, even_shares
@@ -37,7 +38,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.merge import without_copies, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_state
+from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.datasets import example_batch
@@ -227,7 +228,7 @@ class Pipeline(PartTrainer):
         self.stages, self._shared = built.stages, built.shared
         for stage in self.stages:
             compile_in_place(stage.module, self.context.train)
-        optimizer = optimizer_of_part(self.job, builder.sequence.whole.model, state_of(self.stages))
+        optimizer = optimizer_of_part(self.job, build_fake(builder.constructor, CPU).model, state_of(self.stages))
         stages, modules = self.stages, [stage.module for stage in self.stages]
         # The bare module is assembled at each call, because a layer may replace its buffers.
         self.trained = Trained(

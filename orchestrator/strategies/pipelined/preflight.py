@@ -32,6 +32,7 @@ from orchestrator.strategies.data.datasets import example_batch, is_stream, know
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 SAMPLES_OF_SHAPES = 8
 """Training samples that are read to see whether batches differ in shape."""
@@ -98,6 +99,8 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
         if other is not None:
             _check_shapes(sequence, values, flow(sequence, other, precision=precision), starts, layout.num_stages)
         errors += layer_errors
+        if not layer_errors:
+            optimizer_of_part(job, sequence.whole.model, nn.Module())  # which refuses to depend on values
         notes = notes_of(sequence.whole, plan, rows)
         if config.plan and (note := _note_on_size(sequence, inputs, plan, precision)) is not None:
             notes.append(note)

@@ -26,7 +26,6 @@ from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import buckets
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 PLACES = 64
 """A dimension with so many places for each rank is divided evenly enough."""
@@ -148,9 +147,7 @@ def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[st
             f"{key}: {first_few(tables, 2)} have sparse gradients, which cannot be divided; give the embedding "
             "sparse=False, or set it to false"
         )
-    own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in model.named_parameters()}
-    optimizer = optimizer_of_part(job, model, module_of(own))
-    errors += elementwise_errors(key, optimizer, otherwise="set it to false")
+    errors += elementwise_errors(key, job, model, otherwise="set it to false")
     if errors:
         return ()
     count = plan.mesh.shard

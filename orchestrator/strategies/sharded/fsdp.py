@@ -39,6 +39,7 @@ from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.options import ShardedConfig, options_of
 from orchestrator.strategies.sharded.preflight import check_shards
+from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
@@ -121,8 +122,10 @@ class FSDP(ShardTrainer):
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
         context, passes = self.context, self.passes
-        whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU).model
-        optimizer = optimizer_of_part(self.job, whole, passes.module())
+        whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
+        optimizer = optimizer_of_part(self.job, whole.model, passes.module())
+        wrap = options_of(context.options).wrap
+        check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
         return Trained(
             self.job,
             context,

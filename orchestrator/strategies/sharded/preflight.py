@@ -14,7 +14,6 @@ from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
@@ -22,7 +21,6 @@ from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
 def check_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -56,9 +54,7 @@ def check_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tup
         errors.append(str(e))
         return ()
     errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    own = {n: nn.Parameter(torch.zeros(2), requires_grad=p.requires_grad) for n, p in whole.model.named_parameters()}
-    optimizer = optimizer_of_part(job, whole.model, module_of(own))
-    errors += elementwise_errors(name, optimizer, otherwise="strategy=ddp")
+    errors += elementwise_errors(name, job, whole.model, otherwise="use strategy=ddp")
     if len(errors) > before:
         return ()
     notes = []

@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from orchestrator.compat.torch import DataDependentOutputException, FakeTensor, pytree
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_steering
 from orchestrator.state.schedule import Schedule
@@ -29,26 +29,30 @@ def optimizer_of(job: Job, model: nn.Module) -> Optimizer:
 def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     """Return the optimizer of a part of the model, with all groups of the whole: some may be empty.
 
-    The job sees the whole model, so that its groups do not depend on the part.
+    The job sees the parameters of the whole model, so that its groups and its rates do not depend on the part.
 
     Args:
         job: makes the optimizer.
         whole: the whole model, which may be of fake tensors.
-        part: a module with some of its parameters, under the model's own names.
+        part: a module with some of its parameters, or with parts of them, under the model's own names.
+
+    Raises:
+        JobError: the optimizer depends on values that the whole model does not have.
     """
     own = dict(part.named_parameters(remove_duplicate=False))
-    replaced: dict[Tensor, Tensor | None] = {}
+    replaced: dict[Tensor, nn.Parameter | None] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         replaced[parameter] = own.get(name, replaced.get(parameter))
-    entries = _groups_of(job, whole)
-    if entries and isinstance(entries[0], Mapping):
-        return _made(job, [_own_group(group, replaced) for group in entries])
-    if parameters := _own(entries, replaced):
-        return _made(job, parameters)
-    # torch refuses an empty list of parameters. The groups are needed all the same: they have a learning rate.
-    optimizer = job.optimizer([nn.Parameter(torch.empty(0))])
-    for group in optimizer.param_groups:
-        group["params"] = []
+    remedy = "let it depend on names and shapes alone, or use strategy=ddp"
+    try:
+        optimizer = optimizer_of(job, whole)
+    except DataDependentOutputException as e:
+        raise JobError(f"job.optimizer reads values of parameters, which no worker has of the whole; {remedy}") from e
+    _take_part(optimizer, replaced)
+    kept = pytree.tree_leaves([optimizer.param_groups, *optimizer.state.values()])
+    if any(isinstance(value, FakeTensor) for value in kept):
+        what = f"{kind_of(optimizer)} that keeps values of parameters, which no worker has of the whole"
+        raise JobError(f"job.optimizer returns {what}; {remedy}")
     return optimizer
 
 
@@ -149,19 +153,15 @@ def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _own_group(group: Mapping[str, Any], replaced: Mapping[Tensor, Tensor | None]) -> dict[str, Any]:
-    entries = _listed(group["params"])
-    own = _own(entries, replaced)
-    # torch refuses groups without names beside some with names, and an empty group does not tell.
-    has_names = any(isinstance(entry, tuple) for entry in entries)
-    return {**group, "params": own, **({"param_names": []} if has_names and not own else {})}
-
-
-def _own(entries: Iterable[Any], replaced: Mapping[Tensor, Tensor | None]) -> list[Any]:
-    """Return the entries of the part: parameters, or pairs of a name and a parameter, as torch accepts both."""
-    kept: list[Any] = []
-    for entry in entries:
-        name, parameter = entry if isinstance(entry, tuple) else (None, entry)
-        if (own := replaced.get(parameter, parameter)) is not None:
-            kept.append(own if name is None else (name, own))
-    return kept
+def _take_part(optimizer: Optimizer, replaced: Mapping[Tensor, nn.Parameter | None]) -> None:
+    """Replace the parameters of an optimizer in its groups, which stay the same lists, and in its state."""
+    for group in optimizer.param_groups:
+        parameters = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = [p for p in parameters if p is not None]
+        if names := group.get("param_names"):
+            group["param_names"] = [name for name, p in zip(names, parameters, strict=True) if p is not None]
+    state = {p: optimizer.state.pop(p) for p in replaced if p in optimizer.state}
+    optimizer.state.update({own: values for p, values in state.items() if (own := replaced[p]) is not None})
+    if isinstance(optimizer, Adagrad) and optimizer.state:  # which does not wait for the first gradient
+        first = optimizer.defaults["initial_accumulator_value"]
+        optimizer.state.update(Adagrad(list(optimizer.state), initial_accumulator_value=first).state)

@@ -29,7 +29,7 @@ class Chain(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledChain(Chain):
-    """AdamW with weight decay by name, whose learning rate is halved every half epoch: every three of 6.25 steps."""
+    """AdamW with weight decay by name, and rates by size, halved every half epoch: every three of 6.25 steps."""
 
     lr: float = 1e-2
 
@@ -42,8 +42,9 @@ class ScheduledChain(Chain):
             for key, value in decay.items()
         ]
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.lr)
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        sized = [{**group, "lr": self.lr / (1 + sum(p.numel() for p in group["params"]) / 100)} for group in parameters]
+        return torch.optim.AdamW(sized, lr=self.lr)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = math.nan) -> LRScheduler:
         return StepLR(optimizer, step_size=round(steps_per_epoch / 2), gamma=0.5)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helpers.conformance.cases import Case, config_of, plan_of
-from helpers.conformance.layouts import FSDP
+from helpers.conformance.layouts import FSDP, PARAMETER_SERVER, SHARDED_DDP
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.state.boxes import Box
@@ -54,7 +55,7 @@ def mixed() -> nn.Module:
 @dataclass(frozen=True, kw_only=True)
 class Built(Toy):
     build: Callable[[], nn.Module] = blocks
-    kind: type[Optimizer] = torch.optim.AdamW
+    kind: Callable[..., Optimizer] = torch.optim.AdamW
 
     def model(self) -> nn.Module:
         return self.build()
@@ -69,7 +70,7 @@ def checked(
     """The errors and the notes."""
     config = config_of(Case(job=job, options=options), workers)
     errors: list[str] = []
-    notes = registry.load("fsdp").check(config, job, replace(plan_of(config), device=device), errors)
+    notes = registry.load(options.name).check(config, job, replace(plan_of(config), device=device), errors)
     return errors, list(notes)
 
 
@@ -106,9 +107,35 @@ def test_parameters_that_cannot_be_divided_are_named(build: Callable[[], nn.Modu
     assert said in error
 
 
-def test_an_optimizer_that_reads_whole_tensors_is_refused() -> None:
-    [error], _ = checked(Built(kind=torch.optim.Adafactor))
-    assert "Adafactor is not known to update each element" in error
+@dataclass(frozen=True, kw_only=True)
+class Matrices(Built):
+    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2])
+
+
+@pytest.mark.parametrize("job", [Built(kind=torch.optim.Adafactor), Matrices()])
+def test_an_optimizer_that_reads_whole_tensors_is_refused(job: Built) -> None:
+    [error], _ = checked(job)
+    assert re.match("strategy=fsdp: (Adafactor|Muon) is not known to update each element", error)
+
+
+def hooked_sgd(parameters: Any, lr: float) -> Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def sgd_with_own_step(parameters: Any, lr: float) -> Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment, misc]
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [hooked_sgd, sgd_with_own_step])
+@pytest.mark.parametrize("options", [FSDP, SHARDED_DDP, PARAMETER_SERVER], ids=lambda options: options.name)
+def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., Optimizer]) -> None:
+    [error], _ = checked(Built(kind=kind), options, workers=4)
+    assert "job.optimizer gives SGD hooks or a step of its own, which would see only parts of tensors" in error
 
 
 def test_offloading_is_for_gpus_and_leaves_them_what_is_gathered() -> None:

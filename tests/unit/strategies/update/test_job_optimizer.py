@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from helpers.jobs.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.jobs.step_toys import GAN
 from helpers.jobs.toys import Toy
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
+from orchestrator.user_code.errors import JobError
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -68,6 +70,47 @@ def test_pairs_keep_their_names(layers: tuple[str, ...]) -> None:
     names = [group["param_names"] for group in in_groups.param_groups]
     assert names == names_in_groups(in_groups, part)
     assert list(itertools.chain(*names)) == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated(Toy):
+    """Its rates depend on the parameters themselves; Adagrad has its state before the first update."""
+
+    rate: Callable[[int, nn.Parameter], Any]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": self.rate(place, p)} for place, p in enumerate(parameters)]
+        return torch.optim.Adagrad(groups[1:], initial_accumulator_value=0.5)
+
+
+def fake_plain() -> nn.Module:
+    return build_fake(plain, torch.device("cpu")).model
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [lambda place, p: 1 / p.shape[0], lambda place, p: 0.1 * p.ndim, lambda place, p: 0.1 * place],
+    ids=["size", "dimensions", "place"],
+)
+def test_rates_are_those_of_the_whole_parameters(rate: Callable[[int, nn.Parameter], Any]) -> None:
+    job, own = Rated(rate=rate), plain()
+    expected = {name: rate(place, p) for place, (name, p) in enumerate(own.named_parameters()) if place}
+    rows = {name: nn.Parameter(p.detach()[:2].clone()) for name, p in own.named_parameters()}
+    for part in (module_of(rows), part_of(own, "second", "head")):
+        optimizer = optimizer_of_part(job, fake_plain(), part)
+        names = {parameter: name for name, parameter in part.named_parameters()}
+        held = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert held == {name: expected[name] for name in names.values() if name in expected}
+        assert len(held) == len(optimizer.state)
+        assert all(torch.equal(state["sum"], torch.full_like(p, 0.5)) for p, state in optimizer.state.items())
+
+
+@pytest.mark.parametrize("rate", [lambda place, p: float(p.detach().norm()), lambda place, p: p.detach().norm()])
+def test_rates_that_depend_on_values_are_refused_for_parts(rate: Callable[[int, nn.Parameter], Any]) -> None:
+    job = Rated(rate=rate)
+    optimizer_of(job, plain())
+    with pytest.raises(JobError, match=r"^job\.optimizer re.* values of parameters, which no worker has of the whole"):
+        optimizer_of_part(job, fake_plain(), part_of(plain(), "first"))
 
 
 def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
