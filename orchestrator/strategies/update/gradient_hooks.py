@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.generators import kept_generators
+from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor, has_backward_hooks, has_gradient_hooks
 from orchestrator.config.text import first_few
 from orchestrator.planning.plan import Plan
@@ -76,13 +76,21 @@ def _depends(parameter: nn.Parameter, scale: float, *, in_turn: bool) -> bool:
     """Return whether hooks make another gradient of two parts than of their sum, or change the parameter."""
     before = parameter.detach().clone()
     with kept_generators(parameter.device):
-        parts = [torch.randn_like(before) * scale for _ in range(2)]
-        whole = _gradient(parameter, [parts[0] + parts[1]])
-        summed = [_gradient(parameter, group) for group in ([parts] if in_turn else [[part] for part in parts])]
+        seed_generators(0)
+        first, second = (torch.randn_like(before) * scale for _ in range(2))
+        # Opposite signs show a limit in a tensor of any size; other directions show a choice among its elements.
+        return any(
+            _differs(parameter, parts, in_turn=in_turn) for parts in ((first, first / -2), (first, second))
+        ) or not torch.equal(parameter, before)
+
+
+def _differs(parameter: nn.Parameter, parts: Sequence[Tensor], *, in_turn: bool) -> bool:
+    whole = _gradient(parameter, [torch.stack([*parts]).sum(0)])
+    summed = [_gradient(parameter, group) for group in ([parts] if in_turn else [[part] for part in parts])]
     of_parts = [gradient for gradient in summed if gradient is not None]
-    if whole is None or len(of_parts) < len(summed) or not torch.equal(parameter, before):
+    if whole is None or len(of_parts) < len(summed):
         return True
-    tolerance = max(TOLERANCE, 4 * torch.finfo(before.dtype).eps) * float(whole.abs().max())
+    tolerance = max(TOLERANCE, 4 * torch.finfo(whole.dtype).eps) * float(whole.abs().max())
     return not torch.allclose(torch.stack(of_parts).sum(0), whole, rtol=0, atol=tolerance, equal_nan=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
@@ -79,9 +79,8 @@ def test_fsdp_compares_the_whole_model_too() -> None:
     assert "1.codes" in warnings(DEPEND["codebook"][0], FSDP)
     assert warnings(DEPEND["contrastive"][0], FSDP, rank=1) == ""
     assert {name: warnings(job, FSDP) for name, job in EQUAL.items()} == dict.fromkeys(EQUAL, "")
-    strategy, job = built(EQUAL["plain"], FSDP), EQUAL["plain"]
-    huge = nn.Linear(10**7, 10**7, device="meta")
-    (said,) = strategy.notes_on(huge, job.dataset("train"))
+    job, huge = EQUAL["plain"], nn.Linear(10**7, 10**7, device="meta")
+    (said,) = built(job, FSDP).notes_on(huge, job.dataset("train"))
     assert "was not compared with those of its halves (rank 0 has no memory for the whole model)" in said
 
 

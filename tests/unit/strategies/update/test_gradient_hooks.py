@@ -14,6 +14,7 @@ from helpers.jobs.toys import Toy
 from helpers.machines.plans import GPU_BOX, config_of, plan_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
+from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context
@@ -65,6 +66,7 @@ HOOKS: dict[str, tuple[Hook, bool, bool]] = {
     "averages over calls": (averages, False, False),
     "masks the sum": (accumulated(lambda gradient: gradient.mul_(MASK)), True, True),
     "scales the sum": (accumulated(lambda gradient: gradient.mul_(0.5)), True, False),
+    "keeps the largest": (each(lambda g: g * (g.abs() >= g.abs().max())), False, False),
     "clips the sum": (accumulated(lambda gradient: gradient.clamp_(-1, 1)), False, False),
     "updates": (updates, False, False),
     "takes the gradient away": (takes_away, False, False),
@@ -88,10 +90,23 @@ def test_the_sum_of_parts_is_compared_with_the_whole(name: str, in_turn: bool) -
         assert torch.equal(parameter, torch.ones(3, 4))
         assert torch.equal(torch.get_rng_state(), state)
     else:
-        with pytest.raises(
-            JobError, match=r"^strategy=ddp: the gradient hook of w would run on the gradients of parts"
-        ):
+        with pytest.raises(JobError, match=r"^strategy=ddp: the gradient hook of w would run on the gradients"):
             check()
+
+
+def test_a_hook_that_reads_a_tensor_without_values_is_refused() -> None:
+    """A stage is built without the tensors of other stages, and no stage has those of a closure."""
+
+    def build() -> nn.Module:
+        masks.append(torch.ones(3, 4))
+        return nn.Linear(4, 3)
+
+    masks: list[Tensor] = []
+    build_fake(build, torch.device("cpu"))
+    parameter = nn.Parameter(torch.ones(3, 4))
+    parameter.register_hook(lambda gradient: gradient * masks[0])
+    with pytest.raises(JobError, match="make it a buffer of the module"):
+        check_gradient_hooks([("w", parameter)], by="strategy=pipeline", replicas=True, in_turn=True)
 
 
 @dataclass(frozen=True, kw_only=True)
