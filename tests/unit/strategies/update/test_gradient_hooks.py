@@ -113,10 +113,10 @@ def test_a_hook_that_reads_a_tensor_without_values_is_refused() -> None:
 class Hooked(Toy):
     name: str = "normalises"
 
-    def model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 3, bias=False), nn.Linear(3, 4))
-        HOOKS[self.name][0](model[1].weight)
-        return model
+    def model(self) -> nn.Sequential:
+        middle = nn.Linear(4, 3, bias=False)
+        HOOKS[self.name][0](middle.weight)
+        return nn.Sequential(nn.Linear(10, 4), middle, nn.Linear(3, 4))
 
 
 class Steps(Hooked):
@@ -185,5 +185,5 @@ def test_schedules_that_do_not_run_hooks_after_accumulation_are_refused() -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Deep(Hooked):
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Sequential:
         return nn.Sequential(*super().model(), nn.Linear(4, 4))
