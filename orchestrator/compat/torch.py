@@ -202,6 +202,16 @@ def changes_step(optimizer: Optimizer) -> bool:
     )
 
 
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Return whether user code has set a hook that runs after a gradient has been added to ``tensor.grad``."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether user code has set a hook on the gradients that flow through ``module``."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 @contextlib.contextmanager
 def setting_fake_data() -> Iterator[None]:
     """Let ``Module.to`` and similar methods convert fake parameters in place, by replacing their data.

@@ -33,6 +33,7 @@ from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
+from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.timeline.spans import Span
 
@@ -183,6 +184,8 @@ class Strategy(LayoutRules, abc.ABC):
         if outline is not None and not errors and config.evaluate is None:
             errors += optimizer_errors(config, job, plan, outline)
         if model is not None and (note := blocks_note(model, config.train)) is not None:
+            notes.append(note)
+        if model is not None and (note := backward_hooks_note(model, plan)) is not None:
             notes.append(note)
         if config.train.init == "fast" and plan.mesh.shard == 1:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")

@@ -45,6 +45,7 @@ from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.closure import Closure
 from orchestrator.strategies.update.diverging import diverging_errors
+from orchestrator.strategies.update.gradient_hooks import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 from orchestrator.strategies.update.optimizer_modes import evaluation_weights
 from orchestrator.strategies.update.weight_average import averaged
@@ -95,23 +96,57 @@ class Trainer(Strategy):
         """Build the passes through the whole model, and find out what differs because batches are divided."""
         context = self.context
         whole = self.passes = self.passes_class(self.job, context, self.precision)
-        notes = [note_on_dropout(whole.model)]
-        if context.global_rank == 0 and (division := self._division()) is not None:
-            notes.append(
-                warning_about_parts(
-                    whole.model,
-                    self.job,
-                    train_set,
-                    division,
-                    device=context.device,
-                    precision=self.precision,
-                    seed=context.seed,
-                    loss=whole.loss_of_parts(context),
-                )
-            )
-        self._warnings = tuple(note for note in notes if note is not None)
+        self.check_hooks(whole.model)
+        self._warnings = self.notes_on(whole.model, train_set)
         whole.compile(context.train)  # after the comparison, for one shape of a batch
         return whole.model
+
+    def notes_on(self, model: nn.Module, train_set: Dataset[Any]) -> tuple[str, ...]:
+        """Return what the user should know of the model and of batches that are divided."""
+        notes = [note_on_dropout(model)]
+        if self.context.global_rank == 0 and (division := self._division()) is not None:
+            notes.append(self.warning_about(division, model, train_set))
+        return tuple(note for note in notes if note is not None)
+
+    def warning_about(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+        """Compare a batch with its halves; see :func:`warning_about_parts`."""
+        context, passes = self.context, self.passes
+        assert isinstance(passes, WholeModel)
+        return warning_about_parts(
+            model,
+            self.job,
+            train_set,
+            division,
+            device=context.device,
+            precision=self.precision,
+            seed=context.seed,
+            loss=passes.loss_of_parts(context),
+        )
+
+    def check_hooks(self, model: nn.Module, *, num_microbatches: int = 1, shared: bool = False) -> None:
+        """Refuse hooks that make another gradient of parts of a batch, among those of this rank's parameters.
+
+        Args:
+            model: has the parameters.
+            num_microbatches: the parts of a slice.
+            shared: whether the gradient of a parameter may be a sum over stages.
+
+        Raises:
+            JobError: there are such hooks.
+        """
+        context, name = self.context, self.context.options.name
+        replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
+        check_gradient_hooks(
+            model.named_parameters(),
+            by=by_keys(
+                name,
+                num_workers=context.mesh.num_workers if replicas > 1 else 1,
+                num_microbatches=num_microbatches,
+                grad_accumulation=slices,
+            ),
+            replicas=shared or (replicas > 1 and registry.load(name).is_synchronous(context.options)),
+            in_turn=slices * num_microbatches > 1,
+        )
 
     def setup_warnings(self) -> tuple[str, ...]:
         return self._warnings

@@ -162,6 +162,9 @@ class Pipeline(PartTrainer):
                     self._builder, self._train_set, context=context, precision=self.precision, rows=self._rows
                 )
             self._build(self._builder, self._train_set, cut)
+            self.check_hooks(
+                self.trained.module(), num_microbatches=self.layout.num_microbatches, shared=bool(self._shared)
+            )
             self._builder = self._train_set = None
         super().attach()
         sharing = Sharing(

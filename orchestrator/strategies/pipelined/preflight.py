@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orchestrator.compat.torch import BatchNorm
+from orchestrator.compat.torch import BatchNorm, has_accumulation_hooks
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
@@ -26,6 +26,7 @@ from orchestrator.model.tensor_slots import random_like
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
@@ -163,6 +164,12 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
         errors.append(
             f"strategy={name}: SyncBatchNorm ({first_few(synchronised, 2)}) would wait for workers that have other "
             "stages; use BatchNorm"
+        )
+    hooked = [n for n, p in sequence.whole.model.named_parameters() if has_accumulation_hooks(p)]
+    if hooked and SCHEDULES[layout.schedule].splits_backward:
+        errors.append(
+            f"strategy.schedule={layout.schedule}: it computes the gradients of parameters in passes of their own, "
+            f"which do not run the post_accumulate_grad hooks of {first_few(hooked, 2)}; use strategy.schedule=1F1B"
         )
     if plan.split is None:
         try:

@@ -17,20 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
 from orchestrator.model.gathered import gathered_share
-from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.parity import free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division
+from orchestrator.planning.memory import Division, size_text
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU, broadcast_tensors
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.data.batch_parts import Division as BatchDivision
+from orchestrator.strategies.data.batch_parts import not_compared
 from orchestrator.strategies.groups import own_group
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
@@ -44,6 +47,10 @@ from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+from orchestrator.strategies.whole_model import WholeModel
+
+COMPARED_BYTES = 2**30
+"""The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
     MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
@@ -103,8 +110,19 @@ class FSDP(ShardTrainer):
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
         self.passes = ShardedModel(self.job, self.context, self.precision)
-        note = note_on_dropout(self.passes.model)
-        self._warnings = () if note is None else (note,)
+        self._warnings = self.notes_on(self.passes.model, train_set)
+
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+        """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
+        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
+        limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
+        if size > limit:
+            return not_compared(
+                division, f"rank 0 would build the whole model of {size_text(size)}, more than {size_text(limit)}"
+            )
+        with kept_generators(context.device):
+            whole = WholeModel(self.job, context, self.precision)
+        return super().warning_about(division, whole.model, train_set)
 
     def attach(self) -> None:
         """Divide the model over the process groups of this generation."""

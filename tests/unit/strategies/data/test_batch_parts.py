@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
-from helpers.conformance.layouts import pipeline
-from helpers.jobs.batch_toys import DEPEND, EQUAL, OfBatches, class_weighted, contrastive, summed
+from helpers.conformance.layouts import FSDP, pipeline
+from helpers.jobs.batch_toys import DEPEND, EQUAL, LOSS, OfBatches, class_weighted, contrastive, summed
 from helpers.jobs.toys import Rows
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
@@ -38,7 +38,7 @@ def built(
 ) -> Trainer:
     """The strategy on this rank, before there is a process group."""
     context = Context(
-        mesh=Mesh(replicate=replicas),
+        mesh=Mesh(shard=replicas) if options.name == "fsdp" else Mesh(replicate=replicas),
         global_rank=rank,
         device=CPU,
         seed=3,
@@ -72,6 +72,16 @@ def test_so_is_what_accumulation_would_change(name: str) -> None:
     said = warnings(job, SINGLE, replicas=1, accumulation=2)
     assert said.startswith("strategy=single train.grad_accumulation=2: this job trains otherwise on parts of a batch")
     assert [word for word in words if word not in said] == []
+
+
+def test_fsdp_compares_the_whole_model_too() -> None:
+    assert LOSS in warnings(DEPEND["contrastive"][0], FSDP)
+    assert "1.codes" in warnings(DEPEND["codebook"][0], FSDP)
+    assert warnings(DEPEND["contrastive"][0], FSDP, rank=1) == ""
+    assert {name: warnings(job, FSDP) for name, job in EQUAL.items()} == dict.fromkeys(EQUAL, "")
+    job, huge = EQUAL["plain"], nn.Linear(10**7, 10**7, device="meta")
+    (said,) = built(job, FSDP).notes_on(huge, job.dataset("train"))
+    assert "was not compared with those of its halves (rank 0 has no memory for the whole model)" in said
 
 
 @pytest.mark.parametrize("name", EQUAL)
