@@ -95,7 +95,8 @@ class Job(Callback, abc.ABC):
 
         Each module trains in the mode, train or eval, that it has here; evaluation does not change it. So
         ``model.norm.eval()`` freezes a BatchNorm. A model that is wholly in eval mode, as ``from_pretrained`` returns
-        it, is set to train mode.
+        it, is set to train mode. If a module overrides ``train()``, ``model.train()`` is called once, and what it
+        leaves in eval mode trains so.
         """
 
     @abc.abstractmethod

@@ -286,6 +286,16 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for hooks in (*before, module._forward_hooks, module._backward_hooks) for hook in hooks.values()]
 
 
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Return whether a call of ``module``, and a change of its mode, is that of its children in turn and nothing else.
+
+    Its class or the instance may override what a call runs.
+    """
+    names = ("__call__", "_call_impl", "forward", "__iter__", "train", "eval")
+    functions = {name: getattr(getattr(module, name, None), "__func__", None) for name in names}
+    return not hooks_of(module) and all(functions[name] is getattr(nn.Sequential, name) for name in names)
+
+
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the direct children of ``module``, by attribute name; a shared child stands under each of its names."""
     return module._modules

@@ -15,13 +15,19 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 def in_train_mode(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return a constructor whose model is in train mode if the model of ``build`` is wholly in eval mode.
 
-    That is how ``from_pretrained`` returns a model. If only some modules are in eval mode, each keeps its mode.
+    That is how ``from_pretrained`` returns a model. If only some modules are in eval mode, each keeps its mode. A
+    ``train()`` that a module overrides is called as a hand-written loop does, and may set further ones to eval mode.
     """
 
     def built() -> nn.Module:
         model = build()
-        if not any(module.training for module in model.modules()):
+        modes = {module: module.training for module in model.modules()}
+        if not any(modes.values()):
             model.train()
+        elif any(getattr(module.train, "__func__", None) is not nn.Module.train for module in modes):
+            model.train()
+            for module, training in modes.items():
+                module.training = module.training and training
         return model
 
     return built

@@ -225,7 +225,7 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one, other) if tensor is not None]
     if len(dense) < 2:
         return not any(bool(tensor.any()) for tensor in dense)
-    if dense[0].shape != dense[1].shape:
+    if dense[0].shape != dense[1].shape or dense[0].dtype != dense[1].dtype:
         return False
     return torch.allclose(dense[0], dense[1], rtol=RTOL, atol=ATOL, equal_nan=True)
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import derived_seed, kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
+from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, tensor_slots
 
@@ -37,11 +38,13 @@ class FakeModel:
         model: the model.
         mode: the mode in which to call the model.
         full_build_reason: why :func:`build_part` has to build the whole model first; None if it need not.
+        overlap: the names of two tensors that share their memory where the constructor leaves them; None if none do.
     """
 
     model: nn.Module
     mode: FakeTensorMode
     full_build_reason: str | None = None
+    overlap: tuple[str, str] | None = None
 
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor with the shape, strides, dtype and device of ``tensor``."""
@@ -67,11 +70,14 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
         except Exception as e:
             reason = f"{type(e).__name__}: {e}"
         if reason is not None:
-            model = _with_fakes(build(), lambda name: False, recorder.mode)
+            model = build()
+        overlap = overlap_in(model)
+        if reason is not None:
+            model = _with_fakes(model, lambda name: False, recorder.mode)
     if device.type != "cpu":
         with recorder.mode:
             move(list(tensor_slots(model)), device)
-    return FakeModel(model, recorder.mode, reason)
+    return FakeModel(model, recorder.mode, reason, overlap)
 
 
 def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *, seed: int) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import hooks_of, own_buffers, own_children, own_parameters
+from orchestrator.compat.torch import is_plain_sequential, own_buffers, own_children, own_parameters
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
@@ -118,8 +118,7 @@ def sequence_of(
 
 def _only_calls_its_children(model: nn.Module) -> bool:
     """Return whether a call of the model is one call of each child, with the result of the one before."""
-    is_sequential = getattr(model.forward, "__func__", None) is nn.Sequential.forward
-    return is_sequential and not hooks_of(model) and not own_parameters(model) and not own_buffers(model)
+    return is_plain_sequential(model) and not own_parameters(model) and not own_buffers(model)
 
 
 def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages: int) -> LayerSequence:

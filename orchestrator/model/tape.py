@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,9 @@ def play(
     """Execute ``steps``: read the tensors of their arguments from ``values``, and add their results to it."""
     for step in steps:
         args, kwargs = restore(step.arguments, values, held)
-        target = modules[step.target] if isinstance(step.target, str) else step.target
+        target = step.target
+        if isinstance(target, str):  # what a class adds in a __call__ of its own is in the recording
+            target = functools.partial(nn.Module.__call__, modules[target])
         with contextlib.nullcontext() if step.grad_enabled else torch.no_grad():
             out = target(*args, **kwargs)
         for slot, tensor in zip(step.results, tensors_in(out), strict=True):

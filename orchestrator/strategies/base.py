@@ -16,6 +16,9 @@ from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.meta import on_meta_device
+from orchestrator.model.modes import in_train_mode
+from orchestrator.model.overlaps import overlap_in
+from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -127,6 +130,9 @@ class Strategy(LayoutRules, abc.ABC):
     divides_model = False
     """Whether no rank has the whole model, so that the ranks gather it for the job to see it."""
 
+    moves_parameters = False
+    """Whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives them."""
+
     evaluates_padding = False
     """Whether :meth:`evaluate` is called for batches without valid samples too, because all ranks compute together."""
 
@@ -162,7 +168,7 @@ class Strategy(LayoutRules, abc.ABC):
                 return ()
         if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
             errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        model = on_meta_device(job.model)
+        model = on_meta_device(in_train_mode(job.model))
         if model is not None and (lazy := lazy_names(model)):
             errors.append(
                 f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
@@ -176,6 +182,8 @@ class Strategy(LayoutRules, abc.ABC):
         if job.carried:
             errors += carried_errors(config, job, model)
         notes = [*cls.check_job(config, job, plan, errors)]
+        if cls.moves_parameters or plan.mesh.shard > 1:
+            errors += cls._overlap_errors(config, job, model)
         outline = None if errors else outline_of(job, config.train)
         if outline is not None:
             notes += cls._memory_notes(config, job, plan, outline, errors)
@@ -190,6 +198,19 @@ class Strategy(LayoutRules, abc.ABC):
         if config.train.init == "fast" and plan.mesh.shard == 1:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
         return tuple(notes)
+
+    @classmethod
+    def _overlap_errors(cls, config: Config, job: Job, model: nn.Module | None) -> list[str]:
+        """Refuse tensors that share memory, given the ``model`` without memory, if it can be built so."""
+        overlap = build_fake(job.model, torch.device("cpu")).overlap if model is None else overlap_in(model)
+        if overlap is None:
+            return []
+        by = f"strategy={config.strategy.name}" if cls.moves_parameters else "strategy.shard_optimizer=true"
+        return [
+            f"job.model(): {' and '.join(overlap)} share memory, and {by} would train them apart; use one parameter "
+            "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "
+            "strategy.shard_optimizer"
+        ]
 
     @classmethod
     def _memory_notes(

@@ -64,6 +64,7 @@ class Hogwild(Trainer):
 
     config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     passes: WholeModel
+    moves_parameters = True
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {

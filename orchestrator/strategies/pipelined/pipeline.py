@@ -77,6 +77,7 @@ class Pipeline(PartTrainer):
     passes: Chain
     cuts_batches = True
     divides_model = True
+    moves_parameters = True
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
 

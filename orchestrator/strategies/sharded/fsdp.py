@@ -81,6 +81,7 @@ class FSDP(ShardTrainer):
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
     divides_model = True
+    moves_parameters = True
     evaluates_padding = True
     passes: ShardedModel
 

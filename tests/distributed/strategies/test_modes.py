@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import pytest
 import torch
@@ -34,11 +35,16 @@ def layers() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """No Sequential, so that a pipeline records it."""
+    """No Sequential, so that a pipeline records it, and no rank has its ``train()``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.head = nn.Linear(10, 16), frozen_norm(), nn.Linear(16, 4)
+        self.first, self.norm, self.head = nn.Linear(10, 16), frozen_norm().train(), nn.Linear(16, 4)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.norm.eval()
+        return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
@@ -68,7 +74,7 @@ def train_and_evaluate(rank: int, case: Case) -> Seen:
     [
         (layers, None, 1),
         (layers, DP, 1),
-        (layers, DDP, 2),
+        (Residual, DDP, 2),
         (layers, PARAMETER_SERVER, 4),
         (layers, pipeline("1F1B", 2), 2),
         (Residual, replace(MODEL_PARALLEL, split=("head",)), 2),

@@ -122,7 +122,9 @@ SCENARIOS = {
         happened=one_has_none,
     ),
     "language model": Scenario(job=TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True), train={}, rtol=ADAMW),
-    "frozen": Scenario(job=of.Chain(build=of.frozen_first), train={"global_batch_size": 16}, constants=True),
+    "frozen, by train()": Scenario(
+        job=of.Chain(build=of.freezes_in_train), train={"global_batch_size": 16}, constants=True
+    ),
     "skipped step": Scenario(
         job=of.Marked(marked=(BAD,)),
         train={"on_nonfinite": "skip", "ema_decay": 0.8, "global_batch_size": 16},

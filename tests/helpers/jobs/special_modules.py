@@ -103,6 +103,14 @@ class InPlace(nn.Linear):
         return out.add_(1)
 
 
+class OwnCall(nn.Linear):
+    """Changes its input and its result outside of ``forward``, with a parameter of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(x * 2)
+        return out * self.bias.sigmoid()
+
+
 class NoGrad(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -183,6 +191,7 @@ SPECIAL: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "parametrized": parametrized,
     "shared": shared,
+    "own call": lambda: OwnCall(16, 16),
 }
 
 

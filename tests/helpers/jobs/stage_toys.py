@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,23 @@ def frozen(*layers: str) -> nn.Module:
 
 def frozen_first() -> nn.Module:
     return frozen("first", "second")
+
+
+class FreezesInTrain(nn.Sequential):
+    """A chain whose ``train()`` keeps its norm in eval mode and freezes the layers before it, as detectors do."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.norm.eval()
+        self.first.requires_grad_(False)
+        return self
+
+
+def freezes_in_train() -> nn.Module:
+    norm = nn.BatchNorm1d(24)
+    norm.running_mean = torch.linspace(-1, 1, 24)
+    layers = dict(plain().named_children())
+    return FreezesInTrain(OrderedDict(first=layers.pop("first"), norm=norm, **layers))
 
 
 # What flows between layers ------------------------------------------------------------------------

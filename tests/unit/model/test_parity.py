@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -200,3 +200,43 @@ def test_the_check_before_training_refuses(job: Job) -> None:
 def test_of_a_sequence_that_only_calls_its_layers_nothing_has_to_be_compared() -> None:
     sequence = sequence_of(plain, INPUTS, CPU, split=(), num_stages=2, job=Chain(build=plain))
     assert compared(plain, sequence, free_bytes=0) == ParityResult()
+
+
+class Doubles(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(x)
+        return out * 2
+
+
+class Decorated(nn.Sequential):
+    """A recording has no autocast."""
+
+    forward = torch.autocast("cpu", torch.bfloat16)(nn.Sequential.forward)
+
+
+class ActsOften(nn.Sequential):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (layer for child in super().__iter__() for layer in [child] * (1 + isinstance(child, nn.Tanh)))
+
+
+def sequence_in(build: Callable[[], nn.Module]) -> LayerSequence:
+    return sequence_of(build, INPUTS, CPU, split=(), num_stages=2, job=Chain(build=build))
+
+
+@pytest.mark.parametrize("kind", [Doubles, ActsOften])
+def test_the_pieces_of_a_sequence_do_what_its_own_call_adds(kind: Callable[..., nn.Module]) -> None:
+    def build() -> nn.Module:
+        return kind(*plain())
+
+    sequence = sequence_in(build)
+    assert not sequence.trains_as_the_whole
+    assert compared(build, sequence, free_bytes=PLENTY) == ParityResult()
+
+
+def test_a_sequence_that_changes_its_precision_is_refused() -> None:
+    def build() -> nn.Module:
+        return Decorated(*plain())
+
+    error = compared(build, sequence_in(build), free_bytes=PLENTY).error
+    assert error is not None
+    assert error.startswith("the loss of the pieces is")

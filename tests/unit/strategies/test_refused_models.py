@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
 from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
-from helpers.conformance.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.conformance.layouts import FSDP, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.jobs.batch_toys import Ragged
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.strategies import registry
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
 
@@ -61,6 +62,52 @@ def test_the_checks_of_a_start_share_a_model(options: StrategyConfig, models: in
     job = Counted()
     assert errors_of(job, options, world_size=1 if options is SINGLE else 2) == []
     assert (job.calls.count("model"), job.calls.count("optimizer")) == (models, 4)
+
+
+class TiedByData(nn.Sequential):
+    """Two parameters in the same memory; ``reads``: whether building it needs values, which the meta device lacks."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+        self[3].weight.data = self[2].weight.data
+        if reads:
+            self[0].bias.detach().numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tied(Toy):
+    reads: bool
+
+    def model(self) -> nn.Module:
+        return TiedByData(reads=self.reads)
+
+
+SHARDED_OPTIMIZER = replace(DDP, shard_optimizer=True)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(
+    ("options", "world_size"),
+    [
+        (FSDP, 2),
+        (MODEL_PARALLEL, 2),
+        (PARAMETER_SERVER, 4),
+        (HogwildConfig(name="hogwild", num_workers=2), 2),
+        (SHARDED_OPTIMIZER, 2),
+    ],
+    ids=["fsdp", "model_parallel", "parameter_server", "hogwild", "shard_optimizer"],
+)
+def test_parameters_in_the_same_memory_are_refused_where_they_would_be_apart(
+    options: StrategyConfig, world_size: int, reads: bool
+) -> None:
+    [error] = errors_of(Tied(reads=reads), options, world_size=world_size)
+    by = "strategy.shard_optimizer=true" if options is SHARDED_OPTIMIZER else f"strategy={options.name}"
+    assert error.startswith(f"job.model(): 2.weight and 3.weight share memory, and {by} would train them apart")
+
+
+@pytest.mark.parametrize(("options", "world_size"), [(SINGLE, 1), (DDP, 2)], ids=["single", "ddp"])
+def test_parameters_in_the_same_memory_stay_there(options: StrategyConfig, world_size: int) -> None:
+    assert errors_of(Tied(reads=False), options, world_size=world_size) == []
 
 
 class Halves(nn.Module):

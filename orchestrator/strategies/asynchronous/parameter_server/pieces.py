@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
+from orchestrator.model.modes import in_train_mode
 from orchestrator.model.sharding import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages import module_of
 from orchestrator.state import train_state
@@ -62,7 +63,7 @@ class ShardPieces:
             ValueError: shards cannot own parts of this optimizer, or there are more shards than elements.
         """
         seed_generators(seed)
-        model = job.model()
+        model = in_train_mode(job.model)()
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
             raise JobError(f"Job.optimizer: {error}")

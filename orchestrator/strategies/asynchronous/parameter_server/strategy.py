@@ -43,6 +43,7 @@ class ParameterServer(Strategy):
     """The layout and the checks; :meth:`create` makes a worker or a shard."""
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
+    moves_parameters = True
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
