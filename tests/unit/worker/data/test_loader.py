@@ -209,7 +209,7 @@ def test_loader_processes_live_from_the_first_batch_to_close() -> None:
 
 
 def test_loader_processes_stay_from_one_evaluation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_POLL_S", 30.0)  # the time in which idle ones have to answer
+    monkeypatch.setattr(loader, "_POLL_S", 8.0)  # the time in which idle ones have to answer
 
     def rows() -> list[int]:
         return [i for batch, valid in batches for i in batch[:valid].tolist()]
