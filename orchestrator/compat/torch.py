@@ -46,6 +46,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "adopt_user_state",
+    "as_bytes",
     "calls_through",
     "changes_step",
     "copies_of",
@@ -96,6 +97,15 @@ class FakeTensorMode(_FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
         return self
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor as bytes, without a copy if it is contiguous.
+
+    For files, and for backends of process groups, which support few dtypes.
+    """
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element is contiguous with any stride
 
 
 def version_of(tensor: Tensor) -> int:

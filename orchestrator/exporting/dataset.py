@@ -6,10 +6,9 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from orchestrator.compat.torch import pytree
+from orchestrator.compat.torch import as_bytes, pytree
 from orchestrator.config.schema import JobSpec
 from orchestrator.strategies.data.datasets import is_stream, known_length
 
@@ -34,7 +33,7 @@ def dataset_facts(spec: JobSpec, dataset: Any) -> dict[str, Any]:
 def _bytes_of(value: Any) -> bytes:
     """The contents of a part of a sample; of an object of another library, only its type."""
     if isinstance(value, Tensor):
-        return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return as_bytes(value.detach()).numpy().tobytes()
     if isinstance(value, np.ndarray):
         return value.tobytes()
     plain = isinstance(value, (str, bytes, int, float, bool, type(None)))

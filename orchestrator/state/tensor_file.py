@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.compat.torch import as_bytes
 from orchestrator.state.boxes import Box, box_problem
 from orchestrator.state.digests import CHUNK_BYTES, ChunkHasher, Digests, VerifiedFile
 
@@ -238,5 +239,5 @@ def _chunks(head: Sequence[bytes], tensors: Sequence[Tensor]) -> Iterator[memory
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's memory, without a copy."""
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    data: memoryview = as_bytes(tensor).numpy().data
     return data

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.compat.torch import copy_all
+from orchestrator.compat.torch import as_bytes, copy_all
 from orchestrator.state.boxes import Box
 from orchestrator.state.host_copies import runs_of
 from orchestrator.state.manifest import Kind
@@ -63,7 +63,7 @@ def broadcast_state(
             kept = keep(name)
             buffer = old.get(path) if kept else None
             moved = own[path].to(device) if rank == source else _buffer(buffer, shape, dtype, device)
-            dist.broadcast(_as_bytes(moved), src=source)
+            dist.broadcast(as_bytes(moved), src=source)
             if rank == source and (boxes or not kept):
                 del own[path]
             if not kept or (rank == source and not boxes):
@@ -95,7 +95,7 @@ def broadcast_tensors(
     own = list(tensors)
     sizes = [tensor.nbytes for tensor in own]
     for message in messages_of(sizes):
-        parts = [_as_bytes(tensor).to(device) for tensor in own[message]]
+        parts = [as_bytes(tensor).to(device) for tensor in own[message]]
         whole = torch.cat(parts)
         dist.broadcast(whole, group=group, group_src=source)
         copy_all(whole.split(sizes[message]), to=parts)
@@ -166,7 +166,7 @@ def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.
     _send_json(_header(state), to=to, device=device, group=group)
     tensors = [*state.model.values(), *state.optimizer.values()]
     for message in messages_of([t.nbytes for t in tensors]):
-        parts = [_as_bytes(t).to(device) for t in tensors[message]]
+        parts = [as_bytes(t).to(device) for t in tensors[message]]
         dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), dst=to, group=group)
 
 
@@ -193,7 +193,7 @@ def receive_state(
         old = getattr(into, part) if into else {}
         for path, shape, dtype in header[part]:
             tensors[path] = _buffer(old.get(path), shape, dtype, onto)
-    received = [_as_bytes(t) for tensors in parts.values() for t in tensors.values()]
+    received = [as_bytes(t) for tensors in parts.values() for t in tensors.values()]
     sizes = [t.nbytes for t in received]
     for message in messages_of(sizes):
         own = received[message]
@@ -247,11 +247,6 @@ def _buffer(old: Tensor | None, shape: list[int], dtype: str, device: torch.devi
     if old is not None and old.is_contiguous() and (list(old.shape), old.dtype, old.device) == wanted:
         return old
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes, because not every backend supports every dtype."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _send_json(value: Any, *, to: int, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.compat.torch import as_bytes
+
 Names = frozenset[tuple[str, str]]
 """Functions and classes, each by its module and its name there."""
 
@@ -56,8 +58,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):  # without the rest of the memory that a view is a part of
-            own = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
-            data = own.view(-1).view(torch.uint8).numpy().tobytes()
+            data = as_bytes(obj.detach().cpu()).numpy().tobytes()
             return _tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
         if isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
             self.names.add((obj.__module__, obj.__qualname__))
@@ -79,7 +80,7 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
     made = torch.empty(shape, dtype=getattr(torch, dtype))
     if data:
-        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        as_bytes(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return made
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.compat.torch import as_bytes
+
 _in_training_step = False
 
 
@@ -72,7 +74,7 @@ class _Gather(torch.autograd.Function):
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in range(world_size)]
         # As bytes, because not every backend supports every type.
-        dist.all_gather([_as_bytes(t) for t in gathered], _as_bytes(padded))
+        dist.all_gather([as_bytes(t) for t in gathered], as_bytes(padded))
         ctx.start, ctx.rows, ctx.total = sum(rows[:rank]), rows[rank], sum(rows)
         return torch.cat([t[:n] for t, n in zip(gathered, rows, strict=True)])
 
@@ -80,7 +82,3 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         own: Tensor = gradient[ctx.start : ctx.start + ctx.rows] * (ctx.total / max(1, ctx.rows))
         return own
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -31,6 +31,14 @@ from orchestrator.protocol.flight import Enqueued, enqueued_in
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def test_the_bytes_of_a_tensor_are_its_memory_whatever_its_strides() -> None:
+    rows = torch.arange(12.0).view(4, 3)
+    for tensor in (rows, rows.t(), rows[0, 0], rows[:0], rows[2:, 1:2][:1], rows[:, 1].as_strided((1,), (5,), 4)):
+        assert bytes(compat.as_bytes(tensor).tolist()) == tensor.numpy().tobytes()
+    compat.as_bytes(rows[2:3, 1:2]).zero_()
+    assert rows[2, 1] == 0.0
+
+
 @pytest.mark.slow
 def test_the_warning_about_the_memory_of_fake_tensors_is_hidden() -> None:
     """In a process of its own, because torch warns once in each."""
