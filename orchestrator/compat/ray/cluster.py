@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import ray
 import ray.exceptions
 
 from orchestrator.compat.ray.internals import Internal, find_internal
 
+T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 10.0
+"""After this, an answer of the GCS server counts as lost; a busy one takes less."""
 NODE_HAS_DIED = "its node has died"
 """Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
 
@@ -32,9 +40,14 @@ def draining_nodes() -> Collection[str]:
     return ids
 
 
+def all_nodes() -> Sequence[Mapping[str, Any]]:
+    """Return what ``ray.nodes()`` does: all nodes that the cluster has had."""
+    return _answer(ray.nodes)
+
+
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources of each living node by its id, as the GCS server has heard of them last."""
-    resources: Mapping[str, Mapping[str, float]] = find_internal(Internal.FREE_RESOURCES)()
+    resources: Mapping[str, Mapping[str, float]] = _answer(find_internal(Internal.FREE_RESOURCES))
     return resources
 
 
@@ -52,7 +65,7 @@ def placed_bundles() -> Sequence[PlacedBundle]:
     """Return all reserved bundles of the cluster. The public table of placement groups has no times."""
     groups = map(
         find_internal(Internal.PLACEMENT_GROUP).FromString,
-        find_internal(Internal.GCS_ACCESSOR)().get_placement_group_table(),
+        _answer(lambda: find_internal(Internal.GCS_ACCESSOR)().get_placement_group_table()),
     )
     return [
         PlacedBundle(
@@ -89,12 +102,15 @@ def placed_actors() -> Sequence[PlacedActor]:
 
     Ray's public state API asks the dashboard, which a cluster may lack.
     """
-    accessor = find_internal(Internal.GCS_ACCESSOR)()
-    actors = map(find_internal(Internal.ACTOR).FromString, accessor.get_actor_table(None, "ALIVE"))
+    accessor = find_internal(Internal.GCS_ACCESSOR)
+    table = _answer(lambda: accessor().get_actor_table(None, "ALIVE"))
+    actors = map(find_internal(Internal.ACTOR).FromString, table)
     holders = [actor for actor in actors if actor.required_resources and not actor.placement_group_id]
     if not holders:
         return []
-    table = accessor.get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    table = _answer(
+        lambda: accessor().get_job_table(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    )
     jobs = {job.job_id: _describe_job(job) for job in map(find_internal(Internal.JOB).FromString, table)}
     return [
         PlacedActor(
@@ -111,3 +127,26 @@ def _describe_job(job: Any) -> str:
     """Return what identifies a job to a user. Its entrypoint is left out, which may contain secrets."""
     submission_id: str = job.config.metadata.get("job_submission_id", "")
     return submission_id or f"{job.job_id.hex()} (pid {job.driver_pid} on {job.driver_address.ip_address})"
+
+
+def _answer(ask: Callable[[], T]) -> T:
+    """Return what ``ask`` returns. If that takes long, ask again over another connection to the GCS server.
+
+    Ray waits for an answer without a limit, and Ray 2.60 has lost one of a GCS server that was idle.
+    """
+    answers: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+
+    def work() -> None:
+        answered: Future[T] = Future()
+        try:
+            answered.set_result(ask())
+        except Exception as e:
+            answered.set_exception(e)
+        answers.put(answered)
+
+    threading.Thread(target=work, name="ask-gcs", daemon=True).start()
+    try:
+        return answers.get(timeout=ANSWER_TIMEOUT_S).result()
+    except queue.Empty:
+        find_internal(Internal.GCS_STATE)._global_state_accessor = None
+        return ask()

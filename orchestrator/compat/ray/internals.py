@@ -49,6 +49,7 @@ class Internal(StrEnum):
     GCS_REQUEST = "ray.core.generated.gcs_service_pb2.GetClusterIdRequest"
     GCS_NODES_REQUEST = "ray.core.generated.gcs_service_pb2.GetAllNodeInfoRequest"
     WALK_PACKAGE = "ray._private.runtime_env.packaging._dir_travel"
+    GCS_STATE = "ray._private.state.state"
     GCS_ACCESSOR = "ray._private.state.state._connect_and_get_accessor"
     PLACEMENT_GROUP = "ray.core.generated.gcs_pb2.PlacementGroupTableData"
     ACTOR = "ray.core.generated.gcs_pb2.ActorTableData"

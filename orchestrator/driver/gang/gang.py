@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from orchestrator.compat.ray.cluster import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.slots import Slots, kill_process
@@ -140,7 +141,7 @@ class Gang:
         """
         placed = self._reserve(sizes)
         slots, plan = list(placed), self._plan
-        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in all_nodes()}
         infos = wait_for_actors(
             {self._slots.start(slot): hosts[node_id] for slot, node_id in placed.items()},
             timeout_s=self._config.start_timeout_s,

@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray.cluster import draining_nodes
+from orchestrator.compat.ray.cluster import all_nodes, draining_nodes
 from orchestrator.protocol.messages import WorkerInfo
 
 DRAINING_CHECK_EVERY_S = 0.5
@@ -149,7 +149,7 @@ class NodeWatch:
 
     def note_dead(self) -> None:
         """Add the nodes that Ray has found dead to those that are lost."""
-        self.lost.update(n["NodeID"] for n in ray.nodes() if not n["Alive"])
+        self.lost.update(n["NodeID"] for n in all_nodes() if not n["Alive"])
 
     def is_stopped(self, worker: WorkerInfo) -> bool:
         """Return whether a signal has stopped the process of ``worker``; False if this is not known."""
@@ -163,7 +163,7 @@ class NodeWatch:
         probe = self._probes.get(node_id)
         if probe is None or (probe.ping is None and now - probe.started_at > PROBE_RESTART_S):
             if node_id not in self._raylets:
-                self._raylets = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes()}
+                self._raylets = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in all_nodes()}
             self._probes[node_id] = _started(node_id, answers, now)
             return
         if probe.ping is not None and ray.wait([probe.ping], timeout=0)[0]:

@@ -19,6 +19,7 @@ import ray.exceptions
 from ray.job_config import JobConfig
 
 from orchestrator.compat.ray import early_node
+from orchestrator.compat.ray.cluster import all_nodes
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
     addresses_here,
@@ -251,7 +252,7 @@ def nodes() -> tuple[Node, ...]:
             gpus=int(n["Resources"].get("GPU", 0)),
             address=n["NodeManagerAddress"],
         )
-        for n in ray.nodes()
+        for n in all_nodes()
         if n["Alive"]
     )
 

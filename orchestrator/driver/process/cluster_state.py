@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import ray
-
-from orchestrator.compat.ray.cluster import free_resources, placed_actors, placed_bundles
+from orchestrator.compat.ray.cluster import all_nodes, free_resources, placed_actors, placed_bundles
 from orchestrator.policy.shortage import ClusterState, Holding, NodeState
 
 _OF_RUN = re.compile(r"(?P<run>.+)/\d+")
@@ -31,7 +29,7 @@ def cluster_state(*, own_label: str = "", trouble: Mapping[str, str] | None = No
             free=free.get(n["NodeID"], {}),
             trouble=(trouble or {}).get(n["NodeID"], ""),
         )
-        for n in ray.nodes()
+        for n in all_nodes()
         if n["Alive"]
     ]
     holdings = [

@@ -9,13 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray import idle_agent, process
+from orchestrator.compat.ray import cluster, idle_agent, process
 from orchestrator.compat.ray.cluster import NODE_HAS_DIED, died_with_node
 from orchestrator.compat.ray.connection import own_ray_has_died, probe_gcs
 from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
@@ -32,6 +33,34 @@ def test_ray_has_the_name(name: str) -> None:
         find_internal(name)
     except MovedError as e:
         pytest.fail(str(e))
+
+
+def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over another connection; an error is no lost answer."""
+    monkeypatch.setattr(cluster, "ANSWER_TIMEOUT_S", 0.2)
+    state = find_internal(Internal.GCS_STATE)
+    monkeypatch.setattr(state, "_global_state_accessor", "the connection")
+    lost, asked = threading.Event(), list[str | None]()
+
+    def nodes() -> list[dict[str, str]]:
+        asked.append(state._global_state_accessor)
+        if len(asked) == 1:
+            lost.wait(60)
+        return [{"NodeID": "one"}]
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    try:
+        assert cluster.all_nodes() == [{"NodeID": "one"}]
+    finally:
+        lost.set()
+    assert asked == ["the connection", None]
+
+    def fail() -> None:
+        raise ray.exceptions.RaySystemError("not connected")
+
+    monkeypatch.setattr(ray, "nodes", fail)
+    with pytest.raises(ray.exceptions.RaySystemError, match="not connected"):
+        cluster.all_nodes()
 
 
 def test_ray_sets_the_variable_of_a_submitted_job() -> None:
