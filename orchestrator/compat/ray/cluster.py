@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -134,19 +133,17 @@ def _answer(ask: Callable[[], T]) -> T:
 
     Ray waits for an answer without a limit, and Ray 2.60 has lost one of a GCS server that was idle.
     """
-    answers: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def work() -> None:
-        answered: Future[T] = Future()
         try:
-            answered.set_result(ask())
+            answer.set_result(ask())
         except Exception as e:
-            answered.set_exception(e)
-        answers.put(answered)
+            answer.set_exception(e)
 
     threading.Thread(target=work, name="ask-gcs", daemon=True).start()
     try:
-        return answers.get(timeout=ANSWER_TIMEOUT_S).result()
-    except queue.Empty:
+        return answer.result(ANSWER_TIMEOUT_S)
+    except TimeoutError:
         find_internal(Internal.GCS_STATE)._global_state_accessor = None
         return ask()
