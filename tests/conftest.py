@@ -56,9 +56,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the files in tests/golden anew")
 
 
+@pytest.fixture(autouse=True)
+def _width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width of the terminal that started the tests would change what a table shows."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
-def golden(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Golden:
-    monkeypatch.setenv("COLUMNS", "160")  # the width of the terminal changes what a table shows
+def golden(pytestconfig: pytest.Config) -> Golden:
     return Golden(renew=pytestconfig.getoption("renew_golden"))
 
 

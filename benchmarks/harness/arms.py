@@ -170,9 +170,11 @@ def torchrun(
     return _peer([*command, *flags], workload)
 
 
-def orchestrator_torchrun(workload: Workload, *, address: str, script: str = "torchrun_ddp.py") -> Arm:
+def orchestrator_torchrun(
+    workload: Workload, *, address: str, script: str = "torchrun_ddp.py", workers: int = WORKERS
+) -> Arm:
     """Return the arm that runs a plain script of ``peers/`` under ``orchestrator torchrun``."""
-    flags = [f"--nproc-per-node={WORKERS}", f"cluster.address={address}", "tracking=none"]
+    flags = [f"--nproc-per-node={workers}", f"cluster.address={address}", "tracking=none"]
     return _peer(["-m", "orchestrator.torchrun", *flags, str(PEERS / script)], workload)
 
 

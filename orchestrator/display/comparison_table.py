@@ -104,9 +104,10 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
 def columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn]:
     """Return the columns in their order: what a run is, its metrics, its start-up and restarts."""
     runs = comparison.runs
+    states = [run.state.lower() for run in runs]
     found = [
         TableColumn(heading="run", justify="left", cells=[run.name for run in runs]),
-        TableColumn(heading="state", justify="left", priority=4, cells=[run.state.lower() for run in runs]),
+        TableColumn(heading="state", justify="left", priority=4 if len(set(states)) == 1 else 9, cells=states),
     ]
     if len({run.job for run in runs}) > 1:
         found.append(TableColumn(heading="job", justify="left", priority=3, cells=[run.job for run in runs]))

@@ -64,11 +64,6 @@ def make_run(
     return run
 
 
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-
-
 @pytest.fixture
 def output_dir(tmp_path: Path) -> Path:
     make_run(tmp_path, "12-30-01-digits-ddp", strategy="ddp", **{**SUMMARY, "samples_per_s": 7000.0})
@@ -154,6 +149,13 @@ def test_a_narrow_table_names_what_it_leaves_out(
     assert max(len(line) for line in text.splitlines()) <= columns
     assert "columns left out: restarts" in text
     assert "4,000" in text
+
+
+def test_a_narrow_table_keeps_the_states_that_differ(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert "finished" not in table_of(rundir.all_runs(output_dir))
+    next(iter(rundir.all_runs(output_dir))).update_record(state="pruned")
+    assert "pruned" in table_of(rundir.all_runs(output_dir))
 
 
 def test_labels_tell_runs_apart(output_dir: Path) -> None:
