@@ -17,7 +17,7 @@ from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.averages import exported_weights, exports_average
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, checksum

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Dimension = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
+Axes = tuple[Dimension, ...]
+DIMENSIONS: Axes = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outermost to the innermost: consecutive ranks differ in the last of them."""
+BATCH: Axes = ("replicate", "shard")
+"""The dimensions whose workers train on different samples."""
 
 _FORMER_NAMES = {
     "data_parallel_size": "replicate",
@@ -41,7 +44,7 @@ class Mesh:
         context: the number of workers that the positions of a sample are divided over.
         tensor: the number of workers that the dimensions of a parameter are divided over.
         replicas_close: whether ``pipeline`` is the outermost dimension, so that the replicas of a stage are consecutive
-            ranks. By default, it is the innermost one, and the stages of a pipeline are.
+            ranks. By default ``replicate`` is, and the workers of a replica are.
         num_servers: the number of ranks after the workers that hold parameters.
     """
 
@@ -86,15 +89,29 @@ class Mesh:
             global_rank, found[dimension] = divmod(global_rank, self.size(dimension))
         return Coords(**found)
 
-    def group(self, dimension: Dimension, global_rank: int) -> list[int]:
-        """Return the global ranks that differ from a worker's at most in ``dimension``, in its order."""
-        own = self.coords(global_rank)
-        return [self._rank(own._replace(**{dimension: place})) for place in range(self.size(dimension))]
+    def group(self, axes: Dimension | Axes, global_rank: int) -> list[int]:
+        """Return the global ranks that differ from a worker's at most in these dimensions, in the order of both."""
+        own, chosen = self.coords(global_rank), (axes,) if isinstance(axes, str) else axes
+        places = itertools.product(*(range(self.size(dimension)) for dimension in chosen))
+        return [self._rank(own._replace(**dict(zip(chosen, place, strict=True)))) for place in places]
 
-    def groups(self, dimension: Dimension) -> list[list[int]]:
-        """Return the groups of all workers along ``dimension``, in the order of their places in the others."""
-        places = (range(1 if other == dimension else self.size(other)) for other in DIMENSIONS)
-        return [self.group(dimension, self._rank(Coords(*first))) for first in itertools.product(*places)]
+    def groups(self, axes: Dimension | Axes) -> list[list[int]]:
+        """Return the groups of all workers along ``axes``, in the order of their places in the other dimensions."""
+        places = (range(1 if other in axes or other == axes else self.size(other)) for other in DIMENSIONS)
+        return [self.group(axes, self._rank(Coords(*first))) for first in itertools.product(*places)]
+
+    def part(self, global_rank: int) -> Coords:
+        """Return what tells a worker's part of the model from others: its place, but for the replica that it is in."""
+        return self.coords(global_rank)._replace(replicate=0)
+
+    def has_parts_of(self, other: Mesh) -> bool:
+        """Return whether two meshes divide the model in the same way, and differ in its replicas alone."""
+        return all(self.size(d) == other.size(d) for d in DIMENSIONS if d != "replicate")
+
+    @property
+    def neighbours_along(self) -> Dimension:
+        """The dimension along which workers have different parts, so that each may keep a copy of its neighbour's."""
+        return next((d for d in DIMENSIONS if d != "replicate" and self.size(d) > 1), "shard")
 
     @property
     def replicas(self) -> list[list[int]]:
@@ -131,8 +148,8 @@ class Mesh:
         return found
 
     @property
-    def _order(self) -> tuple[Dimension, ...]:
-        return DIMENSIONS if self.replicas_close else (*DIMENSIONS[1:], DIMENSIONS[0])
+    def _order(self) -> Axes:
+        return DIMENSIONS if self.replicas_close else ("replicate", "pipeline", *DIMENSIONS[2:])
 
     def _rank(self, coords: Coords) -> int:
         rank = 0

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import Coords, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.recovery import RecoveryPlan, newest_state
 from orchestrator.protocol.messages import RecoverableSteps
@@ -161,37 +161,27 @@ def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection
     """Return the first mesh in which every worker can keep its part, with at most ``ready`` new workers."""
     present = [len(ranks) for ranks in _alive_by_part(old, alive).values()]
     for mesh in larger_first:
-        if has_same_parts(mesh, old) and sum(max(0, mesh.replicate - number) for number in present) <= ready:
+        if mesh.has_parts_of(old) and sum(max(0, mesh.replicate - number) for number in present) <= ready:
             return mesh
     return None
 
 
-def has_same_parts(mesh: Mesh, other: Mesh) -> bool:
-    """Return whether two meshes divide the model in the same way, and differ in its replicas alone."""
-    return (mesh.pipeline, mesh.shard) == (other.pipeline, other.shard)
-
-
-def _alive_by_part(mesh: Mesh, alive: Collection[int]) -> dict[tuple[int, int], list[int]]:
+def _alive_by_part(mesh: Mesh, alive: Collection[int]) -> dict[Coords, list[int]]:
     """Return the ranks in ``alive`` that have each part of the model, in ascending order."""
-    ranks: dict[tuple[int, int], list[int]] = {_part(mesh, rank): [] for rank in range(mesh.num_workers)}
+    ranks: dict[Coords, list[int]] = {mesh.part(rank): [] for rank in range(mesh.num_workers)}
     for rank in sorted(alive):
-        ranks[_part(mesh, rank)].append(rank)
+        ranks[mesh.part(rank)].append(rank)
     return ranks
-
-
-def _part(mesh: Mesh, rank: int) -> tuple[int, int]:
-    coords = mesh.coords(rank)
-    return coords.pipeline, coords.shard
 
 
 def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
     """Let every worker keep its part; ``plan`` divides the model as before."""
     new, of_part = plan.mesh, _alive_by_part(old, alive)
-    first = {_part(old, rank): rank for rank in reversed(range(old.num_workers))}
+    first = {old.part(rank): rank for rank in reversed(range(old.num_workers))}
     before: list[int | None] = []
     state_sources: list[int] = []
     for rank in range(new.world_size):
-        part, replica = _part(new, rank), new.coords(rank).replicate
+        part, replica = new.part(rank), new.coords(rank).replicate
         own = of_part[part][replica] if replica < len(of_part[part]) else None
         before.append(own)
         state_sources.append(first[part] if own is None else own)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 
 LEFT_OUT = "left_out"
 """The entry of ``meta`` with the checksums of the frozen parameters that a checkpoint leaves out, by name."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.left_out import LEFT_OUT, total
 from orchestrator.state.manifest import Kind
 from orchestrator.state.optimizer_state import FURTHER

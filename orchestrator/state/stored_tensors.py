@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from orchestrator.state.boxes import Box, first_overlap, has_hole
+from orchestrator.planning.boxes import Box, first_overlap, has_hole
 from orchestrator.state.digests import Digests
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.tensor_file import Stored, TensorFile

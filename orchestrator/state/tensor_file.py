@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.torch import as_bytes
-from orchestrator.state.boxes import Box, box_problem
+from orchestrator.planning.boxes import Box, box_problem
 from orchestrator.state.digests import CHUNK_BYTES, ChunkHasher, Digests, VerifiedFile
 
 _BOXES = "boxes"

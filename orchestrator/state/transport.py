@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.compat.torch import as_bytes, copy_all
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.host_copies import runs_of
 from orchestrator.state.manifest import Kind
 from orchestrator.state.train_state import TrainState, outline

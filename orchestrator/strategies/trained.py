@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
 from orchestrator.state import train_state
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.left_out import checksum
 from orchestrator.state.model_state import dropped_names
 from orchestrator.state.train_state import TrainState

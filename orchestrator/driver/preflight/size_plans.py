@@ -13,7 +13,7 @@ from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, Plan, find_layout, make_plan
-from orchestrator.policy.elastic import Sizes, has_same_parts
+from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
 
 
@@ -115,7 +115,7 @@ class _PlannedSizes:
         if not self._config.strategy.elastic:
             return []
         layouts = [self._layout(number, []) for number in range(1, smallest.num_workers)]
-        return [layout.mesh for layout in layouts if layout and has_same_parts(layout.mesh, smallest)]
+        return [layout.mesh for layout in layouts if layout and layout.mesh.has_parts_of(smallest)]
 
     def _layout(self, number: int, errors: list[str]) -> Layout | None:
         """Return the layout for this number of workers, whether there is room for them or not; None if impossible."""

@@ -21,7 +21,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.plan import Plan
-from orchestrator.state.boxes import Box, Shape
+from orchestrator.planning.boxes import Box, Shape
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters

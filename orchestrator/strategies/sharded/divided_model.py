@@ -15,7 +15,7 @@ from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of

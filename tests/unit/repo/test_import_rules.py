@@ -31,7 +31,7 @@ RULES = {
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
-    "state":        ("compat storage",                                                         "torch"),
+    "state":        ("planning compat storage",                                                "torch"),
     "model":        ("user_code config compat",                                                "torch"),
     "tuning":       ("planning timeline model",                                                ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
@@ -40,7 +40,7 @@ RULES = {
     "strategies":   ("user_code job config planning timeline protocol compat state model tuning "
                      "strategies.measure strategies.data strategies.update",                   "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "exporting":    ("user_code job compat config records state model strategies.data",        "torch mlflow"),
+    "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records",                                       ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.left_out import check_built, checksum, total
 
 

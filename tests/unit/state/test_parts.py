@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 
 from helpers.records.runs import in_campaign
 from orchestrator.state import digests
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import commit, load, staging, verify, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.digests import CHUNK_BYTES

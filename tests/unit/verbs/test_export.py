@@ -26,7 +26,7 @@ from orchestrator.job import Job, Split
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import save
 from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import capture

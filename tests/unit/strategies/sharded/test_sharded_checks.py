@@ -16,7 +16,7 @@ from helpers.conformance.cases import Case, config_of, plan_of
 from helpers.conformance.layouts import FSDP, PARAMETER_SERVER, SHARDED_DDP
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.state.boxes import Box
+from orchestrator.planning.boxes import Box
 from orchestrator.strategies import registry
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
 

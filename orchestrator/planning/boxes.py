@@ -31,15 +31,15 @@ class Box:
         return cls(full=full, offset=(0,) * len(full), shape=full)
 
     @classmethod
-    def shard(cls, shape: Sequence[int], index: int, count: int) -> Box:
-        """Return the part of a tensor that one of ``count`` ranks holds if all divide it along its first dimension.
+    def shard(cls, shape: Sequence[int], index: int, count: int, *, axis: int = 0) -> Box:
+        """Return the part of a tensor that one of ``count`` ranks holds if all divide it along one axis.
 
         All parts are equal but for the last ones, which may be smaller or empty, as ``torch.chunk`` makes them.
         """
-        size = shape[0]
+        size = shape[axis]
         most = -(-size // count)
         start = min(index * most, size)
-        return cls.cut(shape, axis=0, start=start, size=min(most, size - start))
+        return cls.cut(shape, axis=axis, start=start, size=min(most, size - start))
 
     @classmethod
     def cut(cls, shape: Sequence[int], *, axis: int, start: int, size: int) -> Box:

@@ -1,0 +1,88 @@
+"""Where a tensor of the model is: which part of it each worker of a mesh has. Pure, no torch.
+
+Who has a tensor's shard, how many do, who saves it, and over whom its gradient is summed all follow from its placement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from orchestrator.planning.boxes import Box, Shape
+from orchestrator.planning.mesh import BATCH, DIMENSIONS, Axes, Dimension, Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A division of a tensor along one of its axes.
+
+    Attributes:
+        over: the dimension of the mesh whose workers have a shard each.
+        axis: the axis of the tensor.
+        sizes: the number of places along the axis that each of these workers has, in their order; empty for equal
+            shards, as :meth:`Box.shard` makes them.
+    """
+
+    over: Dimension
+    axis: int = 0
+    sizes: tuple[int, ...] = ()
+
+    def box(self, shape: Shape, *, index: int, count: int) -> Box:
+        """Return the shard of a tensor of this ``shape`` that the worker number ``index`` of ``count`` has."""
+        if not self.sizes:
+            return Box.shard(shape, index, count, axis=self.axis)
+        return Box.cut(shape, axis=self.axis, start=sum(self.sizes[:index]), size=self.sizes[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one tensor is.
+
+    Attributes:
+        shape: of the whole tensor.
+        cuts: how it is divided, the outer one first. Along the other dimensions of a mesh, all workers have the same.
+        stages: the places along ``pipeline`` that have it, that of the first stage first.
+    """
+
+    shape: Shape
+    cuts: tuple[Cut, ...] = ()
+    stages: tuple[int, ...] = (0,)
+
+    def box(self, mesh: Mesh, rank: int) -> Box | None:
+        """Return what of the tensor a rank has; None if it has nothing of it, as servers and other stages."""
+        coords = mesh.coords(rank)
+        if rank in mesh.servers or coords.pipeline not in self.stages:
+            return None
+        box = Box.whole(self.shape)
+        for cut in self.cuts:
+            inner = cut.box(box.shape, index=getattr(coords, cut.over), count=mesh.size(cut.over))
+            offset = tuple(map(sum, zip(box.offset, inner.offset, strict=True)))
+            box = Box(full=self.shape, offset=offset, shape=inner.shape)
+        return box
+
+    def holders(self, mesh: Mesh, rank: int) -> list[int]:
+        """Return the ranks that have the same of the tensor as ``rank``, in ascending order; none if it has nothing."""
+        if self.box(mesh, rank) is None:
+            return []
+        alike = mesh.group(("pipeline", *self._uncut), rank)
+        return sorted(other for other in alike if mesh.coords(other).pipeline in self.stages)
+
+    def copies(self, mesh: Mesh) -> int:
+        """Return how many workers have each element of the tensor."""
+        return math.prod(mesh.size(dimension) for dimension in self._uncut) * len(self.stages)
+
+    def saves(self, mesh: Mesh, rank: int) -> bool:
+        """Return whether ``rank`` is the one of its holders that saves what they have."""
+        coords = mesh.coords(rank)
+        first = coords.pipeline == self.stages[0] and not any(getattr(coords, d) for d in self._uncut)
+        return first and rank not in mesh.servers
+
+    @property
+    def summed_over(self) -> Axes:
+        """The dimensions whose workers have gradients of other samples for the same elements."""
+        return tuple(dimension for dimension in BATCH if dimension in self._uncut)
+
+    @property
+    def _uncut(self) -> Axes:
+        cut = {"pipeline", *(cut.over for cut in self.cuts)}
+        return tuple(dimension for dimension in DIMENSIONS if dimension not in cut)
