@@ -15,9 +15,9 @@ from orchestrator.config.job_loader import find_class, unmasked
 from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
+from orchestrator.planning.boxes import Box
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.averages import exported_weights, exports_average
-from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.left_out import LEFT_OUT, check_built, checksum

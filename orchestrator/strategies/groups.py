@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch.distributed as dist
 
 from orchestrator.compat.process_groups import new_nccl_group
+from orchestrator.planning.mesh import Dimension
 from orchestrator.strategies.base import Context
 
 
@@ -40,17 +41,30 @@ def new_group(
     return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
 
 
-def own_group(context: Context, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Divide all ranks into ``parts`` of one size, and return the group of this rank; None if it is alone in its part.
+class MeshGroups:
+    """The process groups of a rank along dimensions of its mesh, in one generation.
 
-    A single part is the default group. A communicator of NCCL takes memory and an abort of its own, so there are no
-    others than are needed.
+    A communicator of NCCL takes memory and an abort of its own, so there are no others than are needed: none for a rank
+    that is alone, the default group for all ranks, and one for equal sets of ranks.
     """
-    if len(parts) == 1:
-        return dist.group.WORLD
-    if all(len(ranks) == 1 for ranks in parts):
-        return None
-    return divided(context, parts)
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._found: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def over(self, *axes: Dimension) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that differ at most in these dimensions; None if this rank is alone in it.
+
+        Collective, when it is first asked for.
+        """
+        parts = tuple(tuple(ranks) for ranks in self._context.mesh.groups(axes))
+        if len(parts) == 1:
+            return dist.group.WORLD
+        if all(len(ranks) == 1 for ranks in parts):
+            return None
+        if parts not in self._found:
+            self._found[parts] = divided(self._context, parts)
+        return self._found[parts]
 
 
 def divided(

@@ -6,7 +6,6 @@ memory. All ranks then continue from the last step of which all parts are left.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,20 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.job import Job
-from orchestrator.planning.mesh import Dimension
+from orchestrator.planning.mesh import Coords
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
-from orchestrator.state.merge import merge
+from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, gather_states, receive_state, send_state
+from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import divided
 from orchestrator.strategies.peer_copies import PeerCopies
+from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
 
 
 class PartTrainer(Trainer):
     """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model."""
 
+    _sharing: Sharing = NOTHING_SHARED
     _ahead = 0  # the steps completed by a recovery that has not ended
     _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
@@ -41,16 +42,30 @@ class PartTrainer(Trainer):
         """Undo an interrupted step, and connect the ring of neighbours that have copies of each other's parts."""
         super().attach()
         if self._copies is not None:
-            group = divided(self.context, self.context.mesh.groups(self._along), backend="gloo")
+            mesh = self.context.mesh
+            group = divided(self.context, mesh.groups(mesh.neighbours_along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
     @property
     def writers(self) -> Sequence[int]:
         return self.context.mesh.replicas[0]
 
-    @abc.abstractmethod
     def own_share(self, state: TrainState) -> TrainState:
         """Return what of the ``state`` of this rank, one of the ``writers``, no writer before it has."""
+        state = without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere)
+        coords = self.context.mesh.coords(self.context.global_rank)
+        return state if coords._replace(pipeline=0) == Coords() else without_copies(state)
+
+    def frozen(self) -> Mapping[str, int]:
+        """Return the checksums of parameters under the names by which no rank before this one has them."""
+        mesh, rank = self.context.mesh, self.context.global_rank
+        elsewhere, stage = self._sharing.saved_elsewhere, self.context.pp_rank
+
+        def is_first(name: str) -> bool:
+            here = replace(self.trained.placements[name], stages=(stage,))
+            return name not in elsewhere and here.saves(mesh, rank)
+
+        return self.trained.frozen(is_first)
 
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank not in self.writers:
@@ -81,6 +96,23 @@ class PartTrainer(Trainer):
             group=self._host,
         )
         return None if states is None else merge(states, order=self.saved_names)
+
+    def restore_part(self, state: TrainState) -> dict[str, Any]:
+        self.load(state, partial=self.context.mesh.pipeline > 1)
+        return state.meta
+
+    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+        wanted = {*self.trained.module().state_dict(), *self._sharing.first_names.values()}
+        return self.restore_part(
+            broadcast_state(
+                state,
+                source=source,
+                rank=self.context.global_rank,
+                device=self.context.device,
+                keep=wanted.__contains__,
+                boxes=self.trained.boxes,
+            )
+        )
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
@@ -175,10 +207,6 @@ class PartTrainer(Trainer):
         return {name: state.meta[name] for name in ("step", "samples_consumed")}
 
     @property
-    def _along(self) -> Dimension:
-        """The dimension of the mesh along which neighbours have copies of each other's parts."""
-        return "pipeline" if self.context.mesh.pipeline > 1 else "shard"
-
-    @property
     def _ring(self) -> list[int]:
-        return self.context.mesh.group(self._along, self.context.global_rank)
+        mesh = self.context.mesh
+        return mesh.group(mesh.neighbours_along, self.context.global_rank)

@@ -35,6 +35,9 @@ class Reduction:
     """Whether the norm is formed in every step. A rank that has it knows that all ranks have their gradients, so that
     each can make its update, even if another one is lost then."""
 
+    def sync_initial_state(self) -> None:
+        """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
+
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         """Return the weight of the batch whose gradient an update applies: of the global batch, on several ranks.
 

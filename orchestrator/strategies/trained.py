@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.job import Job
-from orchestrator.state import train_state
 from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Placement
+from orchestrator.state import train_state
 from orchestrator.state.left_out import checksum
 from orchestrator.state.model_state import dropped_names
 from orchestrator.state.train_state import TrainState
@@ -45,7 +46,8 @@ class Trained:
     Attributes:
         module: returns a module with the tensors of this rank, under the model's own names.
         modules: the modules as they are called.
-        boxes: where the parameters are that are parts of larger ones, by name.
+        placements: where the parameters are, by each of their names.
+        boxes: those that this rank has of parameters that are divided, by name.
         parameters: the parameters that are updated.
         optimizer: updates them; several are joined for their state, and have to be called one by one.
         scheduler: the learning-rate schedule; None if it is constant.
@@ -66,9 +68,12 @@ class Trained:
         train_set: Dataset[Any],
         *,
         module: Callable[[], nn.Module] | None = None,
-        boxes: Mapping[str, Box] | None = None,
+        placements: Mapping[str, Placement] | None = None,
     ):
-        """Prepare ``optimizers``, by name, for the updates; ``module``: returns the first of ``modules`` by default."""
+        """Prepare ``optimizers``, by name, for the updates.
+
+        ``module`` returns the first of ``modules`` by default, and all of ``placements`` are whole.
+        """
         train = context.train
         epoch = steps_per_epoch(job, train_set, train.global_batch_size)
         for optimizer in optimizers.values():
@@ -78,7 +83,11 @@ class Trained:
                 keep_average(optimizer, train.ema_decay)
         self.module = module or (lambda: modules[0])
         self.modules = modules
-        self.boxes = boxes or {}
+        self.placements = placements or {
+            name: Placement(shape=tuple(p.shape)) for name, p in self.module().named_parameters(remove_duplicate=False)
+        }
+        own = {n: p.box(context.mesh, context.global_rank) for n, p in self.placements.items() if p.cuts}
+        self.boxes = {name: box for name, box in own.items() if box is not None}
         self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
         self.optimizer = cast(Optimizer, joined(optimizers))
         to_training(self.optimizer)

@@ -159,6 +159,9 @@ class Trainer(Strategy):
         if not trained.settled:
             trained.drop_gradients()
 
+    def sync_initial_state(self) -> None:
+        self.reduction.sync_initial_state()
+
     def train_step(self, microbatches: Sequence[Any], *, want_grad_norm: bool, want_metrics: bool) -> StepResult:
         context, reduction, trained = self.context, self.reduction, self.trained
         with self.around_step(logged=want_metrics):
@@ -246,7 +249,7 @@ class Trainer(Strategy):
 
     def is_first_with(self, name: str) -> bool:
         """Return whether this is the first rank that has the parameter, or this part of it."""
-        return self.context.global_rank == 0
+        return self.trained.placements[name].saves(self.context.mesh, self.context.global_rank)
 
     def frozen(self) -> Mapping[str, int]:
         return self.trained.frozen(self.is_first_with)

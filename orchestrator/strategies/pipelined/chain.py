@@ -21,6 +21,7 @@ from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
     Measure,
@@ -29,7 +30,6 @@ from orchestrator.strategies.measure.job_metrics import (
     loss_reads,
 )
 from orchestrator.strategies.pipelined.forward_pass import forward_only
-from orchestrator.strategies.pipelined.replica_sums import StageSums
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.timeline.spans import Span
@@ -54,7 +54,7 @@ class Chain:
         device: torch.device,
         group: dist.ProcessGroup,
         precision: Precision,
-        sums: StageSums,
+        sums: Sums,
         backward_group: dist.ProcessGroup,
     ):
         """Connect the stages.

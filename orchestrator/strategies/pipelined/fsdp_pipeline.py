@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -27,24 +27,24 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
-from orchestrator.planning.mesh import Dimension, Mesh
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.group_reduction import Sums
+from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.pipelined.replica_sums import StageSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.part_sums import PartSums
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.update.gradients import sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
@@ -61,7 +61,6 @@ class FSDPPipeline(Pipeline):
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
     size_key = "strategy.pipeline_parallel_size"
-    peers: ClassVar[Dimension] = "shard"
     evaluates_padding = True
 
     @classmethod
@@ -133,19 +132,17 @@ class FSDPPipeline(Pipeline):
             {"": optimizer},
             train_set,
             module=own.module,
-            boxes=own.model.boxes,
+            placements=self.placed(own.model.placements),
         )
         self._cut = cut
 
-    def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
-        assert peers is not None
-        self._divided.divide(peers, self.context.train)
+    def _sums(self, groups: MeshGroups) -> Sums:
+        shards = groups.over("shard")
+        assert shards is not None
+        self._divided.divide(shards, self.context.train)
         self.stages = self._divided.called
         self.trained.use([stage.module for stage in self.stages])
-        return PartSums(self._divided.model, peers)
-
-    def _whole_parameters(self) -> Collection[nn.Parameter]:
-        return self._divided.model.scalars
+        return PartSums(self._divided.model, at_end=True)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         try:
@@ -192,21 +189,6 @@ class DividedStages:
     def module(self) -> nn.Module:
         """Return a bare module with this rank's parts, and the buffers that are saved, under the model's own names."""
         return state_of(self.stages, self.model.parts)
-
-
-class PartSums(StageSums):
-    """Sums into the parts of each tensor, made once after all backward passes of a step."""
-
-    def __init__(self, model: DividedModel, peers: dist.ProcessGroup):
-        """Prepare for the sums over ``peers``, which have all parts of ``model`` together."""
-        self._model = model
-        self._peers = peers
-
-    def finish(self, waits: WaitTimer) -> None:
-        with waits.waiting():
-            self._model.wrapped.sum_gradients()
-            self._model.take_gradients()
-            sum_over(self._peers, [scalar.grad for scalar in self._model.scalars if scalar.grad is not None])
 
 
 class _Together(nn.Module):

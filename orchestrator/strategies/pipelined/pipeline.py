@@ -14,13 +14,12 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.pipelining import sends_one_way
@@ -31,31 +30,29 @@ from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import Shared, Stage, state_of
 from orchestrator.planning.layout import Layout
-from orchestrator.planning.mesh import Dimension, even_shares
+from orchestrator.planning.mesh import BATCH, even_shares
+from orchestrator.planning.placement import Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
-from orchestrator.state.merge import without_copies, without_shared
-from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.groups import divided, own_group
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.group_reduction import PartReduction, Sums
+from orchestrator.strategies.groups import MeshGroups, divided
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
 from orchestrator.strategies.pipelined.preflight import check_stages
-from orchestrator.strategies.pipelined.replica_sums import ReplicaSums, StageSums
-from orchestrator.strategies.pipelined.shared_tensors import Sharing
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
-from orchestrator.strategies.pipelined.stage_gradients import StageGradients
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -80,9 +77,6 @@ class Pipeline(PartTrainer):
     moves_parameters = True
     size_key: ClassVar[str] = "strategy.num_workers"
     """The key that says how many workers a pipeline has."""
-
-    peers: ClassVar[Dimension] = "replicate"
-    """The dimension of the mesh along which ranks compute the same stages, of other samples."""
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
@@ -117,7 +111,6 @@ class Pipeline(PartTrainer):
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
-        self._gradients: StageGradients | None = None  # None between two generations
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -150,10 +143,9 @@ class Pipeline(PartTrainer):
 
     def attach(self) -> None:
         context = self.context
-        mesh = context.mesh
-        pipeline = own_group(context, mesh.groups("pipeline"))
+        mesh, groups = context.mesh, MeshGroups(context)
+        pipeline = groups.over("pipeline")
         backward = divided(context, mesh.groups("pipeline")) if self._has_backward_group() else pipeline
-        peers = own_group(context, mesh.groups(self.peers))
         assert pipeline is not None
         assert backward is not None
         cut = self._agree_on_cut()
@@ -168,7 +160,7 @@ class Pipeline(PartTrainer):
             )
             self._builder = self._train_set = None
         super().attach()
-        sharing = Sharing(
+        self._sharing = Sharing.of(
             self._shared,
             self.trained.module().state_dict(keep_vars=True),
             context=context,
@@ -176,17 +168,8 @@ class Pipeline(PartTrainer):
         )
         on_cpu = context.device.type == "cpu"
         self._host = None if on_cpu else divided(context, mesh.replicas, backend="gloo")
-        sums = self._sums(peers)
-        self._gradients = self.reduction = StageGradients(
-            context=context,
-            trained=self.trained,
-            peers=peers,
-            whole=self._whole_parameters(),
-            sums=sums,
-            sharing=sharing,
-            waits=WaitTimer(context.device),
-            settles=mesh.replicate > 1,
-        )
+        sums = self._sums(groups)
+        self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
         self.passes = Chain(
             self.stages,
             self.layout,
@@ -202,23 +185,29 @@ class Pipeline(PartTrainer):
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
         """Record when the stages compute, and what they wait for, if the step is logged."""
-        self._connected.waits.restart(counts=logged)
+        assert isinstance(self.reduction, PartReduction)
+        self.reduction.waits.restart(counts=logged)
         self.passes.clock.restart(records=logged)
         with super().around_step(logged=logged):
             yield
 
-    def _sums(self, peers: dist.ProcessGroup | None) -> StageSums:
-        """Return the sums over the ranks that compute the same stages."""
+    def _sums(self, groups: MeshGroups) -> Sums:
+        """Return the sums that begin in the backward passes."""
         named = self.trained.module().named_parameters()
         return ReplicaSums(
-            peers,
+            groups.over(*BATCH),
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
             {p: n for n, p in named if p.requires_grad and n not in self._unused},
         )
 
-    def _whole_parameters(self) -> Collection[nn.Parameter]:
-        """Return the parameters that are whole on this rank."""
-        return list(self.trained.module().parameters())
+    def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
+        """Return the placements of this rank's parameters, from those in a model that is not cut."""
+        stages: dict[str, tuple[int, ...]] = dict.fromkeys(placements, (self.context.pp_rank,))
+        for tensor in self._shared:
+            places = tuple(dict.fromkeys(self.layout.stage_ranks[stage] for stage in tensor.stages))
+            for names in tensor.stages.values():
+                stages |= dict.fromkeys((name for name in names if name in placements), places)
+        return {name: replace(placement, stages=stages[name]) for name, placement in placements.items()}
 
     def _has_backward_group(self) -> bool:
         """Return whether gradients of activations have a process group beside that of activations.
@@ -234,62 +223,32 @@ class Pipeline(PartTrainer):
             compile_in_place(stage.module, self.context.train)
         optimizer = optimizer_of_part(self.job, build_fake(builder.constructor, CPU).model, state_of(self.stages))
         stages, modules = self.stages, [stage.module for stage in self.stages]
+        named = state_of(stages).named_parameters(remove_duplicate=False)
         # The bare module is assembled at each call, because a layer may replace its buffers.
         self.trained = Trained(
-            self.job, self.context, modules, {"": optimizer}, train_set, module=lambda: state_of(stages)
+            self.job,
+            self.context,
+            modules,
+            {"": optimizer},
+            train_set,
+            module=lambda: state_of(stages),
+            placements=self.placed({name: Placement(shape=tuple(p.shape)) for name, p in named}),
         )
         self._cut = cut
-
-    def sync_initial_state(self) -> None:
-        self._connected.sync_initial_state()
 
     @property
     def saved_names(self) -> Sequence[str]:
         return self._names
-
-    def own_share(self, state: TrainState) -> TrainState:
-        sharing = self._connected.sharing
-        state = without_shared(state, sharing.first_names, saved=sharing.saved_elsewhere)
-        return state if self._is_first_shard else without_copies(state)
-
-    def is_first_with(self, name: str) -> bool:
-        return self._saves(name, elsewhere=self._connected.sharing.first_names)
-
-    def frozen(self) -> Mapping[str, int]:
-        elsewhere = self._connected.sharing.saved_elsewhere
-        return self.trained.frozen(lambda name: self._saves(name, elsewhere=elsewhere))
-
-    def _saves(self, name: str, *, elsewhere: Collection[str]) -> bool:
-        """Return whether this rank saves its part of a parameter, unless the name is one of ``elsewhere``."""
-        is_writer = self.context.global_rank in self.writers and name not in elsewhere
-        return is_writer and (self._is_first_shard or name in self.trained.boxes)
-
-    def restore_part(self, state: TrainState) -> dict[str, Any]:
-        self.load(state, partial=True)
-        return state.meta
-
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        context = self.context
-        wanted = {*self.trained.module().state_dict(), *self._connected.sharing.first_names.values()}
-        state = broadcast_state(
-            state,
-            source=source,
-            rank=context.global_rank,
-            device=context.device,
-            keep=wanted.__contains__,
-            boxes=self.trained.boxes,
-        )
-        return self.restore_part(state)
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         return {} if self._cut is None else super().recoverable_steps(step)
 
     def close(self) -> None:
         """Release everything that refers to the process group."""
-        if self._gradients is not None:
+        if isinstance(self.reduction, PartReduction):
             self.passes.close()
-            self._host = self._gradients = None
-            self.reduction = Reduction()
+            self._host = None
+            self.reduction, self._sharing = Reduction(), NOTHING_SHARED
         super().close()
 
     @property
@@ -320,17 +279,8 @@ class Pipeline(PartTrainer):
         return tuple(summaries)
 
     def comm_ms(self) -> float | None:
-        return self._connected.waited_ms()
-
-    @property
-    def _is_first_shard(self) -> bool:
-        """Whether this is the one of the ranks with parts of a stage that saves what all of them have whole."""
-        return self.context.mesh.coords(self.context.global_rank).shard == 0
-
-    @property
-    def _connected(self) -> StageGradients:
-        assert self._gradients is not None, "attach() has not been called"
-        return self._gradients
+        assert isinstance(self.reduction, PartReduction)
+        return self.reduction.waited_ms()
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""

@@ -12,24 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.update.gradients import begin_sum
 
 
-class StageSums:
-    """The sums of one rank, for steps that each call these methods in this order. This class sums nothing."""
-
-    def begin_step(self, *, passes: int) -> None:
-        """Begin a step with so many backward passes through each stage."""
-
-    def passed(self, stage: int) -> None:
-        """Take note of a backward pass through a stage."""
-
-    def finish(self, waits: WaitTimer) -> None:
-        """Wait for the sums, and count that as waiting."""
-
-
-class ReplicaSums(StageSums):
+class ReplicaSums(Sums):
     """Sums over replicas of the stages, each of which begins after the last backward pass through its stage."""
 
     def __init__(

@@ -31,10 +31,11 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.group_reduction import GroupReduction
+from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.strategies.reduction import Reduction, Weight, on_device, weight_sum
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -42,12 +43,10 @@ from orchestrator.strategies.replicated.ddp_options import DDPConfig, bucket_not
 from orchestrator.strategies.replicated.job_step import JobStep
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
-from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
-from orchestrator.strategies.update.gradients import norm_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -109,10 +108,6 @@ class DDP(Trainer):
         """Return the reduction. Collective."""
         return InBackward(self.passes, self.trained, self.context, self._powersgd)
 
-    def sync_initial_state(self) -> None:
-        tensors = (*self.passes.model.parameters(), *self.trained.buffers)
-        broadcast_tensors(tensors, source=0, device=self.context.device)
-
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         assert self._buckets is not None
         # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
@@ -156,7 +151,7 @@ class DDP(Trainer):
             self._buckets = None
 
 
-class InBackward(Reduction):
+class InBackward(GroupReduction):
     """``DistributedDataParallel``: sums bucket by bucket, overlapped with the last backward pass of a step.
 
     Attributes:
@@ -165,11 +160,9 @@ class InBackward(Reduction):
 
     def __init__(self, passes: WholeModel, trained: Trained, context: Context, powersgd: PowerSGD | None):
         """Wrap the model. Collective."""
+        super().__init__(context, trained, MeshGroups(context))
         self._passes = passes
-        self._trained = trained
         self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
-        self._device = context.device
-        self._samples = context.train.global_batch_size
         self._options = options = _options(context)
         # DDP divides gradients by the number of ranks, and a sum is needed: the loss has its global weight already.
         self.averages_over = context.mesh.world_size
@@ -195,9 +188,6 @@ class InBackward(Reduction):
         elif sparse_parameters([passes.model]):
             replica.register_comm_hook(None, lambda _, bucket: average(bucket))
 
-    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
-        return self._samples if counts_samples else weight_sum(own, device=self._device)
-
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:
         """Sum the gradients in the backward pass of the last slice alone."""
@@ -220,15 +210,7 @@ class InBackward(Reduction):
                 "their gradients. Use them, freeze them (requires_grad=False), or set "
                 "strategy.find_unused_parameters=true"
             )
-        broadcast_tensors(self._trained.buffers, source=0, device=self._device)
-
-    def mean_loss(self, loss_sum: Tensor, weight: Weight) -> Tensor:
-        totals = torch.stack((loss_sum, on_device(weight, self._device).to(loss_sum.dtype)))
-        dist.all_reduce(totals)
-        return super().mean_loss(*totals)
-
-    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        return norm_over(dist.group.WORLD, parameters, device, lambda parameter: self.averages_over)
+        self.share(self.trained.buffers)
 
     def close(self) -> None:
         """Release everything that references the process group.
@@ -241,7 +223,7 @@ class InBackward(Reduction):
         del self.replica
 
 
-class ShardedDDP(ShardTrainer, DDP):
+class ShardedDDP(PartTrainer, DDP):
     """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part, which the others then get.
 
     The parts are the state of a rank. What has been exchanged is a copy of them, which a recovery makes again.
@@ -254,13 +236,22 @@ class ShardedDDP(ShardTrainer, DDP):
         index = context.mesh.coords(context.global_rank).shard
         self._shards = shards = OptimizerShards(model, index=index, count=context.mesh.shard)
         optimizer = optimizer_of_part(self.job, model, shards.module())
-        return Trained(self.job, context, [model], {"": optimizer}, train_set, module=shards.module, boxes=shards.boxes)
+        return Trained(
+            self.job,
+            context,
+            [model],
+            {"": optimizer},
+            train_set,
+            module=shards.module,
+            placements=shards.placements,
+        )
 
     def in_backward(self) -> InBackward:
         return InBackwardShards(self.passes, self.trained, self.context, self._shards)
 
     def sync_initial_state(self) -> None:
-        super().sync_initial_state()
+        assert isinstance(self.reduction, InBackward)
+        self.reduction.share([*self.passes.model.parameters(), *self.trained.buffers])
         self._shards.take()
 
     def apply(self) -> None:
@@ -315,10 +306,6 @@ class InBackwardShards(InBackward):
     def finish(self) -> None:
         super().finish()
         self._shards.take_gradients()
-
-    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        count = self.averages_over
-        return norm_over(dist.group.WORLD, parameters, device, lambda part: 1 if part.ndim > 0 else count)
 
 
 def _options(context: Context) -> DDPConfig:

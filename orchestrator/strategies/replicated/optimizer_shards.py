@@ -20,8 +20,9 @@ from orchestrator.job import Job
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
-from orchestrator.planning.plan import Plan
 from orchestrator.planning.boxes import Box, Shape
+from orchestrator.planning.placement import Cut, Placement
+from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
@@ -39,7 +40,7 @@ class OptimizerShards:
 
     Attributes:
         parts: by the first name of the parameter.
-        boxes: where the parts are, by each name of a parameter.
+        placements: where the parameters are, by each of their names.
         saved_names: the names of all tensors of a checkpoint.
     """
 
@@ -48,7 +49,8 @@ class OptimizerShards:
         self._model = model
         self._index = index
         self._whole = dict(model.named_parameters())
-        self._cuts: dict[str, Sequence[Box]] = {}
+        self._count = count
+        self._cuts: dict[str, Cut] = {}
         for trained in (True, False):  # so that what the trained ones take is divided evenly
             shapes = {n: tuple(p.shape) for n, p in self._whole.items() if p.ndim and p.requires_grad == trained}
             self._cuts |= cut_evenly(shapes, count)
@@ -56,7 +58,10 @@ class OptimizerShards:
         named = dict(model.named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self._whole.items()}
         self._first = {name: first[parameter] for name, parameter in named.items()}
-        self.boxes = {name: self._cuts[of][index] for name, of in self._first.items() if of in self._cuts}
+        self.placements = {
+            name: Placement(shape=tuple(self._whole[of].shape), cuts=(self._cuts[of],) if of in self._cuts else ())
+            for name, of in self._first.items()
+        }
         self.saved_names = tuple(model.state_dict())
 
     def module(self) -> nn.Module:
@@ -100,9 +105,8 @@ class OptimizerShards:
 
     def _exchange(self, names: Sequence[str]) -> None:
         """Exchange parameters of one dtype in one operation, for which the parts of all ranks have one size."""
-        sizes = [
-            [math.prod(box.shape) for box in of_rank] for of_rank in zip(*(self._cuts[n] for n in names), strict=True)
-        ]
+        boxes = [[self._box(name, rank) for name in names] for rank in range(self._count)]
+        sizes = [[math.prod(box.shape) for box in of_rank] for of_rank in boxes]
         most = max(map(sum, sizes))
         packed = torch.cat([self.parts[name].reshape(-1) for name in names])
         packed = nn.functional.pad(packed, (0, most - packed.numel()))
@@ -111,8 +115,7 @@ class OptimizerShards:
         all_gather_single(everyone.view(torch.uint8).view(-1), packed.view(torch.uint8))
         values, places = [], []
         for rank, (row, own) in enumerate(zip(everyone, sizes, strict=True)):
-            for name, value in zip(names, row[: sum(own)].split(own), strict=True):
-                box = self._cuts[name][rank]
+            for name, box, value in zip(names, boxes[rank], row[: sum(own)].split(own), strict=True):
                 # Own values do not come back from others: those of an operation that is aborted are garbage.
                 values.append(self.parts[name] if rank == self._index else value.view(box.shape))
                 places.append(self._whole[name][box.slices_in(Box.whole(box.full))])
@@ -124,7 +127,10 @@ class OptimizerShards:
         return nn.Parameter(self._own(name, whole.detach()).contiguous(), requires_grad=whole.requires_grad)
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
-        return whole[self._cuts[name][self._index].slices_in(Box.whole(whole.shape))]
+        return whole[self._box(name, self._index).slices_in(Box.whole(whole.shape))]
+
+    def _box(self, name: str, index: int) -> Box:
+        return self._cuts[name].box(tuple(self._whole[name].shape), index=index, count=self._count)
 
 
 def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -152,27 +158,31 @@ def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[st
         return ()
     count = plan.mesh.shard
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad and p.ndim}
-    held = [sum(math.prod(cut[rank].shape) for cut in cut_evenly(shapes, count).values()) for rank in range(count)]
+    cuts = cut_evenly(shapes, count)
+    held = [
+        sum(math.prod(cut.box(shapes[name], index=rank, count=count).shape) for name, cut in cuts.items())
+        for rank in range(count)
+    ]
     return (
         f"{key}: each worker updates at most {max(held):,} of {sum(held):,} elements of parameters, and keeps the "
         "optimizer's state of these",
     )
 
 
-def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Sequence[Box]]:
-    """Divide tensors over ``count`` ranks; the boxes of each tensor are in the order of the ranks.
+def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Cut]:
+    """Divide tensors over ``count`` ranks of the dimension ``shard``.
 
     The numbers of elements that the ranks have of all tensors differ at most by those of one place of a tensor.
     """
     held = [0] * count
-    cuts: dict[str, Sequence[Box]] = {}
+    cuts: dict[str, Cut] = {}
     for name, shape in shapes.items():
         longest = max(range(len(shape)), key=shape.__getitem__)
         axis = next((a for a, places in enumerate(shape) if places >= PLACES * count), longest)
         least, rest = divmod(shape[axis], count)
         more = sorted(range(count), key=held.__getitem__)[:rest]
-        places = [least + (rank in more) for rank in range(count)]
-        starts = itertools.accumulate(places, initial=0)
-        cuts[name] = [Box.cut(shape, axis=axis, start=s, size=p) for s, p in zip(starts, places, strict=False)]
-        held = [had + math.prod(box.shape) for had, box in zip(held, cuts[name], strict=True)]
+        sizes = tuple(least + (rank in more) for rank in range(count))
+        cuts[name] = Cut(over="shard", axis=axis, sizes=sizes)
+        place = math.prod(shape) // max(1, shape[axis])
+        held = [had + size * place for had, size in zip(held, sizes, strict=True)]
     return cuts

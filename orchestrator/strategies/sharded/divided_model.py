@@ -16,10 +16,14 @@ from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Cut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import groups_of
+
+ROWS = Cut(over="shard", axis=0)
+"""As ``fully_shard`` divides a tensor."""
 
 
 class DividedModel:
@@ -29,7 +33,7 @@ class DividedModel:
         model: the model. What is not divided is fake.
         parts: this rank's part of each parameter, by each of its names. Optimizers update these.
         distinct: the parts, each once.
-        boxes: where the parts are, by each name of a parameter.
+        placements: where the parameters are, by each of their names.
         scalars: the parts that are whole parameters, because they have no dimension.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
@@ -54,7 +58,7 @@ class DividedModel:
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
         def part(shape: torch.Size) -> tuple[slice, ...]:
-            return Box.shard(shape, index, count).slices_in(Box.whole(shape)) if shape else ()
+            return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape)) if shape else ()
 
         self._options = options_of(context.options)
         self.model, own = build_divided(
@@ -69,7 +73,10 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if named[name].ndim > 0}
+        self.placements = {
+            name: Placement(shape=tuple(named[name].shape), cuts=(ROWS,) if named[name].ndim > 0 else ())
+            for name in self.parts
+        }
         self.distinct = list(own.values())
         self.scalars = [part for part in self.distinct if part.ndim == 0]
         for scalar in self.scalars:

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
@@ -29,23 +27,22 @@ from orchestrator.planning.memory import Division, size_text
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
-from orchestrator.state.transport import CPU, broadcast_tensors
-from orchestrator.strategies.base import Context
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import Division as BatchDivision
 from orchestrator.strategies.data.batch_parts import not_compared
-from orchestrator.strategies.groups import own_group
+from orchestrator.strategies.group_reduction import PartReduction
+from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
-from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
+from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.shard_trainer import ShardTrainer
-from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.options import ShardedConfig, options_of
+from orchestrator.strategies.sharded.part_sums import PartSums
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.update.gradients import norm_over, sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -76,7 +73,7 @@ class FSDPConfig(ShardedConfig):
 
 
 @register("fsdp")
-class FSDP(ShardTrainer):
+class FSDP(PartTrainer):
     """A part of each tensor of the model on every worker, and replicas of the parts if the mesh has them."""
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
@@ -128,8 +125,8 @@ class FSDP(ShardTrainer):
     def attach(self) -> None:
         """Divide the model over the process groups of this generation."""
         context, passes = self.context, self.passes
-        shards = own_group(context, context.mesh.groups("shard"))
-        replicas = own_group(context, context.mesh.groups("replicate"))
+        groups = MeshGroups(context)
+        shards = groups.over("shard")
         assert shards is not None
         if self._train_set is not None:
             self.trained = self._trained(self._train_set)
@@ -137,7 +134,8 @@ class FSDP(ShardTrainer):
         super().attach()  # frees gradients before the model is divided
         passes.divide(shards)
         self.trained.use([passes.model])
-        self.reduction = InParts(passes.divided, self.trained, context, replicas)
+        sums = PartSums(passes.divided, at_end=False)
+        self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
         context, passes = self.context, self.passes
@@ -152,7 +150,7 @@ class FSDP(ShardTrainer):
             {"": optimizer},
             train_set,
             module=passes.module,
-            boxes=passes.divided.boxes,
+            placements=passes.divided.placements,
         )
 
     @contextlib.contextmanager
@@ -176,13 +174,9 @@ class FSDP(ShardTrainer):
 
     @property
     def _timers(self) -> Mapping[MetricSpec, WaitTimer]:
-        assert isinstance(self.reduction, InParts)
-        divided = self.passes.divided
-        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, ALL_REDUCE_MS: self.reduction.sums}
-
-    def sync_initial_state(self) -> None:
-        assert isinstance(self.reduction, InParts)
-        self.reduction.sync_initial_state()
+        assert isinstance(self.reduction, PartReduction)
+        divided, waits = self.passes.divided, self.reduction.waits
+        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, ALL_REDUCE_MS: waits}
 
     @property
     def saved_names(self) -> Sequence[str]:
@@ -193,56 +187,3 @@ class FSDP(ShardTrainer):
             self.passes.close()
             self.reduction = Reduction()
         super().close()
-
-
-class InParts(Reduction):
-    """Gradients are summed while they are divided, in the backward passes, and then over the replicas of each part.
-
-    Attributes:
-        sums: the time that sums over replicas, and of what is not divided, take.
-    """
-
-    def __init__(self, divided: DividedModel, trained: Trained, context: Context, replicas: dist.ProcessGroup | None):
-        """Prepare for the sums. ``replicas``: the ranks that have the same parts; None if no other has them."""
-        self._divided = divided
-        self._trained = trained
-        self._context = context
-        self._replicas = replicas
-        self.settles = replicas is not None
-        self.sums = WaitTimer(context.device)
-
-    def sync_initial_state(self) -> None:
-        """Give all replicas the parts of the first, and all ranks the tensors that are not divided.
-
-        The parts of a replica have the values of one seed.
-        """
-        device = self._context.device
-        if self._replicas is not None:
-            broadcast_tensors(self._divided.distinct, source=0, device=device, group=self._replicas)
-        broadcast_tensors([*self._divided.scalars, *self._trained.buffers], source=0, device=device)
-
-    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
-        context = self._context
-        return context.train.global_batch_size if counts_samples else weight_sum(own, device=context.device)
-
-    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return self._divided.wrapped.around_slice(last=last)
-
-    def finish(self) -> None:
-        self._divided.take_gradients()
-        with self.sums.waiting():
-            if self._replicas is not None:
-                parts = self._divided.distinct
-                sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
-            sum_over(_world(), [scalar.grad for scalar in self._divided.scalars if scalar.grad is not None])
-            broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
-
-    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        mesh, scalars = self._context.mesh, {*self._divided.scalars}
-        return norm_over(_world(), parameters, device, lambda p: mesh.world_size if p in scalars else mesh.replicate)
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group

@@ -24,8 +24,8 @@ from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
 from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.timed_stage import Clock
-from orchestrator.strategies.shard_trainer import ShardTrainer
 from orchestrator.strategies.sharded.fsdp import FSDP
 
 
@@ -142,7 +142,7 @@ def test_slices_clipping_and_uneven_shares(gang: Gang, name: str | Layout, chang
 def held(rank: int, case: Case) -> dict[str, int]:
     """The elements that this rank holds after a step, by what they are for."""
     strategy = make(case, rank)
-    assert isinstance(strategy, ShardTrainer)
+    assert isinstance(strategy, PartTrainer)
     list(steps(strategy, last=1))
     sizes: dict[str, int] = {}
     for size in strategy.tensor_sizes():

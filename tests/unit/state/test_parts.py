@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
 from helpers.records.runs import in_campaign
-from orchestrator.state import digests
 from orchestrator.planning.boxes import Box
+from orchestrator.state import digests
 from orchestrator.state.checkpoint import commit, load, staging, verify, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.digests import CHUNK_BYTES

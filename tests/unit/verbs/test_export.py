@@ -23,10 +23,10 @@ from orchestrator.config.redact import MASK
 from orchestrator.exporting.__main__ import _weights
 from orchestrator.exporting.__main__ import main as export_for_mlflow
 from orchestrator.job import Job, Split
+from orchestrator.planning.boxes import Box
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
-from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import save
 from orchestrator.state.left_out import checksum
 from orchestrator.state.train_state import capture

@@ -23,17 +23,18 @@ class Sharing:
     Attributes:
         first_names: this rank's names of parameters that another rank saves, each mapped to its first name there.
         saved_elsewhere: the names of this rank's tensors that another rank saves under the same name.
-        copies: for each shared parameter, the number of ranks of this pipeline that have it.
     """
 
-    def __init__(
-        self,
-        shared: Sequence[Shared],
-        own: Mapping[str, Tensor],
-        *,
-        context: Context,
-        stage_ranks: Sequence[int],
-    ):
+    def __init__(self) -> None:
+        """Share nothing."""
+        self.first_names: dict[str, str] = {}
+        self.saved_elsewhere: set[str] = set()
+        self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+
+    @classmethod
+    def of(
+        cls, shared: Sequence[Shared], own: Mapping[str, Tensor], *, context: Context, stage_ranks: Sequence[int]
+    ) -> Sharing:
         """Form a process group for each set of ranks that share a tensor. Collective over the default group.
 
         Args:
@@ -42,10 +43,7 @@ class Sharing:
             context: of this rank.
             stage_ranks: the ``pp_rank`` of each stage.
         """
-        self.first_names: dict[str, str] = {}
-        self.saved_elsewhere: set[str] = set()
-        self.copies: dict[Tensor, int] = {}
-        self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        sharing = cls()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         mesh, global_rank = context.mesh, context.global_rank
         for tensor in shared:
@@ -58,10 +56,10 @@ class Sharing:
                     names = tensor.names_on(stage_ranks, mesh.coords(global_rank).pipeline)
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
-                        self._parameters.append((parameter, groups[holders]))
-                        self.copies[parameter] = len(holders)
+                        sharing._parameters.append((parameter, groups[holders]))
                     if mesh.coords(global_rank).pipeline != ranks[0]:
-                        self._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
+                        sharing._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
+        return sharing
 
     def _leave_to_first(self, tensor: Tensor, names: Sequence[str], names_there: Sequence[str]) -> None:
         self.saved_elsewhere |= set(names) & set(names_there)
@@ -86,3 +84,6 @@ class Sharing:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             dist.all_reduce(parameter.grad, group=group)
+
+
+NOTHING_SHARED = Sharing()

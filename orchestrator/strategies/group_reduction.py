@@ -1,0 +1,149 @@
+"""The gradients of several ranks: what is summed over whom follows from the placements of the tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.planning.mesh import BATCH, Axes
+from orchestrator.planning.placement import Placement
+from orchestrator.state.transport import broadcast_tensors
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.reduction import Reduction, Weight, on_device, weight_sum
+from orchestrator.strategies.shared_tensors import Sharing
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.gradients import norm_over, sum_over
+
+
+class GroupReduction(Reduction):
+    """The reduction of one rank, in the process groups of one generation.
+
+    Attributes:
+        batch: the ranks that compute the same of the model, of other samples; None if there are no others.
+    """
+
+    def __init__(self, context: Context, trained: Trained, groups: MeshGroups):
+        """Prepare for the sums of what is ``trained``. Collective."""
+        self.context = context
+        self.trained = trained
+        self.groups = groups
+        self.batch = groups.over(*BATCH)
+        groups.over("replicate")  # on all ranks, also on those that will not ask for it
+        named = trained.module().named_parameters(remove_duplicate=False)
+        self._named = dict(named)
+        self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
+
+    def sync_initial_state(self) -> None:
+        """Give all ranks that have the same of a tensor the values of the first."""
+        for group, parameters in self.by_group(dict.fromkeys(self._named.values())):
+            self._share(parameters, group)
+        self.share(self.trained.buffers)
+
+    def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
+        if counts_samples:
+            return self.context.train.global_batch_size
+        return own if self.batch is None else weight_sum(own, device=self.context.device, group=self.batch)
+
+    def mean_loss(self, loss_sum: Tensor, weight: Weight) -> Tensor:
+        totals = torch.stack((loss_sum, on_device(weight, self.context.device).to(loss_sum.dtype)))
+        if self.batch is not None:
+            dist.all_reduce(totals, group=self.batch)
+        return super().mean_loss(*totals)
+
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        mesh = self.context.mesh
+        return norm_over(dist.group.WORLD, parameters, device, lambda p: self._placements[p].copies(mesh))
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks of ``batch`` the values that the first has."""
+        self._share(tensors, self.batch)
+
+    def by_group(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> Sequence[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
+        """Return the parameters with the ranks over which their gradients are to be summed; None if this one alone."""
+        by_axes: dict[Axes, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_axes.setdefault(self._placements[parameter].summed_over, []).append(parameter)
+        return [(self.groups.over(*axes), by_axes[axes]) for axes in sorted(by_axes)]
+
+    def _share(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            broadcast_tensors(tensors, source=0, device=self.context.device, group=group)
+
+
+class Sums:
+    """The sums of gradients that begin in the backward passes of a step, or need all of them. This class has none.
+
+    Each step calls these methods in this order.
+
+    Attributes:
+        left: the parameters whose gradients have to be summed over other ranks afterwards.
+    """
+
+    left: Sequence[nn.Parameter] = ()
+
+    def begin_step(self, *, passes: int) -> None:
+        """Begin a step with so many backward passes through each stage."""
+
+    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the passes of a slice; ``last``: the last one of the step."""
+        return contextlib.nullcontext()
+
+    def passed(self, stage: int) -> None:
+        """Take note of a backward pass through a stage."""
+
+    def finish(self, waits: WaitTimer) -> None:
+        """Complete the sums, and count what waits for other ranks."""
+
+
+class PartReduction(GroupReduction):
+    """The reduction of a rank that has a part of the model.
+
+    Attributes:
+        waits: what a step waits for after its backward passes.
+    """
+
+    def __init__(self, context: Context, trained: Trained, groups: MeshGroups, sums: Sums, sharing: Sharing):
+        """Prepare for the sums. Collective.
+
+        Args:
+            context: of this rank.
+            trained: its part.
+            groups: those of this generation.
+            sums: makes the first of the sums.
+            sharing: the tensors that belong to stages on several ranks.
+        """
+        super().__init__(context, trained, groups)
+        self.settles = context.mesh.replicate > 1  # replicas provide the state of a lost rank
+        self.waits = WaitTimer(context.device)
+        self._sums = sums
+        self._sharing = sharing
+        self._left = self.by_group(sums.left)
+
+    @torch.no_grad()
+    def sync_initial_state(self) -> None:
+        super().sync_initial_state()
+        self._sharing.sync_initial_state()
+
+    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return self._sums.around_slice(last=last)
+
+    def finish(self) -> None:
+        self._sums.finish(self.waits)
+        with self.waits.waiting():
+            for group, parameters in self._left:
+                if group is not None:
+                    sum_over(group, [p.grad for p in parameters if p.grad is not None])
+            self._sharing.add_gradients()
+            self.share(self.trained.buffers)
+
+    def waited_ms(self) -> float | None:
+        """Return how long the last step waited for ranks with other samples, in ms; None if there are none."""
+        return None if self.batch is None else self.waits.total_ms()
