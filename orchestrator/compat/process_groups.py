@@ -76,10 +76,10 @@ def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
     return group.allreduce_coalesced(list(tensors), c10d_bindings.AllreduceCoalescedOptions())
 
 
-def all_gather_single(whole: Tensor, part: Tensor) -> None:
-    """Fill ``whole`` with the ``part`` of each rank of the default group. Its name in torch differs by version."""
+def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``whole`` with the ``part`` of each rank of a group. Its name in torch differs by version."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part)
+    gather(whole, part, group=group)
 
 
 NCCL_BACKENDS = ("nccl", "nccl2")

@@ -398,6 +398,11 @@ class StrategyConfig:
     elastic: ClassVar[bool] = False
     """Whether ``num_workers`` may be a range."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether workers gather parameters of each other while they use them."""
+        return False
+
     def __post_init__(self) -> None:
         if not isinstance(self.num_workers, tuple):
             return

@@ -220,11 +220,11 @@ class Strategy(LayoutRules, abc.ABC):
         division = cls.division(config.strategy, plan.mesh)
         if division is None or has_training_step(job):
             return ()
-        gathered = cls.gathered_bytes(config, model)
+        gathered = cls.gathered_bytes(config, plan.mesh, model)
         return memory_notes(config, job, plan, model, division, gathered, errors)
 
     @classmethod
-    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
         return 0.0
 

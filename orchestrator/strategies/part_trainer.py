@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.job import Job
 from orchestrator.planning.mesh import Coords
+from orchestrator.planning.placement import Placement
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
@@ -45,6 +46,14 @@ class PartTrainer(Trainer):
             mesh = self.context.mesh
             group = divided(self.context, mesh.groups(mesh.neighbours_along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
+
+    def undivided(self) -> nn.Module:
+        """Return a module with the whole parameters that this rank calls, unless it gathers them."""
+        raise NotImplementedError
+
+    def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
+        """Return the placements of this rank's parameters, from those in a model that is not cut into stages."""
+        return placements
 
     @property
     def writers(self) -> Sequence[int]:

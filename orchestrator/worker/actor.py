@@ -30,7 +30,6 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.worker import failures
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
@@ -104,7 +103,7 @@ class Worker(BaseWorker):
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         config = environment.config
-        allocator.set_allocator(gathers=isinstance(config.strategy, ShardedConfig))
+        allocator.set_allocator(gathers=config.strategy.gathers)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

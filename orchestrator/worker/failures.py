@@ -133,7 +133,7 @@ def _gathered_bytes(loop: Loop | None) -> float:
         if loop is None or loop.strategy.context.mesh.shard == 1:
             return 0.0
         model = outline_of(loop.job, loop.config.train)
-        return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, model)
+        return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
     except Exception:
         traceback.print_exc()
         return 0.0

@@ -24,7 +24,6 @@ from orchestrator.state.part_writers import Store
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
-from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd
 from orchestrator.user_code.current_step import set_current_step
@@ -271,7 +270,7 @@ class Loop:
                     if compile_meter.seconds:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
-                    if isinstance(self.config.strategy, ShardedConfig):
+                    if self.config.strategy.gathers:
                         allocator.keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)

@@ -14,7 +14,7 @@ from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
+from orchestrator.strategies.pipelined.layout import GridConfig, at_other_size, pipelines_of, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.registry import register
 
@@ -34,7 +34,6 @@ class DDPPipeline(Pipeline):
     """One stage, or several, of one of the replicas of a pipeline."""
 
     config_class: ClassVar[type[StrategyConfig]] = DDPPipelineConfig
-    size_key = "strategy.pipeline_parallel_size"
 
     @classmethod
     def replica_size(cls, options: StrategyConfig) -> int:
@@ -57,14 +56,11 @@ class DDPPipeline(Pipeline):
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:
-        """Give fewer replicas more micro-batches of the same size: activations between stages keep their shape."""
         assert isinstance(options, DDPPipelineConfig)
         assert pipeline is not None
+        of_size = dataclasses.replace(options, num_workers=num_workers)
         replicas = max(1, num_workers // options.pipeline_parallel_size)
-        microbatches, rest = divmod(pipeline.num_microbatches * mesh.data_parallel_size, replicas)
-        if rest:
-            return None
-        return dataclasses.replace(options, num_workers=num_workers, num_microbatches=microbatches)
+        return at_other_size(of_size, mesh, pipeline, replicas=replicas)
 
 
 def _placement(options: DDPPipelineConfig) -> str:

@@ -29,18 +29,17 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, staged
+from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, reshard_errors, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.options import ShardedConfig, options_of
 from orchestrator.strategies.sharded.part_sums import PartSums
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
@@ -60,7 +59,6 @@ class FSDPPipeline(Pipeline):
     """A part of each tensor of one stage, or of several."""
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
-    size_key = "strategy.pipeline_parallel_size"
     evaluates_padding = True
 
     @classmethod
@@ -79,12 +77,8 @@ class FSDPPipeline(Pipeline):
                 f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
                 f"set it to {2 * p} or more, or use strategy=pipeline"
             )
-        if options.reshard_after_forward and SCHEDULES[options.schedule].splits_backward:
-            errors.append(
-                f"strategy.reshard_after_forward=true: {options.schedule} computes the gradients of parameters in "
-                "passes of their own, which gather nothing; set it to false, or use strategy.schedule=1F1B or "
-                "Interleaved1F1B"
-            )
+        if options.reshard_after_forward:
+            errors += reshard_errors(options.schedule)
         mesh = Mesh(pipeline=p, shard=shards, replicas_close=True)
         return staged(config, mesh, errors, valid_mesh=len(errors) == before)
 
@@ -101,13 +95,12 @@ class FSDPPipeline(Pipeline):
         return dataclasses.replace(Division.of(mesh), gradients=1)
 
     @classmethod
-    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
-        options = config.strategy
-        assert isinstance(options, FSDPPipelineConfig)
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
+        options = options_of(config.strategy)
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if options.reshard_after_forward:
             return options.gathered_bytes(model, share=share)
-        return share * sum(p.nbytes for p in model.parameters()) / options.pipeline_parallel_size
+        return share * sum(p.nbytes for p in model.parameters()) / mesh.pipeline
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
         sequence = builder.sequence
@@ -121,8 +114,7 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        whole, options = build_fake(builder.constructor, CPU), self.context.options
-        assert isinstance(options, FSDPPipelineConfig)
+        whole, options = build_fake(builder.constructor, CPU), options_of(self.context.options)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
         check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
         self.trained = Trained(
@@ -135,6 +127,9 @@ class FSDPPipeline(Pipeline):
             placements=self.placed(own.model.placements),
         )
         self._cut = cut
+
+    def undivided(self) -> nn.Module:
+        return self._divided.module()
 
     def _sums(self, groups: MeshGroups) -> Sums:
         shards = groups.over("shard")

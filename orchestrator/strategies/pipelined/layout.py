@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.planning.layout import Layout
@@ -18,6 +19,8 @@ class StagedConfig(StrategyConfig):
     """The keys of every strategy that cuts the model into stages."""
 
     elastic = True
+    size_key: ClassVar[str] = "strategy.num_workers"
+    """The key that says how many workers a pipeline has."""
 
     split: Literal["auto"] | tuple[str, ...] = option(
         "where to cut the model; auto: into stages of equal measured time; or the first layer of each stage after the "
@@ -44,6 +47,8 @@ class GridConfig(PipelinedConfig):
 
     pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
 
+    size_key: ClassVar[str] = "strategy.pipeline_parallel_size"
+
 
 def pipelines_of(config: Config, num_workers: int, errors: list[str]) -> int:
     """Return how many pipelines ``num_workers`` workers make; append an error to ``errors`` if some are left over."""
@@ -57,6 +62,28 @@ def pipelines_of(config: Config, num_workers: int, errors: list[str]) -> int:
             f"set it to {nearest}"
         )
     return max(1, num_workers // p)
+
+
+P = TypeVar("P", bound=PipelinedConfig)
+
+
+def at_other_size(options: P, mesh: Mesh, pipeline: PipelineLayout, *, replicas: int) -> P | None:
+    """Return ``options`` for so many replicas of the pipelines of ``mesh``; None if they could not share the batch.
+
+    Fewer replicas get more micro-batches of the same size: activations between stages keep their shape.
+    """
+    microbatches, rest = divmod(pipeline.num_microbatches * mesh.replicate, replicas)
+    return None if rest else dataclasses.replace(options, num_microbatches=microbatches)
+
+
+def reshard_errors(schedule: str) -> list[str]:
+    """Return why stages cannot free what their forward passes have gathered."""
+    if not SCHEDULES[schedule].splits_backward:
+        return []
+    return [
+        f"strategy.reshard_after_forward=true: {schedule} computes the gradients of parameters in passes of their own, "
+        "which gather nothing; set it to false, or use strategy.schedule=1F1B or Interleaved1F1B"
+    ]
 
 
 def one_pipeline(config: Config, num_workers: int, errors: list[str]) -> Layout:

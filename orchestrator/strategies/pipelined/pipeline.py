@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.pipelining import sends_one_way
@@ -75,8 +76,6 @@ class Pipeline(PartTrainer):
     cuts_batches = True
     divides_model = True
     moves_parameters = True
-    size_key: ClassVar[str] = "strategy.num_workers"
-    """The key that says how many workers a pipeline has."""
 
     @classmethod
     def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
@@ -92,7 +91,7 @@ class Pipeline(PartTrainer):
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
         errors += diverging_errors(job, plan)
-        return check_stages(config, job, plan, errors, size_key=cls.size_key)
+        return check_stages(config, job, plan, errors)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -155,9 +154,7 @@ class Pipeline(PartTrainer):
                     self._builder, self._train_set, context=context, precision=self.precision, rows=self._rows
                 )
             self._build(self._builder, self._train_set, cut)
-            self.check_hooks(
-                self.trained.module(), num_microbatches=self.layout.num_microbatches, shared=bool(self._shared)
-            )
+            self.check_hooks(self.undivided(), num_microbatches=self.layout.num_microbatches, shared=bool(self._shared))
             self._builder = self._train_set = None
         super().attach()
         self._sharing = Sharing.of(
@@ -193,15 +190,17 @@ class Pipeline(PartTrainer):
 
     def _sums(self, groups: MeshGroups) -> Sums:
         """Return the sums that begin in the backward passes."""
-        named = self.trained.module().named_parameters()
-        return ReplicaSums(
-            groups.over(*BATCH),
+        return ReplicaSums(groups.over(*BATCH), *self.summed())
+
+    def summed(self) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str]]:
+        """Return the trained parameters of each stage, and the names of those that always have a gradient."""
+        named = self.undivided().named_parameters()
+        return (
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
             {p: n for n, p in named if p.requires_grad and n not in self._unused},
         )
 
     def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
-        """Return the placements of this rank's parameters, from those in a model that is not cut."""
         stages: dict[str, tuple[int, ...]] = dict.fromkeys(placements, (self.context.pp_rank,))
         for tensor in self._shared:
             places = tuple(dict.fromkeys(self.layout.stage_ranks[stage] for stage in tensor.stages))
@@ -221,20 +220,26 @@ class Pipeline(PartTrainer):
         self.stages, self._shared = built.stages, built.shared
         for stage in self.stages:
             compile_in_place(stage.module, self.context.train)
-        optimizer = optimizer_of_part(self.job, build_fake(builder.constructor, CPU).model, state_of(self.stages))
-        stages, modules = self.stages, [stage.module for stage in self.stages]
-        named = state_of(stages).named_parameters(remove_duplicate=False)
-        # The bare module is assembled at each call, because a layer may replace its buffers.
-        self.trained = Trained(
+        whole = build_fake(builder.constructor, CPU).model
+        self.trained = self.trained_of_stages(whole, [stage.module for stage in self.stages], train_set)
+        self._cut = cut
+
+    def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
+        """Return what this rank trains of its stages; ``whole``: the whole model, without memory."""
+        named = self.undivided().named_parameters(remove_duplicate=False)
+        return Trained(
             self.job,
             self.context,
             modules,
-            {"": optimizer},
+            {"": optimizer_of_part(self.job, whole, self.undivided())},
             train_set,
-            module=lambda: state_of(stages),
+            module=self.undivided,
             placements=self.placed({name: Placement(shape=tuple(p.shape)) for name, p in named}),
         )
-        self._cut = cut
+
+    def undivided(self) -> nn.Module:
+        """Return a bare module with the tensors of the stages, assembled anew: a layer may replace its buffers."""
+        return state_of(self.stages)
 
     @property
     def saved_names(self) -> Sequence[str]:

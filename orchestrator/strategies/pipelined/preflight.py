@@ -39,7 +39,7 @@ SAMPLES_OF_SHAPES = 8
 """Training samples that are read to see whether batches differ in shape."""
 
 
-def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, size_key: str) -> tuple[str, ...]:
+def check_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Cut the job's model as planned, with fake tensors.
 
     Args:
@@ -47,7 +47,6 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
         job: the job whose model is cut.
         plan: the plan of the run.
         errors: receives a line for each reason why the model cannot be cut as planned.
-        size_key: the key that sets the number of workers of a pipeline, for the messages.
 
     Returns:
         Notes for the user, printed with the plan.
@@ -81,7 +80,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str], *, siz
             num_stages=layout.num_stages,
             job=job,
         )
-        layer_errors = _layer_errors(sequence, plan, size_key)
+        layer_errors = _layer_errors(sequence, plan, strategy.size_key)
         all_layers = range(len(sequence.names))
         if loss_reads_inputs and change_their_input(sequence, all_layers, inputs, precision=precision):
             layer_errors.append(

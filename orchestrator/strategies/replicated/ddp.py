@@ -8,7 +8,7 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,20 +34,18 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.ddp_options import DDPConfig, bucket_notes, option_errors
 from orchestrator.strategies.replicated.job_step import JobStep
-from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards
+from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
+from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -223,50 +221,17 @@ class InBackward(GroupReduction):
         del self.replica
 
 
-class ShardedDDP(PartTrainer, DDP):
-    """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part, which the others then get.
-
-    The parts are the state of a rank. What has been exchanged is a copy of them, which a recovery makes again.
-    """
-
-    _shards: OptimizerShards
+class ShardedDDP(OptimizerSharding, DDP):
+    """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part."""
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        context = self.context
-        index = context.mesh.coords(context.global_rank).shard
-        self._shards = shards = OptimizerShards(model, index=index, count=context.mesh.shard)
-        optimizer = optimizer_of_part(self.job, model, shards.module())
-        return Trained(
-            self.job,
-            context,
-            [model],
-            {"": optimizer},
-            train_set,
-            module=shards.module,
-            placements=shards.placements,
-        )
+        return self.divided([model], model, cuts_of(model, self.context.mesh.shard), train_set)
+
+    def undivided(self) -> nn.Module:
+        return self.passes.model
 
     def in_backward(self) -> InBackward:
-        return InBackwardShards(self.passes, self.trained, self.context, self._shards)
-
-    def sync_initial_state(self) -> None:
-        assert isinstance(self.reduction, InBackward)
-        self.reduction.share([*self.passes.model.parameters(), *self.trained.buffers])
-        self._shards.take()
-
-    def apply(self) -> None:
-        super().apply()
-        # If the exchange fails, the step is not counted, but this rank's part has been updated.
-        self.trained.in_step, self._ahead = False, 1
-        self._shards.exchange(self._shards.trained)
-        self._ahead = 0
-
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        with super().averaged_weights():
-            self._shards.exchange(self._shards.trained)
-            yield
-        self._shards.exchange(self._shards.trained)
+        return InBackwardShards(self.passes, self.trained, self.context, self.shards)
 
     @property
     def own_model(self) -> nn.Module | None:
@@ -274,25 +239,7 @@ class ShardedDDP(PartTrainer, DDP):
 
     @property
     def saved_names(self) -> Sequence[str]:
-        return self._shards.saved_names
-
-    def restore_part(self, state: TrainState) -> dict[str, Any]:
-        meta = super().restore_part(state)
-        self._shards.exchange()
-        return meta
-
-    def recover_state(
-        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
-    ) -> dict[str, Any]:
-        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
-        self._ahead = source_step - step  # if the exchange fails, the step is not counted
-        self._shards.exchange()
-        self._ahead = 0
-        return meta
-
-    def tensor_sizes(self) -> Iterable[TensorSize]:
-        of_parts = [size for size in super().tensor_sizes() if size.kind == "optimizer state"]
-        return [*of_parts, *(s for s in sizes_of(self.passes.model, self.trained.optimizer) if s not in of_parts)]
+        return tuple(self.passes.model.state_dict())
 
 
 class InBackwardShards(InBackward):
@@ -301,7 +248,9 @@ class InBackwardShards(InBackward):
     def __init__(self, passes: WholeModel, trained: Trained, context: Context, shards: OptimizerShards):
         """Wrap the model. Collective."""
         super().__init__(passes, trained, context, None)
+        self.settles = context.mesh.replicate > 1
         self._shards = shards
+        shards.group = self.groups.over("shard") or dist.group.WORLD
 
     def finish(self) -> None:
         super().finish()

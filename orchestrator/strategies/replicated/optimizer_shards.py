@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.process_groups import all_gather_single
@@ -33,7 +34,7 @@ PLACES = 64
 
 
 class OptimizerShards:
-    """This rank's part of each parameter of a whole model.
+    """This rank's part of each parameter of a model, or of stages, that it has whole.
 
     A part is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
     dimension are in the parts of all ranks, which make equal updates of them.
@@ -41,48 +42,50 @@ class OptimizerShards:
     Attributes:
         parts: by the first name of the parameter.
         placements: where the parameters are, by each of their names.
-        saved_names: the names of all tensors of a checkpoint.
+        whole: the parameters, by their first names.
+        group: the ranks that have all parts together, in a generation.
     """
 
-    def __init__(self, model: nn.Module, *, index: int, count: int):
-        """Divide the parameters of ``model`` over ``count`` ranks, of which this one is number ``index``."""
+    group: dist.ProcessGroup
+
+    def __init__(self, model: Callable[[], nn.Module], cuts: Mapping[str, Cut], *, index: int, count: int):
+        """Divide parameters over ``count`` ranks, of which this one is number ``index``.
+
+        Args:
+            model: returns the model. Its parameters remain; a layer may replace its buffers.
+            cuts: those of :func:`cuts_of`.
+            index: the place of this rank along ``shard``.
+            count: the number of ranks along ``shard``.
+        """
         self._model = model
         self._index = index
-        self._whole = dict(model.named_parameters())
         self._count = count
-        self._cuts: dict[str, Cut] = {}
-        for trained in (True, False):  # so that what the trained ones take is divided evenly
-            shapes = {n: tuple(p.shape) for n, p in self._whole.items() if p.ndim and p.requires_grad == trained}
-            self._cuts |= cut_evenly(shapes, count)
-        self.parts = {name: self._part(name, parameter) for name, parameter in self._whole.items()}
-        named = dict(model.named_parameters(remove_duplicate=False))
-        first = {parameter: name for name, parameter in self._whole.items()}
+        self.whole = dict(model().named_parameters())
+        self._cuts = {name: cuts[name] for name in self.whole if name in cuts}
+        self.parts = {name: self._part(name, parameter) for name, parameter in self.whole.items()}
+        named = dict(model().named_parameters(remove_duplicate=False))
+        first = {parameter: name for name, parameter in self.whole.items()}
         self._first = {name: first[parameter] for name, parameter in named.items()}
         self.placements = {
-            name: Placement(shape=tuple(self._whole[of].shape), cuts=(self._cuts[of],) if of in self._cuts else ())
+            name: Placement(shape=tuple(self.whole[of].shape), cuts=(self._cuts[of],) if of in self._cuts else ())
             for name, of in self._first.items()
         }
-        self.saved_names = tuple(model.state_dict())
 
     def module(self) -> nn.Module:
         """Return a bare module with the parts, and the buffers that are saved, under the model's own names."""
-        return module_of(
-            {
-                name: self.parts[self._first[name]] if name in self._first else self._model.get_buffer(name)
-                for name in self.saved_names
-            }
-        )
+        tensors = self._model().state_dict(keep_vars=True)
+        return module_of({n: self.parts[self._first[n]] if n in self._first else t for n, t in tensors.items()})
 
     @torch.no_grad()
     def take(self) -> None:
         """Give the parts the values of the whole parameters."""
         for name in self._cuts:
-            self.parts[name].copy_(self._own(name, self._whole[name]))
+            self.parts[name].copy_(self._own(name, self.whole[name]))
 
     def take_gradients(self) -> None:
         """Give the parts their gradients, which the whole parameters lose."""
         for name in self._cuts:
-            whole = self._whole[name]
+            whole = self.whole[name]
             if whole.grad is not None:
                 self.parts[name].grad = self._own(name, whole.grad).contiguous()
                 whole.grad = None
@@ -95,7 +98,7 @@ class OptimizerShards:
         """
         chosen = [name for name in (self._cuts if names is None else names) if name in self._cuts]
         ahead = iter(chosen)
-        for bucket in buckets([self._whole[name] for name in chosen]):
+        for bucket in buckets([self.whole[name] for name in chosen]):
             self._exchange([*itertools.islice(ahead, len(bucket))])
 
     @property
@@ -112,13 +115,13 @@ class OptimizerShards:
         packed = nn.functional.pad(packed, (0, most - packed.numel()))
         everyone = packed.new_empty(len(sizes), most)
         # As bytes, because not every backend supports every dtype.
-        all_gather_single(everyone.view(torch.uint8).view(-1), packed.view(torch.uint8))
+        all_gather_single(everyone.view(torch.uint8).view(-1), packed.view(torch.uint8), self.group)
         values, places = [], []
         for rank, (row, own) in enumerate(zip(everyone, sizes, strict=True)):
             for name, box, value in zip(names, boxes[rank], row[: sum(own)].split(own), strict=True):
                 # Own values do not come back from others: those of an operation that is aborted are garbage.
                 values.append(self.parts[name] if rank == self._index else value.view(box.shape))
-                places.append(self._whole[name][box.slices_in(Box.whole(box.full))])
+                places.append(self.whole[name][box.slices_in(Box.whole(box.full))])
         copy_all(values, to=places)
 
     def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
@@ -130,7 +133,7 @@ class OptimizerShards:
         return whole[self._box(name, self._index).slices_in(Box.whole(whole.shape))]
 
     def _box(self, name: str, index: int) -> Box:
-        return self._cuts[name].box(tuple(self._whole[name].shape), index=index, count=self._count)
+        return self._cuts[name].box(tuple(self.whole[name].shape), index=index, count=self._count)
 
 
 def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -167,6 +170,17 @@ def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[st
         f"{key}: each worker updates at most {max(held):,} of {sum(held):,} elements of parameters, and keeps the "
         "optimizer's state of these",
     )
+
+
+def cuts_of(model: nn.Module, count: int) -> Mapping[str, Cut]:
+    """Return how the parameters of a model, by each of their names, are divided over ``count`` ranks."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    cuts: dict[str, Cut] = {}
+    for trained in (True, False):  # so that what the trained ones take is divided evenly
+        shapes = {n: tuple(p.shape) for p, n in first.items() if p.ndim and p.requires_grad == trained}
+        cuts |= cut_evenly(shapes, count)
+    return {name: cuts[first[parameter]] for name, parameter in named.items() if parameter.ndim}
 
 
 def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Cut]:

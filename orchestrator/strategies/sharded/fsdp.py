@@ -97,7 +97,7 @@ class FSDP(PartTrainer):
         return (*notes, *check_shards(config, job, plan, errors))
 
     @classmethod
-    def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         return options_of(config.strategy).gathered_bytes(model, share=share)
 

@@ -31,6 +31,10 @@ class ShardedConfig(StrategyConfig):
     )
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def offloads(self) -> bool:
         """Whether parts, their gradients and their optimizer state are in host memory."""
         return False

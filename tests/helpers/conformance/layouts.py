@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +15,11 @@ from helpers.conformance.training import Steps, losses, train
 from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
+from orchestrator.planning.mesh import Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
+from orchestrator.strategies.composed.mesh import MeshConfig
 from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
 from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipelineConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
@@ -90,6 +92,19 @@ FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward
 HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True, prefetch=1)
 
 
+def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
+    """The layout of ``strategy=mesh`` with these sizes."""
+    options = MeshConfig(
+        **{f.name: getattr(DDP, f.name) for f in fields(DDP)}
+        | {f.name: getattr(HSDP, f.name) for f in fields(HSDP) if f.name != "shard_size"}
+        | {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name in Coords._fields}
+        | {"name": "mesh", "num_workers": "auto", "expert": 1, "num_microbatches": 2, "stages_per_rank": "auto"}
+        | {"split": "auto", "schedule": schedule, "reshard_after_forward": schedule == "1F1B"}
+        | changes,
+    )
+    return layout(options, sizes.num_workers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     options: schema.StrategyConfig
@@ -119,6 +134,9 @@ LAYOUTS = {
     "hsdp-2x2": layout(HSDP, 4),
     "fsdp-1F1B-2x2": layout(fsdp_pipeline("1F1B", 2, reshard=True), 4),
     "fsdp-ZBVZeroBubble-2x2": layout(fsdp_pipeline("ZBVZeroBubble", 2), 4),
+    "mesh-hsdp-in-stages-2x2x2": mesh(Mesh(pipeline=2, replicate=2, shard=2)),
+    "mesh-zero1-in-stages-2x2": mesh(Mesh(pipeline=2, shard=2), "ZBVZeroBubble", shard_optimizer=True),
+    "mesh-replicated-zero1-2x2": mesh(Mesh(replicate=2, shard=2), shard_optimizer=True),
     "model_parallel-2": layout(MODEL_PARALLEL, 2),
     "GPipe-2": layout(pipeline("GPipe", 4), 2),
     "1F1B-2": layout(pipeline("1F1B", 4), 2),
@@ -142,7 +160,11 @@ EVERY = {
     "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
 }
 """Those in one process too, and those whose losses are not those of one worker."""
-STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, StagedConfig)]
+STAGED = [
+    name
+    for name, of in LAYOUTS.items()
+    if isinstance(of.options, StagedConfig) and getattr(of.options, "pipeline", None) != 1
+]
 
 passes_constants = pytest.mark.skipif(
     not PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive no tensors without a gradient"

@@ -26,7 +26,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.replicated.ddp import ShardedDDP
+from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.control.context import seed_step
@@ -158,8 +158,8 @@ def model_of(strategy: Strategy) -> nn.Module:
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
-    if isinstance(strategy, ShardedDDP):
-        return strategy.passes.model
+    if isinstance(strategy, OptimizerSharding):
+        return strategy.undivided()
     return module_of(gathered(strategy)) if strategy.trained.boxes else strategy.trained.module()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 HOST = "127.0.0.1"
-SIZE = 5
+SIZE = 8
 START_TIMEOUT_S = 120.0
 SOON_S = 60.0
 """Limit of calls in which no rank may wait until the collective timeout (`cases.CLUSTER`), which is longer."""

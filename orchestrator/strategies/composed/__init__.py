@@ -1,0 +1,1 @@
+"""The strategy whose mesh is any product of dimensions."""

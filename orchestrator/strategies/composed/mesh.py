@@ -1,0 +1,166 @@
+"""``mesh``: any product of pipeline stages, replicas and shards. The other synchronous strategies are cases of it.
+
+The sizes decide which parts a rank is put together from: passes through the whole model or through stages; sums of
+gradients in buckets, into shards, or after the last backward pass; a division of parameters, or of the optimizer's
+state alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.job import Job
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.memory import Division
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
+from orchestrator.strategies.pipelined.layout import PipelinedConfig, at_other_size, reshard_errors, staged
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.replicated.ddp import DDP
+from orchestrator.strategies.replicated.ddp_options import DDPConfig
+from orchestrator.strategies.sharded.fsdp import FSDP
+from orchestrator.strategies.sharded.options import ShardedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig):
+    """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
+
+    name: Literal["mesh"]  # type: ignore[assignment]
+    pipeline: int | Literal["auto"] = option("workers that the layers of the model are divided over", minimum=1)
+    replicate: int | Literal["auto"] = option("copies of the model; auto: as many as the other sizes leave", minimum=1)
+    shard: int | Literal["auto"] = option("workers that each tensor is divided over", minimum=1)
+    context: int = option("workers that the positions of a sample are divided over; 1 for now", minimum=1)
+    tensor: int = option("workers that the computation of a layer is divided over; 1 for now", minimum=1)
+    expert: int = option("workers that the experts of a layer are divided over; 1 for now", minimum=1)
+
+    size_key: ClassVar[str] = "strategy.pipeline"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        automatic = [name for name, size in self.sizes.items() if size == "auto"]
+        if len(automatic) > 1:
+            raise ValueError(
+                f"{' and '.join(f'strategy.{name}=auto' for name in automatic)}: one size follows from the others and "
+                "strategy.num_workers; give a number for all but one"
+            )
+        for name in ("context", "tensor", "expert"):
+            if (size := getattr(self, name)) > 1:
+                raise ValueError(
+                    f"strategy.{name}={size}: this dimension comes with a later version; set it to 1, and use "
+                    f"strategy.shard={size} to divide the model over as many workers"
+                )
+
+    @property
+    def sizes(self) -> dict[str, int | Literal["auto"]]:
+        """The sizes by the names of their dimensions."""
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+
+    @property
+    def known_size(self) -> int:
+        """The product of the sizes that are numbers."""
+        return math.prod(size for size in self.sizes.values() if size != "auto")
+
+    @property
+    def gathers(self) -> bool:
+        return self.shard != 1 and not self.shard_optimizer
+
+
+@register("mesh")
+class ComposedMesh(Strategy):
+    """The rules of a product. Its ranks are those of the strategy that :meth:`case` returns."""
+
+    config_class: ClassVar[type[StrategyConfig]] = MeshConfig
+
+    @classmethod
+    def case(cls, options: StrategyConfig, mesh: Mesh) -> type[DDP | FSDP | Pipeline]:
+        """Return the strategy with the passes and the sums of a mesh."""
+        divides_optimizer = _options(options).shard_optimizer
+        if mesh.pipeline == 1:
+            return FSDP if mesh.shard > 1 and not divides_optimizer else DDP
+        if mesh.shard == 1:
+            return Pipeline
+        return ShardedOptimizerPipeline if divides_optimizer else FSDPPipeline
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        return cls.case(context.options, context.mesh).create(context, job)
+
+    @classmethod
+    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        return cls.case(config.strategy, plan.mesh).check(config, job, plan, errors)
+
+    @classmethod
+    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division | None:
+        return cls.case(options, mesh).division(options, mesh)
+
+    @classmethod
+    def replica_size(cls, options: StrategyConfig) -> int:
+        return _options(options).known_size
+
+    @classmethod
+    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+        if "auto" not in _options(options).sizes.values():
+            return _options(options).known_size
+        return super().default_num_workers(options, gpus=gpus, spares=spares)
+
+    @classmethod
+    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+        options, before = _options(config.strategy), len(errors)
+        mesh = _mesh(options, num_workers, errors)
+        valid_mesh = len(errors) == before
+        if mesh.shard == 1 and options.shard_optimizer and valid_mesh:
+            errors.append(
+                "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
+                "workers over which the optimizer's state is divided"
+            )
+        if mesh.pipeline == 1:
+            return Layout(mesh=mesh)
+        if mesh.shard > 1 and not options.shard_optimizer and options.reshard_after_forward:
+            errors += reshard_errors(options.schedule)
+        return staged(config, mesh, errors, valid_mesh=valid_mesh)
+
+    @classmethod
+    def resized(
+        cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
+    ) -> StrategyConfig | None:
+        """Keep the parts: a run loses and gains whole replicas, unless ``shard`` or ``pipeline`` is auto."""
+        own = _options(options)
+        if "auto" in (own.shard, own.pipeline):
+            return dataclasses.replace(own, num_workers=num_workers)
+        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard)
+        if rest or not replicas:
+            return None
+        of_size = dataclasses.replace(own, num_workers=num_workers, replicate=replicas)
+        return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
+
+
+def _mesh(options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
+    """Return the mesh of so many workers; append an error to ``errors`` if the sizes do not make it."""
+    others, rest = divmod(num_workers, options.known_size)
+    automatic = next((name for name, size in options.sizes.items() if size == "auto"), None)
+    product = " x ".join(f"strategy.{name}={size}" for name, size in options.sizes.items() if size not in (1, "auto"))
+    if rest or others == 0 or (automatic is None and others > 1):
+        nearest = [str(n * options.known_size) for n in (others, others + 1) if n] if automatic else []
+        errors.append(
+            f"strategy.num_workers={num_workers}: {product or 'the mesh'} makes {options.known_size}; set it to "
+            f"{' or '.join(nearest) or options.known_size}, or one size to auto"
+        )
+    sizes = {name: others or 1 if size == "auto" else size for name, size in options.sizes.items()}
+    mesh = Mesh(**sizes)
+    return dataclasses.replace(mesh, replicas_close=mesh.shard > 1 and mesh.replicate == 1)
+
+
+def _options(options: StrategyConfig) -> MeshConfig:
+    assert isinstance(options, MeshConfig)
+    return options

@@ -1,0 +1,74 @@
+"""Stages whose optimizer state is divided: each worker of a stage has it whole, and trains a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.job import Job
+from orchestrator.planning.memory import Division
+from orchestrator.planning.mesh import BATCH, Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.group_reduction import Sums
+from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
+from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
+from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
+from orchestrator.strategies.trained import Trained
+
+
+class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
+    """A stage of one of the replicas of a pipeline, or several, of which this rank trains a part."""
+
+    @classmethod
+    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        before = len(errors)
+        notes = super().check_job(config, job, plan, errors)
+        if len(errors) == before:
+            check_optimizer_shards(config, job, plan, errors)  # its note is on whole models
+        return notes
+
+    @classmethod
+    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
+        return Division(optimizer=mesh.shard, stages=mesh.pipeline)
+
+    def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
+        # Divided as in the whole model, so that stages that share a tensor have the same part of it on each rank.
+        return self.divided(modules, whole, cuts_of(whole, self.context.mesh.shard), train_set)
+
+    def _sums(self, groups: MeshGroups) -> Sums:
+        group = groups.over("shard")
+        assert group is not None
+        self.shards.group = group
+        return _SumsOfShards(groups.over(*BATCH), *self.summed(), shards=self.shards)
+
+    def sync_initial_state(self) -> None:
+        super().sync_initial_state()
+        self._sharing.sync_initial_state()
+        self.shards.exchange()
+
+
+class _SumsOfShards(ReplicaSums):
+    """Sums of whole gradients, of which each rank then keeps its part."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        needed: Mapping[nn.Parameter, str],
+        *,
+        shards: OptimizerShards,
+    ):
+        super().__init__(group, stages, needed)
+        self._shards = shards
+
+    def finish(self, waits: WaitTimer) -> None:
+        super().finish(waits)
+        self._shards.take_gradients()

@@ -1,0 +1,93 @@
+"""``strategy.shard_optimizer``: each rank trains a part of parameters that it has whole, and gets the others' parts.
+
+The parts are the state of a rank. What has been exchanged is a copy of them, which a recovery makes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from orchestrator.planning.placement import Cut
+from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.group_reduction import GroupReduction
+from orchestrator.strategies.measure.memory import TensorSize, sizes_of
+from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+
+
+class OptimizerSharding(PartTrainer):
+    """What a strategy with whole parameters on each rank does in addition."""
+
+    shards: OptimizerShards
+
+    def divided(
+        self,
+        modules: Sequence[nn.Module],
+        whole: nn.Module,
+        cuts: Mapping[str, Cut],
+        train_set: Dataset[Any],
+    ) -> Trained:
+        """Return what this rank trains of its part.
+
+        Args:
+            modules: what it calls.
+            whole: the whole model, maybe without memory.
+            cuts: how its parameters are divided.
+            train_set: the samples.
+        """
+        mesh, rank = self.context.mesh, self.context.global_rank
+        self.shards = OptimizerShards(self.undivided, cuts, index=mesh.coords(rank).shard, count=mesh.shard)
+        return Trained(
+            self.job,
+            self.context,
+            modules,
+            {"": optimizer_of_part(self.job, whole, self.shards.module())},
+            train_set,
+            module=self.shards.module,
+            placements=self.placed(self.shards.placements),
+        )
+
+    def sync_initial_state(self) -> None:
+        assert isinstance(self.reduction, GroupReduction)
+        self.reduction.share([*self.shards.whole.values(), *self.trained.buffers])
+        self.shards.take()
+
+    def apply(self) -> None:
+        super().apply()
+        # If the exchange fails, the step is not counted, but this rank's part has been updated.
+        self.trained.in_step, self._ahead = False, 1
+        self.shards.exchange(self.shards.trained)
+        self._ahead = 0
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        with super().averaged_weights():
+            self.shards.exchange(self.shards.trained)
+            yield
+        self.shards.exchange(self.shards.trained)
+
+    def restore_part(self, state: TrainState) -> dict[str, Any]:
+        meta = super().restore_part(state)
+        self.shards.exchange()
+        return meta
+
+    def recover_state(
+        self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
+    ) -> dict[str, Any]:
+        meta = super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
+        self._ahead = source_step - step  # if the exchange fails, the step is not counted
+        self.shards.exchange()
+        self._ahead = 0
+        return meta
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        of_parts = [size for size in super().tensor_sizes() if size.kind == "optimizer state"]
+        whole = sizes_of(self.undivided(), self.trained.optimizer)
+        return [*of_parts, *(s for s in whole if s not in of_parts)]
