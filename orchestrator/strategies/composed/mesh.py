@@ -153,12 +153,11 @@ def _mesh(options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
     if rest or others == 0 or (automatic is None and others > 1):
         nearest = [str(n * options.known_size) for n in (others, others + 1) if n] if automatic else []
         errors.append(
-            f"strategy.num_workers={num_workers}: {product or 'the mesh'} makes {options.known_size}; set it to "
-            f"{' or '.join(nearest) or options.known_size}, or one size to auto"
+            f"strategy.num_workers={num_workers}: {product or 'every size 1'} makes {options.known_size}; set it to "
+            f"{' or '.join(nearest) or f'{options.known_size}, or one size to auto'}"
         )
-    sizes = {name: others or 1 if size == "auto" else size for name, size in options.sizes.items()}
-    mesh = Mesh(**sizes)
-    return dataclasses.replace(mesh, replicas_close=mesh.shard > 1 and mesh.replicate == 1)
+    pipeline, replicate, shard = (others or 1 if size == "auto" else size for size in options.sizes.values())
+    return Mesh(pipeline=pipeline, replicate=replicate, shard=shard, replicas_close=shard > 1 and replicate == 1)
 
 
 def _options(options: StrategyConfig) -> MeshConfig:

@@ -250,7 +250,9 @@ class InBackwardShards(InBackward):
         super().__init__(passes, trained, context, None)
         self.settles = context.mesh.replicate > 1
         self._shards = shards
-        shards.group = self.groups.over("shard") or dist.group.WORLD
+        group = self.groups.over("shard")
+        assert group is not None
+        shards.group = group
 
     def finish(self) -> None:
         super().finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +16,8 @@ import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.conformance.exact_evaluation import assert_scored_exactly
 from helpers.conformance.layouts import EVERY, SGD, whole_model
-from helpers.conformance.matrix import EXCEPTIONS, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
+from helpers.conformance.layouts import mesh as mesh_layout
+from helpers.conformance.matrix import EXCEPTIONS, PLAIN, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
 from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.jobs.quick_jobs import PredictedDigits, ScoredDigits
@@ -23,6 +26,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.files import choices
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
+from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 
 
@@ -53,6 +57,25 @@ def test_a_layout_trains_as_plain_torch(gang: Gang, scenario: str, layout: str) 
     averages = {} if case.train.ema_decay is None else reference.averages
     torch.testing.assert_close(found[0].averages, averages, rtol=100 * rtol, atol=max(10 * rtol, declared.atol))
     assert layout != "ddp-2" or declared.happened(ranks, reference), "nothing was compared"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_mesh_trains_as_plain_torch(gang: Gang, seed: int) -> None:
+    draw = random.Random(seed)
+    every = [Mesh(pipeline=p, replicate=r, shard=s) for p, r, s in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3))]
+    sizes = draw.choice([mesh for mesh in every if 4 <= mesh.num_workers <= 8])
+    divides_optimizer = sizes.shard > 1 and draw.random() < 0.5
+    schedule = draw.choice(("1F1B", "GPipe", "ZBVZeroBubble")) if sizes.pipeline == 2 else "1F1B"
+    rows = 8 * sizes.data_parallel_size  # two slices of four micro-batches of one sample
+    declared = SCENARIOS[PLAIN[0]]
+    case = Case(job=declared.job, train=having(declared.case.train, steps=4, global_batch_size=rows))
+    layout = mesh_layout(sizes, schedule, num_microbatches=4, shard_optimizer=divides_optimizer)
+    ranks = gang.run(train, layout.of(case), True, world_size=layout.world_size)
+    expected = trained_plainly(case).steps
+    assert_equal_curves(ranks, expected, rtol=declared.rtol)
+    for rank in ranks:
+        torch.testing.assert_close(rank.norms, expected.norms, rtol=100 * declared.rtol, atol=0)
+    torch.testing.assert_close(whole_model(ranks), expected.model, rtol=100 * declared.rtol, atol=10 * declared.rtol)
 
 
 def mean_of_nothing(output: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""``strategy=mesh``: which products make a mesh, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.compose import compose
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Node, find_layout
+from orchestrator.strategies import registry
+from orchestrator.user_code.errors import ConfigError
+
+NODES = (Node(node_id="here", name="here", cpus=8, gpus=0),)
+
+
+def errors_of(**sizes: Any) -> list[str]:
+    try:
+        mesh_of(**sizes)
+    except ConfigError as e:
+        return [*e.errors]
+    return []
+
+
+def mesh_of(**sizes: Any) -> Mesh:
+    errors: list[str] = []
+    words = ["strategy=mesh", *(f"strategy.{name}={size}" for name, size in sizes.items())]
+    config, _ = compose(words, errors, registry.config_class)
+    if config is None:
+        raise ConfigError(errors)
+    return find_layout(config, registry.load("mesh"), NODES, oversubscribe_cpus=True).mesh
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({}, Mesh(replicate=2)),
+        ({"replicate": 3}, Mesh(replicate=3)),
+        ({"pipeline": 2, "num_workers": 4}, Mesh(pipeline=2, replicate=2)),
+        ({"pipeline": 2, "shard": 2, "num_workers": 8}, Mesh(pipeline=2, replicate=2, shard=2)),
+        ({"replicate": 2, "shard": "auto", "num_workers": 8}, Mesh(replicate=2, shard=4)),
+        ({"replicate": 1, "pipeline": 2, "shard": 2}, Mesh(pipeline=2, shard=2, replicas_close=True)),
+        ({"replicate": 2, "shard": 2, "shard_optimizer": "true"}, Mesh(replicate=2, shard=2)),
+    ],
+)
+def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
+    assert mesh_of(**sizes) == mesh
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        (
+            {"pipeline": 2, "shard": 3, "num_workers": 8},
+            "strategy.num_workers=8: strategy.pipeline=2 x strategy.shard=3 makes 6; set it to 6 or 12",
+        ),
+        (
+            {"replicate": 2, "num_workers": 6},
+            "strategy.num_workers=6: strategy.replicate=2 makes 2; set it to 2, or one size to auto",
+        ),
+        ({"shard": 0}, "strategy.shard=0: must be at least 1"),
+        (
+            {"shard": "auto"},
+            "strategy.replicate=auto and strategy.shard=auto: one size follows from the others and "
+            "strategy.num_workers; give a number for all but one",
+        ),
+        (
+            {"tensor": 2},
+            "strategy.tensor=2: this dimension comes with a later version; set it to 1, and use strategy.shard=2 to "
+            "divide the model over as many workers",
+        ),
+        (
+            {"shard_optimizer": "true"},
+            "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
+            "workers over which the optimizer's state is divided",
+        ),
+        (
+            {"pipeline": 2, "shard": 2, "schedule": "ZBVZeroBubble"},
+            "strategy.reshard_after_forward=true: ZBVZeroBubble computes the gradients of parameters in passes of "
+            "their own, which gather nothing; set it to false, or use strategy.schedule=1F1B or Interleaved1F1B",
+        ),
+    ],
+)
+def test_other_sizes_are_refused_with_what_to_set(sizes: dict[str, Any], error: str) -> None:
+    assert errors_of(**sizes) == [error]
+
+
+def test_a_dimension_of_another_strategy_is_a_key_of_mesh() -> None:
+    errors: list[str] = []
+    compose(["strategy=fsdp", "strategy.pipeline=2"], errors, registry.config_class)
+    assert errors == ["strategy.pipeline: no such key in strategy=fsdp; it belongs to strategy=mesh"]
