@@ -39,8 +39,8 @@ def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, statu
 def _outcome(record: Mapping[str, Any], summary: Mapping[str, Any], status: str) -> str:
     mesh = recorded_mesh((record.get("plan") or {}).get("mesh") or {})
     noun = _DEVICES.get((record.get("plan") or {}).get("device", ""), "worker")
-    shards = mesh.num_servers
-    where = count(mesh.num_workers, noun) + (f" and {count(shards, 'shard')} of the parameters" if shards else "")
+    servers = mesh.num_servers
+    where = count(mesh.num_workers, noun) + (f" and {count(servers, 'server')} of the parameters" if servers else "")
     what = f"Job **{record.get('job')}** with strategy **{record.get('strategy')}** on {where}"
     steps = summary_value(summary, "steps")
     length = "" if steps is None else f" {'' if status == 'FINISHED' else 'after '}{count(int(steps), 'step')}"

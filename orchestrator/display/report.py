@@ -91,7 +91,7 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
             "workers",
             f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {grid}",
         ),
-        *_shards(plan),
+        *_servers(plan),
         *_pipeline(plan),
     ]
 
@@ -106,10 +106,12 @@ def _of_each(plan: Plan) -> list[str]:
     ]
 
 
-def _shards(plan: Plan) -> list[tuple[str, str]]:
+def _servers(plan: Plan) -> list[tuple[str, str]]:
     if not plan.mesh.num_servers:
         return []
-    return [("shards", f"{count(plan.mesh.num_servers, 'shard')} of the parameters, {plan.cpus_per_worker:g} CPU each")]
+    return [
+        ("servers", f"{count(plan.mesh.num_servers, 'server')} of the parameters, {plan.cpus_per_worker:g} CPU each")
+    ]
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, str]]:

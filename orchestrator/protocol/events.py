@@ -29,7 +29,7 @@ class RunStarted(Event):
 
     Attributes:
         steps: 0 for a script, which saves its own checkpoints.
-        num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
+        num_servers: how many of the ``world_size`` ranks are parameter servers.
         resumed_from_step: None for a new run.
         source: another run, with whose checkpoint of that step this one begins; None if it is its own.
         evaluates: whether that checkpoint is evaluated, without training.
@@ -42,7 +42,7 @@ class RunStarted(Event):
     job: str
     world_size: int
     steps: int
-    num_shards: int = 0
+    num_servers: int = 0
     resumed_from_step: int | None = None
     source: str | None = None
     evaluates: bool = False

@@ -2,8 +2,8 @@
 
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
 library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The header's
-``__metadata__`` has JSON by name: ``boxes`` says which tensors are parts of larger ones, as the shape of the whole
-tensor and the offset of the part, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
+``__metadata__`` has JSON by name: ``boxes`` says which tensors are shards of larger ones, as the shape of the whole
+tensor and the offset of the shard, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
 U8 with one more dimension.
 """
 
@@ -65,7 +65,7 @@ def write(
     Args:
         path: the file.
         tensors: what to write, by name.
-        boxes: the boxes of those that are parts of larger tensors.
+        boxes: the boxes of those that are shards of larger tensors.
         chunk_bytes: the size of the chunks of the digests.
         on_progress: called whenever some of the bytes have been written.
 

@@ -44,7 +44,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         plan.threads_per_worker,
         plan.device,
         stage_counts(plan.world_size, config.strategy.schedules),
-        config.strategy.with_shards,
+        config.strategy.with_servers,
         config.strategy.with_parts,
         config.strategy.with_pipelines,
         config.strategy.with_devices,

@@ -111,7 +111,7 @@ class _PlannedSizes:
         return meshes
 
     def _rescues(self, smallest: Mesh) -> list[Mesh]:
-        """Return the meshes below ``smallest`` in which a worker could keep its part, the smallest first."""
+        """Return the meshes below ``smallest`` in which a worker could keep its stage or shard, the smallest first."""
         if not self._config.strategy.elastic:
             return []
         layouts = [self._layout(number, []) for number in range(1, smallest.num_workers)]

@@ -41,7 +41,7 @@ class Course:
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
-                num_shards=plan.mesh.num_servers,
+                num_servers=plan.mesh.num_servers,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
                 source=None if spec.source is None else spec.source.location,

@@ -1,4 +1,4 @@
-"""Parts of the parameters of a replica: each rank updates its own, and the ranks exchange what they have updated.
+"""Shards of the parameters of a replica: each rank updates its own, and the ranks exchange what they have updated.
 
 Rajbhandari et al., SC 2020, "ZeRO", stage 1.
 """
@@ -32,14 +32,14 @@ PLACES = 64
 
 
 class OptimizerShards:
-    """This rank's part of each parameter of a whole model.
+    """This rank's shard of each parameter of a whole model.
 
-    A part is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
-    dimension are in the parts of all ranks, which make equal updates of them.
+    A shard is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
+    dimension are in the shards of all ranks, which make equal updates of them.
 
     Attributes:
-        parts: by the first name of the parameter.
-        boxes: where the parts are, by each name of a parameter.
+        shards: by the first name of the parameter.
+        boxes: where the shards are, by each name of a parameter.
         saved_names: the names of all tensors of a checkpoint.
     """
 
@@ -52,7 +52,7 @@ class OptimizerShards:
         for trained in (True, False):  # so that what the trained ones take is divided evenly
             shapes = {n: tuple(p.shape) for n, p in self._whole.items() if p.ndim and p.requires_grad == trained}
             self._cuts |= cut_evenly(shapes, count)
-        self.parts = {name: self._part(name, parameter) for name, parameter in self._whole.items()}
+        self.shards = {name: self._shard(name, parameter) for name, parameter in self._whole.items()}
         named = dict(model.named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self._whole.items()}
         self._first = {name: first[parameter] for name, parameter in named.items()}
@@ -60,31 +60,31 @@ class OptimizerShards:
         self.saved_names = tuple(model.state_dict())
 
     def module(self) -> nn.Module:
-        """Return a bare module with the parts, and the buffers that are saved, under the model's own names."""
+        """Return a bare module with the shards, and the buffers that are saved, under the model's own names."""
         return module_of(
             {
-                name: self.parts[self._first[name]] if name in self._first else self._model.get_buffer(name)
+                name: self.shards[self._first[name]] if name in self._first else self._model.get_buffer(name)
                 for name in self.saved_names
             }
         )
 
     @torch.no_grad()
     def take(self) -> None:
-        """Give the parts the values of the whole parameters."""
+        """Give the shards the values of the whole parameters."""
         for name in self._cuts:
-            self.parts[name].copy_(self._own(name, self._whole[name]))
+            self.shards[name].copy_(self._own(name, self._whole[name]))
 
     def take_gradients(self) -> None:
-        """Give the parts their gradients, which the whole parameters lose."""
+        """Give the shards their gradients, which the whole parameters lose."""
         for name in self._cuts:
             whole = self._whole[name]
             if whole.grad is not None:
-                self.parts[name].grad = self._own(name, whole.grad).contiguous()
+                self.shards[name].grad = self._own(name, whole.grad).contiguous()
                 whole.grad = None
 
     @torch.no_grad()
     def exchange(self, names: Iterable[str] | None = None) -> None:
-        """Give the whole parameters the values of the parts of all ranks. A collective operation.
+        """Give the whole parameters the values of the shards of all ranks. A collective operation.
 
         ``names``: the first names of the parameters; None for all.
         """
@@ -96,15 +96,15 @@ class OptimizerShards:
     @property
     def trained(self) -> Sequence[str]:
         """The first names of the parameters that are updated."""
-        return [name for name, part in self.parts.items() if part.requires_grad]
+        return [name for name, shard in self.shards.items() if shard.requires_grad]
 
     def _exchange(self, names: Sequence[str]) -> None:
-        """Exchange parameters of one dtype in one operation, for which the parts of all ranks have one size."""
+        """Exchange parameters of one dtype in one operation, for which the shards of all ranks have one size."""
         sizes = [
             [math.prod(box.shape) for box in of_rank] for of_rank in zip(*(self._cuts[n] for n in names), strict=True)
         ]
         most = max(map(sum, sizes))
-        packed = torch.cat([self.parts[name].reshape(-1) for name in names])
+        packed = torch.cat([self.shards[name].reshape(-1) for name in names])
         packed = nn.functional.pad(packed, (0, most - packed.numel()))
         everyone = packed.new_empty(len(sizes), most)
         # As bytes, because not every backend supports every dtype.
@@ -114,11 +114,11 @@ class OptimizerShards:
             for name, value in zip(names, row[: sum(own)].split(own), strict=True):
                 box = self._cuts[name][rank]
                 # Own values do not come back from others: those of an operation that is aborted are garbage.
-                values.append(self.parts[name] if rank == self._index else value.view(box.shape))
+                values.append(self.shards[name] if rank == self._index else value.view(box.shape))
                 places.append(self._whole[name][box.slices_in(Box.whole(box.full))])
         copy_all(values, to=places)
 
-    def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+    def _shard(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         if name not in self._cuts:
             return whole
         return nn.Parameter(self._own(name, whole.detach()).contiguous(), requires_grad=whole.requires_grad)

@@ -33,7 +33,7 @@ ROWS = 4
 """The samples of a worker in a step."""
 WIDTH = 4
 SERVED_WIDTHS = (WIDTH, 512, 2048)
-"""The widths of layers that a shard serves: up to 16 MiB."""
+"""The widths of layers that a server serves: up to 16 MiB."""
 LEAST_MS = 0.01
 """The shortest time that is believed."""
 
@@ -69,7 +69,7 @@ class MachineryCost:
         base_ms: the cost of a step under any strategy.
         pipeline: what a pipeline adds to a step; the unit of size is a pass of a stage.
         interleaved: the same, with two stages on each worker.
-        server: what ``parameter_server`` adds to a step, for each MiB of gradients that a shard receives.
+        server: what ``parameter_server`` adds to a step, for each MiB of gradients that a server receives.
     """
 
     base_ms: float = 0.0
@@ -79,7 +79,7 @@ class MachineryCost:
 
 
 def machinery_cost(
-    context: Context, control: dist.ProcessGroup, *, with_pipelines: bool, with_shards: bool
+    context: Context, control: dist.ProcessGroup, *, with_pipelines: bool, with_servers: bool
 ) -> MachineryCost:
     """Measure steps of tiny models on all ranks. Collective.
 
@@ -87,7 +87,7 @@ def machinery_cost(
         context: the place of this rank.
         control: a group of all ranks, on the hosts.
         with_pipelines: whether to measure pipelines, too.
-        with_shards: whether to measure ``parameter_server``, too.
+        with_servers: whether to measure ``parameter_server``, too.
     """
     n = context.mesh.world_size
     train = dataclasses.replace(
@@ -108,7 +108,7 @@ def machinery_cost(
         base_ms=measured(Single(alone, job), rows=ROWS * n),
         pipeline=_pipeline_cost(tiny, measured, stages_per_rank=1) if with_pipelines else NO_COST,
         interleaved=_pipeline_cost(tiny, measured, stages_per_rank=2) if with_pipelines else NO_COST,
-        server=_server_cost(tiny, alone, measured) if with_shards else NO_COST,
+        server=_server_cost(tiny, alone, measured) if with_servers else NO_COST,
     )
 
 
@@ -127,7 +127,7 @@ def _pipeline_cost(context: Context, measured: Callable[..., float], *, stages_p
 
 
 def _server_cost(context: Context, alone: Context, measured: Callable[..., float]) -> Affine:
-    """Measure a shard on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
+    """Measure a server on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
     workers = context.mesh.world_size - 1
     options = ParameterServerConfig(
         name="parameter_server",

@@ -20,15 +20,15 @@ class Groups:
 
     Attributes:
         workers: all workers.
-        shards: all shards.
+        servers: all servers.
         long_timeout: all ranks, for messages between ranks that may be many steps apart.
-        pushes: all ranks, for pushes received in the background. These use connections of their own, so that a shard
+        pushes: all ranks, for pushes received in the background. These use connections of their own, so that a server
             that leaves closes the others at once.
-        copies: all shards, for their peer copies.
+        copies: all servers, for their peer copies.
     """
 
     workers: dist.ProcessGroup
-    shards: dist.ProcessGroup
+    servers: dist.ProcessGroup
     long_timeout: dist.ProcessGroup
     pushes: dist.ProcessGroup
     copies: dist.ProcessGroup
@@ -39,7 +39,7 @@ class Groups:
         mesh = context.mesh
         return Groups(
             workers=new_group(context, range(mesh.num_workers)),
-            shards=new_group(context, mesh.servers),
+            servers=new_group(context, mesh.servers),
             long_timeout=new_group(context, timeout=LONG_TIMEOUT),
             pushes=new_group(context, timeout=LONG_TIMEOUT),
             copies=new_group(context, mesh.servers),

@@ -1,4 +1,4 @@
-"""What workers and shards agree on when a run recovers: the step, the optimizer's settings and the schedule."""
+"""What workers and servers agree on when a run recovers: the step, the optimizer's settings and the schedule."""
 
 from __future__ import annotations
 
