@@ -19,7 +19,7 @@ from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.records.machine import processor
+from orchestrator.records.process import processor
 from orchestrator.strategies.tuned.auto import AutoConfig
 from orchestrator.tuning.proposals import stage_counts
 

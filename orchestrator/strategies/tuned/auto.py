@@ -29,8 +29,7 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.sharded.fsdp import FSDP, FSDPConfig
-from orchestrator.strategies.tuned.collectives import group_cost, message_cost
-from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
+from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
 from orchestrator.strategies.tuned.passes import (
     data_cost,
     devices_ms,

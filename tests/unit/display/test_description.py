@@ -14,7 +14,7 @@ import pytest
 from helpers.files.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.description import describe_run
-from orchestrator.driver.preflight.source import source_of
+from orchestrator.driver.preflight.record import source_of
 from orchestrator.tracking.tags import run_tags
 
 MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}

@@ -30,9 +30,8 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
+from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.receiver import PushReceiver
-from orchestrator.strategies.asynchronous.parameter_server.recovery import share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import (

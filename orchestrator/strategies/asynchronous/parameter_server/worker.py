@@ -35,8 +35,7 @@ from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
 from orchestrator.strategies.asynchronous.parameter_server.connection import ServerConnection
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
-from orchestrator.strategies.asynchronous.parameter_server.recovery import share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.shards import (
     join_optimizer_state,
     make_contiguous,
