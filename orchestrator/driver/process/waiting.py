@@ -23,7 +23,7 @@ from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import Lease
 
 FIRST_MESSAGE_S, MESSAGE_EVERY_S = 2.0, 5.0
-FIRST_MESSAGE_S, MESSAGE_EVERY_S = 5.0, 10.0
+_FIRST_NODE_MESSAGE_S, _NODE_MESSAGE_EVERY_S = 5.0, 10.0
 _MAX_LISTED = 4
 
 
@@ -203,13 +203,13 @@ def node_answers(
         errors: receives the errors of the calls that fail.
     """
     began = time.monotonic()
-    report_at = began + FIRST_MESSAGE_S
+    report_at = began + _FIRST_NODE_MESSAGE_S
 
     def report() -> None:
         nonlocal report_at
         if (now := time.monotonic()) < report_at:
             return
-        report_at = now + MESSAGE_EVERY_S
+        report_at = now + _NODE_MESSAGE_EVERY_S
         _, missing = ray.wait(list(pending), num_returns=len(pending), timeout=0)
         places = first_few([pending[call].place for call in missing], _MAX_LISTED)
         text = f"waiting {now - began:.0f}s for {wanted} of {places}: a process has to start there"
