@@ -255,19 +255,18 @@ class WorkerLost(WorkerFailure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerFound(Event):
-    """A rank is persistently slower than the others.
+class Straggler:
+    """A slow rank.
 
-    Times are means per step; the times of the others are medians over the other ranks.
+    Times are means per step in milliseconds; the times of the others are medians over the other ranks.
 
     Attributes:
-        node: its host, with the address.
-        throughput_loss: the share of the run's throughput, 0 to 1, that this rank costs.
+        slower_by: how many times longer the rank takes than the others.
+        throughput_loss: the share of the run's throughput, 0 to 1, that would be gained if its steps took the median
+            time of the others.
     """
 
     rank: int
-    display_name: str
-    node: str
     step: int
     slower_by: float
     compute_ms: float
@@ -275,6 +274,14 @@ class StragglerFound(Event):
     data_wait_ms: float
     others_data_wait_ms: float
     throughput_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerFound(Straggler, Event):
+    """A rank is persistently slower than the others; ``node`` is its host, with the address."""
+
+    display_name: str
+    node: str
 
 
 PauseReason = Literal["preempted", "growing", "yielded"]

@@ -74,11 +74,11 @@ class FollowerOptions:
 
     uri: str | None
     request_timeout_s: float
-    upload_every_s: float
     flush_timeout_s: float
     background_timeout_s: float
-    events_offset: int
     driver: Mapping[str, Any]
+    upload_every_s: float = 0.0
+    events_offset: int = 0
     secrets: Sequence[str] = ()
     shared: bool = False
     log_model: bool = False
