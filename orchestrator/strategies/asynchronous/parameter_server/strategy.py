@@ -25,7 +25,7 @@ class ParameterServerConfig(StrategyConfig):
 
     name: Literal["parameter_server"]
     num_shards: int = option(
-        "actors that hold equal shards of the parameters, in addition to the workers",
+        "parameter servers, in addition to the workers, each with an equal share of the parameters",
         minimum=1,
     )
     consistency: Literal["sync", "async", "stale"] = option(
