@@ -180,15 +180,15 @@ def _time_to(loss: float, ranks: Sequence[StepTimes]) -> tuple[float, float]:
 
 
 def _over_ddp(claims: list[Claim], rounds: int) -> str:
-    """Compare the step time of two workers, with one and with two shards, with that of DDP on two workers."""
+    """Compare the step time of two workers, with one and with two servers, with that of DDP on two workers."""
     rows = []
     for size_mb, hidden in ((4, 960), (40, 3120)):
         job = Digits(hidden=hidden, depth=2)
         two = partial(observe, job=job, workers=2, steps=40 if size_mb < 10 else 20)
         arms: dict[str, Callable[[Path], list[StepTimes]]] = {
-            "ddp": lambda _, two=two: two(("strategy=ddp",), shards=0),
-            "1 shard": lambda _, two=two: two(CONSISTENCIES["sync"], shards=1),
-            "2 shards": lambda _, two=two: two(CONSISTENCIES["sync"], shards=2),
+            "ddp": lambda _, two=two: two(("strategy=ddp",), servers=0),
+            "1 server": lambda _, two=two: two(CONSISTENCIES["sync"], servers=1),
+            "2 servers": lambda _, two=two: two(CONSISTENCIES["sync"], servers=2),
         }
         found = interleave(
             arms, rounds=rounds if size_mb == 4 else 1, text=lambda ranks: f"{1e3 * _step_s(ranks):.1f} ms"
@@ -209,14 +209,14 @@ def _over_ddp(claims: list[Claim], rounds: int) -> str:
             print("  " + ", ".join(rows[-1]), flush=True)
             if name != "ddp" and size_mb == 4:
                 claims.append(Claim(name=f"4 MB, {name}: step time / ddp", ratios=relative, at_most=2.0))
-    return table(["parameters", "strategy", "median step, ms", "waiting for shards, ms", "relative to ddp"], rows)
+    return table(["parameters", "strategy", "median step, ms", "waiting for servers, ms", "relative to ddp"], rows)
 
 
 def _sparse(claims: list[Claim]) -> str:
     """Compare the traffic of sparse and dense gradients."""
     rows, received = [], {}
     for sparse in (True, False):
-        ranks = observe(CONSISTENCIES["sync"], SparseLogistic(sparse=sparse), workers=2, shards=2, steps=30)
+        ranks = observe(CONSISTENCIES["sync"], SparseLogistic(sparse=sparse), workers=2, servers=2, steps=30)
         metrics = ranks[0].metrics
         received[sparse] = metrics["parameter_server/bytes_received_per_step"]
         rows.append(
@@ -239,8 +239,8 @@ def _describe_time_to(ranks: Sequence[StepTimes]) -> str:
 
 
 def delayed(overrides: Sequence[str], job: Job) -> Callable[[Path], list[StepTimes]]:
-    """Return the arm that trains on ``WORKERS`` workers and one shard, and returns the step times of the workers."""
-    return lambda _: observe(overrides, job, workers=WORKERS, shards=1, steps=DELAYED_STEPS)[:WORKERS]
+    """Return the arm that trains on ``WORKERS`` workers and one server, and returns the step times of the workers."""
+    return lambda _: observe(overrides, job, workers=WORKERS, servers=1, steps=DELAYED_STEPS)[:WORKERS]
 
 
 def _rate(ranks: Sequence[StepTimes]) -> float:
@@ -251,14 +251,14 @@ def _step_s(ranks: Sequence[StepTimes]) -> float:
     return statistics.median(ranks[0].seconds)
 
 
-def observe(overrides: Sequence[str], job: Job, *, workers: int, shards: int, steps: int) -> list[StepTimes]:
-    """Train and return the step times of each rank after warm-up; ``shards=0`` for a strategy without shards."""
+def observe(overrides: Sequence[str], job: Job, *, workers: int, servers: int, steps: int) -> list[StepTimes]:
+    """Train and return the step times of each rank after warm-up; ``servers=0`` for a strategy without servers."""
     all_overrides = [
         *overrides,
         f"strategy.num_workers={workers}",
         f"train.steps={forked.WARM_UP_STEPS + steps}",
         "job=digits",
-        *([f"strategy.num_shards={shards}"] if shards else []),
+        *([f"strategy.num_shards={servers}"] if servers else []),
     ]
     return forked.train(all_overrides, job, time_with_own_delays)
 

@@ -206,7 +206,7 @@ class Job(Callback, abc.ABC):
 
         Args:
             parameters: the result of :meth:`parameter_groups`, by default the parameters to train, of the whole model
-                under every strategy. Where workers have only stages or parts of tensors, they have shapes but no
+                under every strategy. Where workers have only stages or shards of tensors, they have shapes but no
                 values; in the optimizer, each worker's own then replace them.
         """
 

@@ -181,7 +181,7 @@ def _show(options: argparse.Namespace, redactor: Redactor) -> int:
     if not (options.cfg or options.info):
         raise ConfigError(["--package, --resolve: only with --cfg, as in --cfg job --package train"])
     from orchestrator.config.compose import print_info
-    from orchestrator.config.shown import config_text
+    from orchestrator.config.help import config_text
 
     shown = config_text(
         options.words, redactor, kind=options.cfg or "job", package=options.package, resolved=options.resolve

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(queue: QueueControl) -> None:
-    from orchestrator.display.queue_table import order_notes, queue_table
+    from orchestrator.display.run_list import order_notes, queue_table
     from orchestrator.display.text import writable
 
     entries = queue.entries()

@@ -84,7 +84,7 @@ def run_on_cluster(verb: str, words: Sequence[str], address: str) -> int:
     Raises:
         ConfigError: there is no cluster, or it refuses the job.
     """
-    from orchestrator.driver.submit.verb_job import run_as_job
+    from orchestrator.driver.submit.job_submission import run_as_job
 
     only_address = argparse.ArgumentParser(add_help=False)
     only_address.add_argument("--address")

@@ -89,9 +89,7 @@ def with_key(path: str, error: Exception) -> str:
     return text if not path or text.startswith((f"{path}.", f"{path}:", f"{path}=")) else f"{path}: {text}"
 
 
-@functools.cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return get_type_hints(cls)
+_hints = functools.cache(get_type_hints)
 
 
 def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path: str) -> str:

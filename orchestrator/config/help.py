@@ -1,20 +1,25 @@
-"""The text of ``--help``: examples, groups, and keys with their values. Imports no job, because jobs import torch."""
+"""The texts of ``--help``, ``--cfg`` and ``--info``. Imports no job, because jobs import torch."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import importlib.util
+import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from orchestrator.compat.hydra import write_yaml, yaml_value
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import StrategyConfigs, compose
+from orchestrator.config.compose import StrategyConfigs, compose, composed_data
 from orchestrator.config.files import GROUPS, Files, choices, summary
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.config.text import format_override
+from orchestrator.config.text import did_you_mean, format_override
+from orchestrator.config.typed import Typed, merged
 
 WIDTH = 98
 KEY_COLUMN = 42
@@ -122,3 +127,40 @@ def _entry(key: str, meaning: str) -> str:
 
 def _wrapped(text: str, indent: str = "    ") -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=indent, break_long_words=False)
+
+
+def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package: str | None, resolved: bool) -> str:
+    """Return what ``words`` compose, as a file that may be put into ``conf/``.
+
+    Args:
+        words: options that choose files, and overrides.
+        redactor: learns the secrets, and masks them.
+        kind: one of :data:`~orchestrator.config.hydra_keys.KINDS`: our keys, those of Hydra, or both.
+        package: the key of the section to return; None for everything.
+        resolved: replace interpolations by their values.
+
+    Raises:
+        ConfigError: the words cannot be composed, or there is no such section.
+    """
+    data: Any = composed_data(words, kind, resolved=resolved)
+    redactor.learn(data)
+    data = merged(data, redactor.data(data), lambda value, masked: _written(value, masked, resolved=resolved))
+    for name in [] if package in (None, "_global_") else str(package).split("."):
+        if not isinstance(data, Mapping) or name not in data:
+            hint = did_you_mean(name, data) if isinstance(data, Mapping) else "valid: none"
+            raise ConfigError([f"--package={package}: no such section; {hint}"])
+        data = data[name]
+    if not isinstance(data, (dict, list)):
+        return f"{data}\n"
+    return f"# @package {package or '_global_'}\n{write_yaml(data, Typed)}"
+
+
+def _written(value: Any, masked: Any, *, resolved: bool) -> Any:
+    """Return a value for a file: typed text as it is if a file says the same with it."""
+    if isinstance(value, Typed) and str(value) == masked:
+        if isinstance(value.value, float) and not math.isfinite(value.value):
+            return str(value)  # no field takes it as a number
+        return value if yaml_value(str(value)) == value.value else value.value
+    if resolved and isinstance(masked, str):
+        return re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", masked)
+    return masked

@@ -42,11 +42,9 @@ def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
     replaced = (*_KEYS_OF_ITS_TRAINING, *keys)
     sections = tuple(f"{key}." for key in keys if key in GROUPS)
     words = read_arguments([recorded], {}).overrides
-    return [word for word in words if _key(word) not in replaced and not word.startswith(sections)] + list(given)
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0]
+    return [word for word in words if word.partition("=")[0] not in replaced and not word.startswith(sections)] + list(
+        given
+    )
 
 
 def why_no_checkpoint(config_file: Path) -> str:

@@ -72,9 +72,9 @@ def redact(value: Any) -> Any:
     return Redactor().data(value)
 
 
-def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return ``text`` with the given secrets, values of secret keys, and passwords in URLs masked."""
-    return Redactor(secrets).text(text)
+def redact_text(text: str) -> str:
+    """Return ``text`` with values of secret keys and passwords in URLs masked."""
+    return Redactor().text(text)
 
 
 class Redactor:

@@ -88,7 +88,7 @@ class TrainConfig:
     )
     init: Literal["seeded", "fast"] = option(
         "initial values: seeded: those of one worker, for which each worker draws all random numbers; fast: workers of "
-        "fsdp, hsdp and fsdp_pipeline draw only those of their parts, which depend on the number of workers"
+        "fsdp, hsdp and fsdp_pipeline draw only those of their shards, which depend on the number of workers"
     )
     deterministic: bool = option("fail on operations without a deterministic implementation")
 
@@ -310,7 +310,7 @@ class RecoveryConfig:
     max_failures: int = option("worker failures that a run survives; 0: the first failure ends the run", minimum=0)
     spares: int = option("idle workers kept ready to replace a lost one", minimum=0)
     peer_copy_every: int = option(
-        "steps between copies of each pipeline stage, part or parameter shard to a neighbour's memory; 0: no copies",
+        "steps between copies of each pipeline stage, shard or parameter server to a neighbour's memory; 0: no copies",
         minimum=0,
     )
     backoff_s: float = option(

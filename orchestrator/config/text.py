@@ -55,3 +55,15 @@ def first_few(items: Sequence[str], most: int = 8, *, separator: str = ", ", nou
     rest = len(items) - most
     more = [f"and {rest} more {noun}".rstrip()] if rest > 0 else []
     return separator.join([*items[:most], *more])
+
+
+def plain(text: str) -> str:
+    """Return Markdown that shows ``text`` as it is, also in a cell of a table."""
+    return re.sub(r"[\\`*\[\]<|&]", r"\\\g<0>", text)
+
+
+def code(text: str) -> str:
+    """Return Markdown that shows the line ``text`` as code."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{space}{text}{space}{fence}"

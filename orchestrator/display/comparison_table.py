@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.config.markdown import plain
-from orchestrator.config.text import first_few
+from orchestrator.config.text import first_few, plain
 from orchestrator.display.comparison import ComparedRun
 from orchestrator.display.comparison_analysis import (
     FINAL_LOSS,

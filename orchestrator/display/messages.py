@@ -96,7 +96,7 @@ def describe_event(event: Event) -> list[Line]:
 def _started(event: RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
     steps = f", {count(event.steps, 'step')}" if event.steps else ""
-    lines = [f"{what}, {workers_text(event.world_size, event.num_shards)}{steps}"]
+    lines = [f"{what}, {workers_text(event.world_size, event.num_servers)}{steps}"]
     lines.append(f"run directory: {event.run_dir}")
     if event.source is not None:
         verb = "evaluates" if event.evaluates else "continues from"

@@ -205,7 +205,7 @@ def _row(*parts: str | tuple[str, str]) -> Text:
 def _title(view: RunView) -> Text:
     if view.started is None:
         return Text("starting")
-    about = f" ({view.started.strategy}, {view.started.job}, {workers_text(view.world_size, view.started.num_shards)})"
+    about = f" ({view.started.strategy}, {view.started.job}, {workers_text(view.world_size, view.started.num_servers)})"
     return _row((view.started.name, "bold"), about)
 
 

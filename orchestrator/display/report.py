@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from orchestrator.config.text import first_few
+from orchestrator.display.run_end import RunEnd, run_end
 from orchestrator.display.text import (
     MOST_ROWS,
     bar,
@@ -29,8 +30,7 @@ from orchestrator.display.text import (
 )
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
-from orchestrator.protocol.machine_use import describe_sharing
-from orchestrator.protocol.metrics import summary_value, waited_s
+from orchestrator.protocol.metrics import summary_value
 
 LONG_WAIT_S = 3.0
 """The verdict names a wait from this time on."""
@@ -91,7 +91,7 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
             "workers",
             f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {grid}",
         ),
-        *_shards(plan),
+        *_servers(plan),
         *_pipeline(plan),
     ]
 
@@ -106,10 +106,12 @@ def _of_each(plan: Plan) -> list[str]:
     ]
 
 
-def _shards(plan: Plan) -> list[tuple[str, str]]:
+def _servers(plan: Plan) -> list[tuple[str, str]]:
     if not plan.mesh.num_servers:
         return []
-    return [("shards", f"{count(plan.mesh.num_servers, 'shard')} of the parameters, {plan.cpus_per_worker:g} CPU each")]
+    return [
+        ("servers", f"{count(plan.mesh.num_servers, 'server')} of the parameters, {plan.cpus_per_worker:g} CPU each")
+    ]
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, str]]:
@@ -170,87 +172,74 @@ def verdict(
         step: the last step that the console has seen.
         started: the start of the run; None if it did not start. The same holds for the other events.
     """
+    summary, began = ended.summary, None if started is None else started.time
+    end = run_end(summary, status=ended.status, reason=ended.reason, started=began, ended=ended.time)
     if stop and checkpoint and checkpoint.time >= stop.time:
         step = checkpoint.step
-    if ended.status == "FINISHED":
-        lines = [_finished(ended, started, step)]
-        if ended.reason:
-            lines.append(first_line(ended.reason))
-    elif ended.status == "PRUNED":
+    if end.status == "FINISHED":
+        lines = [_finished(end, summary, started, step), *([end.reason] if end.reason else [])]
+    elif end.status == "PRUNED":
         lines = [ended.reason]
-    elif ended.status == "KILLED":
-        how = f"stopped by {stop.signal} at step {step}" if stop else first_line(ended.reason) or "stopped"
+    elif end.status == "KILLED":
+        how = f"stopped by {stop.signal} at step {step}" if stop else end.reason or "stopped"
         has_own_checkpoints = started is not None and not started.steps
         lines = [how if has_own_checkpoints else f"{how}; {_newest(checkpoint, step)}"]
     else:
-        lines = _failed(ended, failure)
-        if checkpoint:
-            lines.append(_newest(checkpoint, step))
+        lines = [*_failed(ended.reason, failure), *([_newest(checkpoint, step)] if checkpoint else [])]
     if started:
         lines.append(f"run directory: {started.run_dir}")
-    if "bubble_pct" in ended.summary:
-        lines.append(_bubble(ended.summary))
-    if (others := describe_sharing(ended.summary)) is not None:
-        lines.append(shared_machine(others))
-    if "limit" in ended.summary and ended.status == "FINISHED":
-        lines.append(ended.summary["limit"])
-    if "profile" in ended.summary:
-        if parts := ended.summary.get("profiled"):
-            lines.append(f"profiled: {parts}")
-        lines.append(f"profile: {ended.summary['profile']} (open in https://ui.perfetto.dev)")
-    if "samples" in ended.summary:
-        lines.append(f"samples: {ended.summary['samples']}")
+    if end.bubble_pct is not None:
+        timeline = f"; timeline: {summary['timeline']}" if "timeline" in summary else ""
+        lines.append("bubble: {:.1f}%, in theory {:.1f}%".format(*end.bubble_pct) + timeline)
+    if end.warning:
+        lines.append(end.warning)
+    if end.advice and end.status == "FINISHED":
+        lines.append(end.advice)
+    if "profile" in summary:
+        lines += [f"profiled: {end.profiled}"] if end.profiled else []
+        lines.append(f"profile: {summary['profile']} (open in https://ui.perfetto.dev)")
+    if "samples" in summary:
+        lines.append(f"samples: {summary['samples']}")
     lines += [f"next: {command}" for command in ended.next_commands]
-    if "mlflow_page" in ended.summary:
-        lines.append(f"charts: {ended.summary['mlflow_page']}")
-    if "mlflow_missing" in ended.summary:
-        lines.append(f"not yet in MLflow: {first_line(ended.summary['mlflow_missing'])}")
+    if "mlflow_page" in summary:
+        lines.append(f"charts: {summary['mlflow_page']}")
+    if "mlflow_missing" in summary:
+        lines.append(f"not yet in MLflow: {first_line(summary['mlflow_missing'])}")
     return lines
 
 
-def shared_machine(others: str) -> str:
-    """Return the warning about a run; ``others``: see :func:`describe_sharing`."""
-    return f"warning: other programs used {others} while the steps were timed; on a free machine the run may be faster"
-
-
-def _finished(ended: RunEnded, started: RunStarted | None, step: int) -> str:
-    summary = ended.summary
-    steps = int(summary.get("steps") or step)
+def _finished(end: RunEnd, summary: Mapping[str, Any], started: RunStarted | None, step: int) -> str:
+    steps = end.steps or step
     text = f"finished: {count(steps, 'step')}" if steps else "finished"  # a script need not report any
     if started:
         if started.evaluates:
             text = f"evaluated: step {started.resumed_from_step}"
         elif started.resumed_from_step:
             text += f" (resumed at {started.resumed_from_step})"
-        text += f" in {ended.time - started.time - waited_s(summary):,.1f} s"
+        if end.took_s is not None:
+            text += f" in {end.took_s:,.1f} s"
         waits = {"in the queue": "queue_s", "for resources": "waited_s"}
         seconds = {what: summary_value(summary, key) or 0.0 for what, key in waits.items()}
         if told := [f"{duration(s)} {what}" for what, s in seconds.items() if s >= LONG_WAIT_S]:
             text += f" after waiting {' and '.join(told)}"
     parts = [text]
-    validation = "val_accuracy" if summary.get("val_accuracy") is not None else "val_loss"
-    if (value := summary.get("samples_per_s")) is not None:
-        parts.append(f"{rate(value)} samples/s")
-    for key in ("final_loss", validation):
-        if (value := summary.get(key)) is not None:
-            parts.append(f"{key.replace('_', ' ')} {number(value)}")
-    if restarts := summary.get("restarts"):
-        lost = summary.get("steps_lost")
-        parts.append(count(restarts, "restart") + (f", {lost} steps lost" if lost else ""))
+    if end.samples_per_s is not None:
+        parts.append(f"{rate(end.samples_per_s)} samples/s")
+    validation = "val_accuracy" if "val_accuracy" in end.results else "val_loss"
+    shown = [key for key in ("final_loss", validation) if key in end.results]
+    parts += [f"{key.replace('_', ' ')} {number(end.results[key])}" for key in shown]
+    if end.restarts:
+        lost = f", {end.steps_lost} steps lost" if end.steps_lost else ""
+        parts.append(count(end.restarts, "restart") + lost)
     return ", ".join(parts)
 
 
-def _bubble(summary: Mapping[str, Any]) -> str:
-    text = f"bubble: {summary['bubble_pct']:.1f}%, in theory {summary['bubble_theory_pct']:.1f}%"
-    return f"{text}; timeline: {summary['timeline']}" if "timeline" in summary else text
-
-
-def _failed(ended: RunEnded, failure: WorkerFailed | None) -> list[str]:
+def _failed(reason: str, failure: WorkerFailed | None) -> list[str]:
     if failure is None:
-        return [f"failed: {first_line(ended.reason) or 'no reason given'}"]
+        return [f"failed: {first_line(reason) or 'no reason given'}"]
     lines = [f"failed: {failure.display_name} at step {failure.step}: {first_line(failure.reason)}"]
-    if ended.reason and first_line(failure.reason) not in ended.reason:
-        lines.append(f"reason: {first_line(ended.reason)}")
+    if reason and first_line(failure.reason) not in reason:
+        lines.append(f"reason: {first_line(reason)}")
     return [*lines, f"log: {failure.log}"] if failure.log else lines
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from orchestrator.config.evaluated import VAL, metric_prefix
 from orchestrator.config.text import path_override
-from orchestrator.display.report import shared_machine
+from orchestrator.display.run_end import RunEnd, run_end
 from orchestrator.display.text import count, duration, first_line, number, rate, size
-from orchestrator.protocol.machine_use import describe_sharing
-from orchestrator.protocol.metrics import summary_value, waited_s
+from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_lines
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.progress import progress_of
@@ -37,14 +36,15 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     if state in STATES_WITHOUT_END:
         summary = {**summary, **progress_of(run_dir)}
     events = [event for event, _ in read_lines(run_dir.events_file)]
+    end = _end(record, summary, events)
     checkpoint = next((event for event in reversed(events) if event.get("event") == "checkpoint_saved"), None)
     sections: dict[str, Iterable[str]] = {
         "run": [str(record.get("name", run_dir.path.name))],
-        "state": [_state(record, state, now), *_reason(events)],
+        "state": [_state(record, state, now, end.took_s), *([end.reason] if end.reason else [])],
         "plan": _plan(record),
         "command": [str(command)] if (command := record.get("command")) else [],
-        "result": _result(record, summary),
-        "speed": _speed(summary),
+        "result": _result(end),
+        "speed": _speed(end),
         "healing": _healing(events, summary),
         "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
         "best": _best(record.get("best"), events),
@@ -60,22 +60,25 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     return "\n".join(lines)
 
 
-def _state(record: Mapping[str, Any], state: str, now: float) -> str:
+def _end(record: Mapping[str, Any], summary: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> RunEnd:
+    borders = [event for event in events if event.get("event") in ("run_started", "run_ended")]
+    splits = (record.get("params") or {}).get("train.eval_splits") or (VAL,)
+    return run_end(
+        summary,
+        reason=str(borders[-1].get("reason") or "") if borders else "",
+        started=record.get("started"),
+        ended=record.get("ended"),
+        evaluated=[metric_prefix(str(split)).replace("/", "_") for split in splits],
+    )
+
+
+def _state(record: Mapping[str, Any], state: str, now: float, took_s: float | None) -> str:
     started, ended = record.get("started"), record.get("ended")
     if not isinstance(started, (int, float)):
         return state
-    if state in STATES_WITHOUT_END or not isinstance(ended, (int, float)) or ended < started:
+    if state in STATES_WITHOUT_END or took_s is None:
         return f"{state}, started {duration(max(0.0, now - started), whole=True)} ago"
-    ago = duration(max(0.0, now - ended), whole=True)
-    took = duration(ended - started - waited_s(record.get("summary") or {}))
-    return f"{state} after {took}, {ago} ago"
-
-
-def _reason(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Why the run ended, if it did not finish."""
-    borders = [event for event in events if event.get("event") in ("run_started", "run_ended")]
-    if borders and (reason := borders[-1].get("reason")):
-        yield first_line(str(reason))
+    return f"{state} after {duration(took_s)}, {duration(max(0.0, now - float(ended or now)), whole=True)} ago"
 
 
 def _plan(record: Mapping[str, Any]) -> Iterator[str]:
@@ -96,30 +99,25 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _result(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
-    splits = (record.get("params") or {}).get("train.eval_splits") or (VAL,)
-    evaluated = tuple(metric_prefix(str(split)).replace("/", "_") for split in splits)
-    keys = [key for key in summary if key == "final_loss" or key.startswith(evaluated)]
-    values = {key: value for key in keys if (value := summary_value(summary, key)) is not None}
-    parts = [f"{key.replace('_', ' ')} {number(value)}" for key, value in values.items()]
-    if (steps := summary_value(summary, "steps")) is not None:
-        parts.insert(0, count(int(steps), "step"))
-    if parts:
-        yield ", ".join(parts)
+def _result(end: RunEnd) -> Iterator[str]:
+    values = [f"{key.replace('_', ' ')} {number(value)}" for key, value in end.results.items()]
+    if texts := [*([] if end.steps is None else [count(end.steps, "step")]), *values]:
+        yield ", ".join(texts)
 
 
-def _speed(summary: Mapping[str, Any]) -> Iterator[str]:
-    speed, step_ms = (summary_value(summary, key) for key in ("samples_per_s", "step_ms_p50"))
-    if speed is not None:
-        yield f"{rate(speed)} samples/s" + ("" if step_ms is None else f", {step_ms:.1f} ms per step")
-    if (others := describe_sharing(summary)) is not None:
-        yield shared_machine(others)
-    if (startup_s := summary_value(summary, "startup_s")) is not None:
-        yield f"first step after {duration(startup_s)}"
-    if limit := summary.get("limit"):
-        yield str(limit)
-    if profiled := summary.get("profiled"):
-        yield f"profiled: {profiled}"
+def _speed(end: RunEnd) -> Iterator[str]:
+    if end.samples_per_s is not None:
+        yield f"{rate(end.samples_per_s)} samples/s" + (
+            "" if end.step_ms is None else f", {end.step_ms:.1f} ms per step"
+        )
+    if end.warning:
+        yield end.warning
+    if end.startup_s is not None:
+        yield f"first step after {duration(end.startup_s)}"
+    if end.advice:
+        yield end.advice
+    if end.profiled:
+        yield f"profiled: {end.profiled}"
 
 
 def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:

@@ -120,10 +120,10 @@ def count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def workers_text(world_size: int, num_shards: int) -> str:
-    """Return ``2 workers``, ``2 workers and 1 shard``."""
-    workers = count(world_size - num_shards, "worker")
-    return f"{workers} and {count(num_shards, 'shard')}" if num_shards else workers
+def workers_text(world_size: int, num_servers: int) -> str:
+    """Return ``2 workers``, ``2 workers and 1 server``."""
+    workers = count(world_size - num_servers, "worker")
+    return f"{workers} and {count(num_servers, 'server')}" if num_servers else workers
 
 
 def sparkline(values: Sequence[float], *, unicode: bool, from_zero: bool = False) -> str:

@@ -20,7 +20,7 @@ from orchestrator.driver.nodes.node_reports import driver_report, node_reports
 from orchestrator.driver.preflight.paths import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
-from orchestrator.driver.process.ray_traces import ray_traces
+from orchestrator.driver.process.ray_traces import check_traces, ray_traces
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import differences, grouped, versions
 from orchestrator.policy.node_health import (
@@ -31,7 +31,6 @@ from orchestrator.policy.node_health import (
     check_network,
     check_output_dir,
 )
-from orchestrator.policy.ray_traces import check_traces
 from orchestrator.policy.token_check import check_token
 from orchestrator.protocol.finding import Finding
 from orchestrator.protocol.node_report import NodeReport, NoReport

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
-from orchestrator.display.choice import choice_in_words
-from orchestrator.display.description import describe_run
+from orchestrator.display.description import choice_in_words, describe_run
 from orchestrator.display.limits import what_limited
 from orchestrator.display.text import first_line
 from orchestrator.driver.process.event_stream import EventStream

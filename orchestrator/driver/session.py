@@ -27,8 +27,7 @@ from orchestrator.driver.candidates import Candidate, planned_on, this_machine, 
 from orchestrator.driver.code.given_job import pickle_job
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
-from orchestrator.driver.preflight.nodes import fit_nodes, nodes_to_plan_on
+from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
 from orchestrator.driver.preflight.paths import output_dir, tracking_note
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.process import cluster
@@ -37,8 +36,7 @@ from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunContext, RunSpec
-from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.stop_requests import StopRequests
+from orchestrator.driver.process.signals import StopRequests, StopSignals
 from orchestrator.driver.process.stop_wait import stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
 from orchestrator.driver.reporting.job_metadata import JobStateSink, job_metadata
@@ -58,6 +56,7 @@ from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.process import end_with_parent
+from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans

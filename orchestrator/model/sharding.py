@@ -1,4 +1,4 @@
-"""A model's parameters divided into shards of nearly equal size, each updated by an optimizer of its own."""
+"""A model's parameters divided over servers by size, each server with an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adagrad, Adam, AdamW, Adadelta, Adamax, NAdam, RAdam, RMSprop}
 )
-"""Optimizers that update each element of a parameter independently, so that a piece is updated as in the whole."""
+"""Optimizers that update each element of a parameter independently, so that a shard is updated as in the whole."""
 
 PER_PARAMETER = frozenset({"step", "mu_product"})
 """Keys of optimizer state that is one number per parameter, whatever the parameter's size."""
@@ -46,44 +46,44 @@ class Extent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """The units from ``start`` up to but excluding ``stop`` of a parameter."""
+class Shard:
+    """A part of a parameter: the units from ``start`` up to but excluding ``stop``."""
 
     name: str
     start: int
     stop: int
 
 
-def cut(extents: Sequence[Extent], num_shards: int) -> tuple[tuple[Piece, ...], ...]:
-    """Divide parameters into shards whose sizes differ by at most about one unit.
+def cut(extents: Sequence[Extent], num_servers: int) -> tuple[tuple[Shard, ...], ...]:
+    """Divide parameters over servers, by sizes that differ by at most about one unit.
 
     Args:
         extents: the parameters in the model's order.
-        num_shards: the number of shards.
+        num_servers: the number of servers.
 
     Returns:
-        The pieces of each shard, in the order of the parameters. A shard has at least one unit and at most one piece
-        of each parameter.
+        The shards of each server, in the order of the parameters. A server has at least one unit, and at most one
+        shard of each parameter.
 
     Raises:
-        ValueError: there are fewer units than shards.
+        ValueError: there are fewer units than servers.
     """
     first_unit = list(itertools.accumulate((e.units for e in extents), initial=0))
     first_byte = list(itertools.accumulate((e.size_bytes for e in extents), initial=0))
     units, size_bytes = first_unit[-1], first_byte[-1]
-    if num_shards > units:
-        raise ValueError(f"{num_shards} shards need at least as many units; the parameters have {units}")
+    if num_servers > units:
+        raise ValueError(f"{num_servers} servers need at least as many units; the parameters have {units}")
     bounds = [0]
-    for shard in range(1, num_shards):
-        byte = size_bytes * shard // num_shards
+    for server in range(1, num_servers):
+        byte = size_bytes * server // num_servers
         number = bisect_right(first_byte, byte) - 1
         unit_bytes = extents[number].unit_bytes
         nearest = first_unit[number] + (byte - first_byte[number] + unit_bytes // 2) // unit_bytes
-        bounds.append(min(max(nearest, bounds[-1] + 1), units - (num_shards - shard)))
+        bounds.append(min(max(nearest, bounds[-1] + 1), units - (num_servers - server)))
     bounds.append(units)
     return tuple(
         tuple(
-            Piece(name=extent.name, start=max(begin, first) - first, stop=min(end, first + extent.units) - first)
+            Shard(name=extent.name, start=max(begin, first) - first, stop=min(end, first + extent.units) - first)
             for extent, first in zip(extents, first_unit, strict=False)
             if max(begin, first) < min(end, first + extent.units)
         )
@@ -122,11 +122,11 @@ def extents_of(model: nn.Module) -> tuple[Extent, ...]:
 
 
 def optimizer_error(optimizer: Optimizer) -> str | None:
-    """Return why shards cannot update their pieces independently with ``optimizer``; None if they can."""
+    """Return why servers cannot update their shards independently with ``optimizer``; None if they can."""
     if type(optimizer) in ELEMENT_WISE:
         return None
     return (
-        f"{type(optimizer).__name__}: shards update their pieces of a parameter independently, and this optimizer may "
+        f"{type(optimizer).__name__}: servers update their shards of a parameter independently, and this optimizer may "
         "need the whole parameter; use SGD, Adagrad, Adam or AdamW, or strategy=ddp"
     )
 

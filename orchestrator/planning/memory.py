@@ -51,10 +51,10 @@ class WorkerMemory:
     """The memory of the worker that needs most, in bytes; of stages, that of an average one.
 
     Attributes:
-        parameters: its parts of the parameters.
+        parameters: its shards of the parameters.
         gradients: those of their gradients.
         optimizer: those of the optimizer state, with the averages of the weights.
-        gathered: the parts of other workers that it has at the same time, and their gradients.
+        gathered: the shards of other workers that it has at the same time, and their gradients.
         casts: the copies of its parameters in 16 bits that autocast makes for a pass.
         activations: what forward passes keep for the backward pass; None if unknown.
         on_host: whether parameters, gradients and optimizer state are in host memory, and only the rest on the device.
@@ -102,7 +102,7 @@ def gathered_bytes(groups: Sequence[float], *, keep_whole: bool, ahead: int = 1,
             no group.
         keep_whole: whether what a step has gathered is kept up to its end.
         ahead: how many groups are gathered beside the one that is used.
-        share: the part of these bytes that is gathered. Parameters may be cast before.
+        share: the fraction of these bytes that is gathered. Parameters may be cast before.
     """
     *of_groups, rest = groups
     largest = sorted(of_groups)[-1 - ahead :] or [0]
@@ -150,7 +150,7 @@ class HostMemory:
 
     Attributes:
         models: what they train there: nothing if that is on GPUs.
-        peer_copies: copies of their own parts and of parts of neighbours, for recovery.
+        peer_copies: copies of their own state and of the state of neighbours, for recovery.
         snapshots: what is being written into checkpoints.
     """
 

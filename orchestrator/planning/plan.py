@@ -52,7 +52,7 @@ class WorkerPlan:
     Attributes:
         samples_per_step: its share of the global batch.
         stages: empty if the model is not cut.
-        shard: the index of the parameter shard that the rank holds; None for a worker.
+        server: the index of the parameter server that the rank is; None for a worker.
     """
 
     global_rank: int
@@ -60,7 +60,7 @@ class WorkerPlan:
     pp_rank: int
     samples_per_step: int
     stages: tuple[int, ...] = ()
-    shard: int | None = None
+    server: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Plan:
         steps: the steps of the run; 0 if they are unknown.
         workers: an entry for each rank, in order.
         split: the layers at which the stages after the first begin; None to balance them by measured time.
-        processes_per_core: counts shards and spares, too.
+        processes_per_core: counts servers and spares, too.
         memory: what a worker has.
         node: the host memory that workers of a node share.
         faults: the faults to inject.
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """The number of workers and shards."""
+        """The number of workers and servers."""
         return self.mesh.world_size
 
     @property
@@ -114,10 +114,10 @@ class Plan:
         return self.workers[0].samples_per_step // self.grad_accumulation // self.pipeline.num_microbatches
 
     def display_name(self, global_rank: int) -> str:
-        """Return the rank as shown to users: ``rank 1``, ``rank 0 (stages 0 and 3)`` or ``rank 2 (shard 0)``."""
-        stages, shard = self.workers[global_rank].stages, self.workers[global_rank].shard
-        if shard is not None:
-            return f"rank {global_rank} (shard {shard})"
+        """Return the rank as shown to users: ``rank 1``, ``rank 0 (stages 0 and 3)`` or ``rank 2 (server 0)``."""
+        stages, server = self.workers[global_rank].stages, self.workers[global_rank].server
+        if server is not None:
+            return f"rank {global_rank} (server {server})"
         if not stages:
             return f"rank {global_rank}"
         noun = "stage" if len(stages) == 1 else "stages"
@@ -156,7 +156,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     samples = even_shares(train.global_batch_size, layout.mesh.data_parallel_size)
     notes = _notes(layout, samples, faults) + _device_notes(config, rules, nodes, device)
     if device == "cpu" and oversubscribe_cpus and num_processes > num_cores:
-        processes = "workers and shards" if layout.mesh.num_servers else "workers"
+        processes = "workers and servers" if layout.mesh.num_servers else "workers"
         notes.insert(0, f"{num_processes} {processes} share {num_cores:g} cores: expect no speed-up")
     division = rules.division(config.strategy, layout.mesh)
     if division is not None and division.on_host and num_threads <= 1 and not oversubscribe_cpus:
@@ -299,7 +299,7 @@ def _worker_plans(layout: Layout, samples: tuple[int, ...]) -> tuple[WorkerPlan,
             pp_rank=mesh.coords(rank).pipeline,
             samples_per_step=0 if rank in mesh.servers else samples[mesh.dp_rank(rank)],
             stages=stages.get(mesh.coords(rank).pipeline, ()),
-            shard=mesh.server(rank),
+            server=mesh.server(rank),
         )
         for rank in range(mesh.world_size)
     )
@@ -392,7 +392,7 @@ def _capacity_errors(
     mesh, devices = layout.mesh, layout.devices_per_worker
     needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
     resources = [node.resources for node in nodes]
-    keys = _requested(config, mesh.num_workers * devices, num_shards=mesh.num_servers)
+    keys = _requested(config, mesh.num_workers * devices, num_servers=mesh.num_servers)
     if gpus_per_worker and total_room({"GPU": gpus_per_worker}, resources) < needed:
         gpus = f"{needed * gpus_per_worker} GPUs"
         if devices > 1:
@@ -411,11 +411,11 @@ def _capacity_errors(
     return []
 
 
-def _requested(config: Config, num_workers: int, *, num_shards: int = 0) -> str:
+def _requested(config: Config, num_workers: int, *, num_servers: int = 0) -> str:
     """Return what decides how many processes there are, as typed on the command line."""
     counts = {
         "strategy.num_workers": num_workers,
-        "strategy.num_shards": num_shards,
+        "strategy.num_shards": num_servers,
         "recovery.spares": config.recovery.spares,
     }
     return " and ".join(f"{key}={count}" for key, count in counts.items() if count)

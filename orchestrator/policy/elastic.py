@@ -158,7 +158,7 @@ def reassigned(
 
 
 def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection[int], *, ready: int) -> Mesh | None:
-    """Return the first mesh in which every worker can keep its part, with at most ``ready`` new workers."""
+    """Return the first mesh in which every worker can keep its stage or shard, with at most ``ready`` new workers."""
     present = [len(ranks) for ranks in _alive_by_part(old, alive).values()]
     for mesh in larger_first:
         if mesh.has_parts_of(old) and sum(max(0, mesh.replicate - number) for number in present) <= ready:
@@ -167,7 +167,7 @@ def _largest_in_place(old: Mesh, larger_first: Sequence[Mesh], alive: Collection
 
 
 def _alive_by_part(mesh: Mesh, alive: Collection[int]) -> dict[Coords, list[int]]:
-    """Return the ranks in ``alive`` that have each part of the model, in ascending order."""
+    """Return the ranks in ``alive`` that have each stage or shard of the model, in ascending order."""
     ranks: dict[Coords, list[int]] = {mesh.part(rank): [] for rank in range(mesh.num_workers)}
     for rank in sorted(alive):
         ranks[mesh.part(rank)].append(rank)
@@ -175,7 +175,7 @@ def _alive_by_part(mesh: Mesh, alive: Collection[int]) -> dict[Coords, list[int]
 
 
 def _assign_in_place(old: Mesh, plan: Plan, alive: Collection[int]) -> RankAssignment:
-    """Let every worker keep its part; ``plan`` divides the model as before."""
+    """Let every worker keep its stage or shard; ``plan`` divides the model as before."""
     new, of_part = plan.mesh, _alive_by_part(old, alive)
     first = {old.part(rank): rank for rank in reversed(range(old.num_workers))}
     before: list[int | None] = []

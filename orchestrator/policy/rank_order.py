@@ -67,24 +67,24 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
     )
 
 
-def shards_last(workers: Sequence[WorkerInfo], order: Sequence[int], *, num_shards: int) -> list[int]:
-    """Return ``order`` with ``num_shards`` of its indices moved to the end: the ranks that hold parameters.
+def servers_last(workers: Sequence[WorkerInfo], order: Sequence[int], *, num_servers: int) -> list[int]:
+    """Return ``order`` with ``num_servers`` of its indices moved to the end: the ranks that hold parameters.
 
-    They are spread over the nodes: each goes to the node with the fewest shards so far, and among several such nodes
-    to the one with the most workers that are not shards.
+    They are spread over the nodes: each goes to the node with the fewest servers so far, and among several such nodes
+    to the one with the most workers that are not servers.
     """
     training = list(order)
-    shards: list[int] = []
+    servers: list[int] = []
 
     def crowd(index: int) -> tuple[int, int]:
         node_id = workers[index].node_id
         return (
-            sum(workers[i].node_id == node_id for i in shards),
+            sum(workers[i].node_id == node_id for i in servers),
             -sum(workers[i].node_id == node_id for i in training),
         )
 
-    for _ in range(num_shards):
+    for _ in range(num_servers):
         chosen = min(reversed(training), key=crowd)
         training.remove(chosen)
-        shards.append(chosen)
-    return training + shards
+        servers.append(chosen)
+    return training + servers

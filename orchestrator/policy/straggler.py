@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator.protocol.events import Straggler
 from orchestrator.protocol.messages import TrainPoint
 
 MIN_SLOWDOWN = 1.5
@@ -26,28 +27,6 @@ MIN_SLOW_SHARE = 0.8
 """The share of the time, 0 to 1, in which it was slow, counted from the first of the periods in which it was."""
 MIN_THROUGHPUT_LOSS = 0.1
 """A straggler costs at least this share of the run's throughput, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A slow rank: its mean times per step, in milliseconds, and the medians of the times of the others.
-
-    ``throughput_loss`` is the share of the run's throughput, 0 to 1, that would be gained if its steps took the median
-    time of the others.
-    """
-
-    rank: int
-    step: int
-    compute_ms: float
-    others_compute_ms: float
-    data_wait_ms: float
-    others_data_wait_ms: float
-    throughput_loss: float
-
-    @property
-    def slower_by(self) -> float:
-        """How many times longer the rank takes than the others."""
-        return (self.compute_ms + self.data_wait_ms) / (self.others_compute_ms + self.others_data_wait_ms)
 
 
 @dataclass(frozen=True)
@@ -183,13 +162,14 @@ def _describe(rank: int, slow: list[_Period], total_s: float) -> Straggler:
     compute_ms, data_wait_ms = sum(t.compute_ms for t in own), sum(t.data_wait_ms for t in own)
     others_compute_ms = sum(statistics.median(t.compute_ms for t in ts) for ts in others)
     others_data_wait_ms = sum(statistics.median(t.data_wait_ms for t in ts) for ts in others)
-    delay_ms = compute_ms + data_wait_ms - others_compute_ms - others_data_wait_ms
+    own_ms, others_ms = compute_ms + data_wait_ms, others_compute_ms + others_data_wait_ms
     return Straggler(
         rank=rank,
         step=slow[0].step,
+        slower_by=own_ms / others_ms,
         compute_ms=compute_ms / steps,
         others_compute_ms=others_compute_ms / steps,
         data_wait_ms=data_wait_ms / steps,
         others_data_wait_ms=others_data_wait_ms / steps,
-        throughput_loss=delay_ms / 1e3 / total_s,
+        throughput_loss=(own_ms - others_ms) / 1e3 / total_s,
     )

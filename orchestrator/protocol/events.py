@@ -29,7 +29,7 @@ class RunStarted(Event):
 
     Attributes:
         steps: 0 for a script, which saves its own checkpoints.
-        num_shards: how many of the ``world_size`` ranks are shards of a parameter server.
+        num_servers: how many of the ``world_size`` ranks are parameter servers.
         resumed_from_step: None for a new run.
         source: another run, with whose checkpoint of that step this one begins; None if it is its own.
         evaluates: whether that checkpoint is evaluated, without training.
@@ -42,7 +42,7 @@ class RunStarted(Event):
     job: str
     world_size: int
     steps: int
-    num_shards: int = 0
+    num_servers: int = 0
     resumed_from_step: int | None = None
     source: str | None = None
     evaluates: bool = False
@@ -255,19 +255,18 @@ class WorkerLost(WorkerFailure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerFound(Event):
-    """A rank is persistently slower than the others.
+class Straggler:
+    """A slow rank.
 
-    Times are means per step; the times of the others are medians over the other ranks.
+    Times are means per step in milliseconds; the times of the others are medians over the other ranks.
 
     Attributes:
-        node: its host, with the address.
-        throughput_loss: the share of the run's throughput, 0 to 1, that this rank costs.
+        slower_by: how many times longer the rank takes than the others.
+        throughput_loss: the share of the run's throughput, 0 to 1, that would be gained if its steps took the median
+            time of the others.
     """
 
     rank: int
-    display_name: str
-    node: str
     step: int
     slower_by: float
     compute_ms: float
@@ -275,6 +274,14 @@ class StragglerFound(Event):
     data_wait_ms: float
     others_data_wait_ms: float
     throughput_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerFound(Straggler, Event):
+    """A rank is persistently slower than the others; ``node`` is its host, with the address."""
+
+    display_name: str
+    node: str
 
 
 PauseReason = Literal["preempted", "growing", "yielded"]

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.records.listing import files_below
 from orchestrator.records.rank_log import rank_and_part
-from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_dir import RunDir, files_below
 
 
 @dataclass(frozen=True)

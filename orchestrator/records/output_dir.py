@@ -25,9 +25,8 @@ from orchestrator.records.lock import locked
 from orchestrator.records.process import is_visible
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.storage.claim import claimed
-from orchestrator.storage.mirror import NOT_COPIED
+from orchestrator.storage.mirror import NOT_COPIED, make_private, staging_path
 from orchestrator.storage.remote import Remote, is_url
-from orchestrator.storage.staging import make_private, staging_path
 
 DEFAULT_TIMEOUT_S = 30.0
 """For commands that read a run without its configuration."""
@@ -260,8 +259,8 @@ def fetch(run_dir: RunDir, names: Collection[str] | None = None) -> None:
     for top in run_dir.remote.list():
         if top.name in not_fetched or top.name.startswith(".") or (names is not None and top.name not in names):
             continue
-        below = [top.name] if top.is_file else _files(run_dir.remote.child(top.name), top.name)
-        for name in below:
+        inside = [] if top.is_file else run_dir.remote.child(top.name).list(recursive=True)
+        for name in [top.name] if top.is_file else [f"{top.name}/{entry.name}" for entry in inside if entry.is_file]:
             run_dir.remote.fetch(name, run_dir.path / name)
 
 
@@ -297,7 +296,3 @@ def _is_orphan(run_dir: RunDir) -> bool:
         return is_present(run_dir)
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
-
-
-def _files(remote: Remote, folder: str) -> list[str]:
-    return [f"{folder}/{e.name}" for e in remote.list(recursive=True) if e.is_file]

@@ -1,10 +1,11 @@
-"""Which process drives a run, in terms that neither a clock step nor another container can confuse."""
+"""Which process drives a run, in terms that neither a clock step nor another container can confuse; its machine."""
 
 from __future__ import annotations
 
 import ctypes
 import getpass
 import os
+import platform
 import signal
 import socket
 import sys
@@ -100,3 +101,17 @@ def _start_ticks(pid: int | str) -> int:
 def _stat(pid: int | str) -> list[str]:
     """The fields of ``/proc/<pid>/stat`` after the name of the program, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def machine_facts() -> dict[str, str]:
+    """Return the name of the machine, its processor, and the number of cores that this process may use."""
+    return {"host": socket.gethostname(), "processor": processor(), "cores": str(len(os.sched_getaffinity(0)))}
+
+
+def processor() -> str:
+    """Return the model of the processor; empty if it is not known."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()

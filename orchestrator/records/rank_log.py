@@ -14,7 +14,7 @@ from pathlib import Path
 
 PART_BYTES = 64 * 2**20
 """A process that finds its log to be larger continues in another part."""
-_TAIL_BYTES = 2**20
+_TAIL_BYTES, _TAIL_LINES = 2**20, 20
 """More than a crash report, which ends what a process writes."""
 _PART = re.compile(r"rank-(?P<rank>\d+)(?:\.(?P<part>\d+))?\.log")
 
@@ -56,13 +56,13 @@ def next_part(log: Path) -> Path:
     return _part(log, found[1] + 1)
 
 
-def log_tail(log: Path, lines: int = 20) -> str:
+def log_tail(log: Path) -> str:
     """Return the last lines of a log, or the crash report of the last process that wrote to it.
 
     The result is empty if the log cannot be read on this host.
     """
     _, text = _last_output(newest_part(log))
-    return _crash_report(text) or "\n".join(text.splitlines()[-lines:])
+    return _crash_report(text) or "\n".join(text.splitlines()[-_TAIL_LINES:])
 
 
 def crash_report(log: Path, pid: int) -> str:

@@ -14,10 +14,24 @@ from typing import Any, get_args
 
 from orchestrator.protocol.events import RunState
 from orchestrator.records.json_file import Types, read_json, write_json
-from orchestrator.records.listing import folders_in
 from orchestrator.records.lock import changed_at, locked, now_on
 from orchestrator.records.process import is_alive, is_visible
 from orchestrator.storage.remote import Remote
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield every file below ``folder``, without what vanishes meanwhile."""
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names)
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Return the folders in ``folder``; none if it has vanished, or if this process may not list it."""
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
 
 LEASE_S = 60.0
 """A driver that cannot be seen from here counts as dead after this time without a renewal of its lease."""
@@ -42,6 +56,16 @@ _RESERVE_BYTES = 256 << 10
 _CHECKPOINT = re.compile(r"(.+)/checkpoints/(best|step-\d+)/?")
 
 
+class _Entry:
+    """The path of a file or directory of a run, as a property of :class:`RunDir`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, _: type[RunDir] | None = None) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The directory ``<output_dir>/<date>/<time>-<name>/`` of a run.
@@ -52,6 +76,46 @@ class RunDir:
 
     path: Path
     remote: Remote | None = None
+
+    record_file = _Entry("run.json")
+    """State, plan, configuration and summary of the run."""
+    metrics_file = _Entry("metrics.jsonl")
+    events_file = _Entry("events.jsonl")
+    config_file = _Entry("config.yaml")
+    tracking_file = _Entry("tracking.json")
+    """The progress of the upload to MLflow."""
+    choice_record = _Entry("auto.json")
+    """The contenders of ``strategy=auto``, and which of them was chosen."""
+    choice_report = _Entry("auto.md")
+    """The same as a table, and the reason."""
+    timeline_picture = _Entry("timeline.png")
+    timeline_trace = _Entry("timeline.json")
+    profile = _Entry("profile")
+    sinks = _Entry("sinks")
+    """What the sinks of ``tracking.sinks`` and TensorBoard have written."""
+    samples = _Entry("samples")
+    """The texts and images that the job has drawn from the model."""
+    logs = _Entry("logs")
+    """The output of each rank, and what is written about hangs. On a store, other nodes have folders there."""
+    checkpoints = _Entry("checkpoints")
+    script_checkpoints = _Entry("script-checkpoints")
+    """What a script of the user saves for itself, in whatever form."""
+    spools = _Entry(".spools")
+    """Where workers keep the points that the driver has not received yet, as long as the run lasts."""
+    ranks_file = _Entry(".spools/ranks.json")
+    """Which of these workers has which rank."""
+    lease_file = _Entry("lease")
+    """The driver touches it every few seconds, which shows other hosts that it lives."""
+    fence_file = _Entry("fence")
+    """The generation that may save."""
+    stop_file = _Entry("stop")
+    """A request to stop the run."""
+    lock_file = _Entry(".lock")
+    """Its lock is held by a process that changes the record."""
+    reserve_file = _Entry(".reserve")
+    """Space for the last records of the run, should the disk be full by then."""
+    origin_file = _Entry(".origin")
+    """The driver that writes the files here, of which those on a store are copies."""
 
     @property
     def url(self) -> str | None:
@@ -71,76 +135,8 @@ class RunDir:
         """Return whether ``path`` is in the directory, wherever links and ``..`` in it lead."""
         return path.resolve().is_relative_to(self.path.resolve())
 
-    @property
-    def record_file(self) -> Path:
-        """State, plan, configuration and summary of the run."""
-        return self.path / "run.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def tracking_file(self) -> Path:
-        """The progress of the upload to MLflow."""
-        return self.path / "tracking.json"
-
-    @property
-    def choice_record(self) -> Path:
-        """The contenders of ``strategy=auto``, and which of them was chosen."""
-        return self.path / "auto.json"
-
-    @property
-    def choice_report(self) -> Path:
-        """The same as a table, and the reason."""
-        return self.path / "auto.md"
-
-    @property
-    def timeline_picture(self) -> Path:
-        return self.path / "timeline.png"
-
-    @property
-    def timeline_trace(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def sinks(self) -> Path:
-        """What the sinks of ``tracking.sinks`` and TensorBoard have written."""
-        return self.path / "sinks"
-
-    @property
-    def samples(self) -> Path:
-        """The texts and images that the job has drawn from the model."""
-        return self.path / "samples"
-
     def sample_file(self, step: int, name: str, suffix: str) -> Path:
         return self.samples / f"step-{step:06d}-{name}.{suffix}"
-
-    @property
-    def logs(self) -> Path:
-        """The output of each rank, and what is written about hangs. On a store, other nodes have folders there."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def script_checkpoints(self) -> Path:
-        """What a script of the user saves for itself, in whatever form."""
-        return self.path / "script-checkpoints"
 
     @property
     def remote_checkpoints(self) -> Remote | None:
@@ -155,51 +151,11 @@ class RunDir:
         """The dump of torch's flight recorder on one rank, from when one of this generation hung."""
         return self.logs / f"flight-generation-{generation}-rank-{rank}.json"
 
-    @property
-    def spools(self) -> Path:
-        """Where workers keep the points that the driver has not received yet, as long as the run lasts."""
-        return self.path / ".spools"
-
     def spool(self, node_id: str, pid: int) -> Path:
         return self.spools / f"{node_id}-{pid}"
 
-    @property
-    def ranks_file(self) -> Path:
-        """Which of these workers has which rank."""
-        return self.spools / "ranks.json"
-
     def log_file(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
-
-    @property
-    def lease_file(self) -> Path:
-        """The driver touches it every few seconds, which shows other hosts that it lives."""
-        return self.path / "lease"
-
-    @property
-    def fence_file(self) -> Path:
-        """The generation that may save."""
-        return self.path / "fence"
-
-    @property
-    def stop_file(self) -> Path:
-        """A request to stop the run."""
-        return self.path / "stop"
-
-    @property
-    def lock_file(self) -> Path:
-        """Its lock is held by a process that changes the record."""
-        return self.path / ".lock"
-
-    @property
-    def reserve_file(self) -> Path:
-        """Space for the last records of the run, should the disk be full by then."""
-        return self.path / ".reserve"
-
-    @property
-    def origin_file(self) -> Path:
-        """The driver that writes the files here, of which those on a store are copies."""
-        return self.path / ".origin"
 
     def is_original(self, driver: Mapping[str, Any]) -> bool:
         """Return whether ``driver`` has written the files here; otherwise they are copies of those on a store."""

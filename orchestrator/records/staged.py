@@ -12,8 +12,7 @@ from orchestrator.records.lock import locked
 from orchestrator.records.output_dir import OutputDir, name_of
 from orchestrator.records.process import is_alive, is_visible
 from orchestrator.records.run_dir import RunDir
-from orchestrator.storage.mirror import NOT_COPIED
-from orchestrator.storage.staging import make_private
+from orchestrator.storage.mirror import NOT_COPIED, make_private
 
 
 def enter(run_dir: RunDir) -> None:

@@ -1,6 +1,6 @@
 """Frozen parameters that checkpoints leave out (``checkpoint.only_trained``), because the job builds them again.
 
-A checksum of each says whether it has built the same. That of a tensor is the sum of those of its parts, so that it
+A checksum of each says whether it has built the same. That of a tensor is the sum of those of its shards, so that it
 depends neither on the layout that saves nor on the one that loads.
 """
 
@@ -42,7 +42,7 @@ def checksum(tensor: Tensor, box: Box) -> int:
 
 
 def total(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the checksums of whole tensors by name, from those of the parts that ranks have."""
+    """Return the checksums of whole tensors by name, from those of the shards that ranks have."""
     every = Counter[str]()
     for own in sums:
         every.update(own)

@@ -101,7 +101,7 @@ def saving_errors(model: nn.Module, *, in_parts: bool) -> list[str]:
     if in_parts and (odd := [name for name in {**own, **said} if own.get(name) is not said.get(name)]):
         errors.append(
             f"job.model(): its state_dict() changes, adds or leaves out {odd[0]}, by a hook or get_extra_state(), and "
-            "ranks that have parts of the model save parameters and buffers as they are; make it a buffer and leave "
-            "the hook out, or use strategy=ddp without strategy.shard_optimizer"
+            "ranks that have stages or shards of the model save parameters and buffers as they are; make it a buffer "
+            "and leave the hook out, or use strategy=ddp without strategy.shard_optimizer"
         )
     return errors

@@ -2,8 +2,8 @@
 
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
 library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The header's
-``__metadata__`` has JSON by name: ``boxes`` says which tensors are parts of larger ones, as the shape of the whole
-tensor and the offset of the part, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
+``__metadata__`` has JSON by name: ``boxes`` says which tensors are shards of larger ones, as the shape of the whole
+tensor and the offset of the shard, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
 U8 with one more dimension.
 """
 
@@ -65,7 +65,7 @@ def write(
     Args:
         path: the file.
         tensors: what to write, by name.
-        boxes: the boxes of those that are parts of larger tensors.
+        boxes: the boxes of those that are shards of larger tensors.
         chunk_bytes: the size of the chunks of the digests.
         on_progress: called whenever some of the bytes have been written.
 
@@ -101,7 +101,7 @@ def header_text(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None =
         ValueError: a tensor cannot be written; the text names it.
     """
     parts = {name: [box.full, box.offset] for name, box in (boxes or {}).items() if not box.is_whole}
-    others = {name: _name(t.dtype) for name, t in tensors.items() if t.dtype not in _DTYPE_NAMES}
+    others = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if t.dtype not in _DTYPE_NAMES}
     notes = {key: json.dumps(value) for key, value in ((_BOXES, parts), (_OTHER_DTYPES, others)) if value}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     position = 0
@@ -216,10 +216,6 @@ def _stored(name: str, entry: Mapping[str, Any], part: Any, other: Any, data_sta
     if data_start + stop > size:
         raise ValueError(f"{name} ends after the file")
     return Stored(Box(full=full, offset=offset, shape=shape), dtype, data_start + start)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _hash(chunks: Iterable[memoryview], chunk_bytes: int) -> Digests:

@@ -42,7 +42,7 @@ class TrainState:
             ``scheduler``, ``tied``, and the entries that the caller of :func:`capture` added; ``optimizer_further``, if
             the optimizer has state beside that of its parameters; ``nonfinite``, the name of a trained parameter that
             holds NaN or an infinity, if there is one; ``left_out``, if ``model`` lacks frozen parameters.
-        boxes: where the tensors are that are parts of larger ones, by ``"model"`` or ``"optimizer"`` and by name. All
+        boxes: where the tensors are that are shards of larger ones, by ``"model"`` or ``"optimizer"`` and by name. All
             others are whole.
     """
 
@@ -73,7 +73,7 @@ class TrainState:
         return sum(t.nbytes for part in (self.model, self.optimizer) for t in outline(part).values())
 
     def box(self, kind: Kind, name: str) -> Box:
-        """Return which part of its tensor an entry is."""
+        """Return which shard of its tensor an entry is."""
         found = self.boxes.get(kind, {}).get(name)
         return Box.whole(outline(getattr(self, kind))[name].shape) if found is None else found
 
@@ -115,8 +115,8 @@ def capture(
         samples_consumed: the number of global samples consumed.
         into: an earlier snapshot that is no longer needed. Its memory is reused where shapes and dtypes fit.
         live: refer to the tensors where they are instead; the next update changes them.
-        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name; it may have
-            others. The tensors of the optimizer that have the shape of such a part are at the same place.
+        boxes: where the parameters and buffers of ``model`` are that are shards of larger tensors, by name; it may have
+            others. The tensors of the optimizer that have the shape of such a shard are at the same place.
         left_out: the checksums of frozen parameters that are not copied, by name.
         more: further entries of ``meta``.
 
@@ -194,7 +194,7 @@ def restore(
         partial: whether ``model`` is a part of the saved model, such as a pipeline stage. Names that it does not have
             are ignored.
         consume: remove each tensor from ``state`` as it is loaded, so that its memory is free for the next one.
-        boxes: where the parameters and buffers of ``model`` are that are parts of larger tensors, by name.
+        boxes: where the parameters and buffers of ``model`` are that are shards of larger tensors, by name.
 
     Raises:
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
@@ -341,7 +341,7 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor
 
     Args:
         state: the saved state.
-        boxes: where those parameters are that are parts of larger tensors, by saved name.
+        boxes: where those parameters are that are shards of larger tensors, by saved name.
         own: the tensors that the optimizer has now, by their saved paths. Their memory is used again.
         consume: whether the tensors are removed from ``state``.
     """

@@ -45,7 +45,7 @@ def broadcast_state(
         into: whose memory receives what is kept, where device, shape and dtype fit.
         keep: whether this rank keeps the tensors of a parameter or buffer, by its name. The others are dropped one by
             one as they are sent or arrive.
-        boxes: which parts of parameters this rank keeps, by name, and of the optimizer's tensors of the same shape.
+        boxes: which shards of parameters this rank keeps, by name, and of the optimizer's tensors of the same shape.
     """
     boxes = boxes or {}
     header: dict[str, Any] = {}

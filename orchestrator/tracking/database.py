@@ -39,7 +39,8 @@ def create_database(path: Path, migrate: Callable[[Path], None], *, timeout_s: f
             if not _exists(path):  # a process that does not know this lock may have created it
                 temporary.replace(path)
         finally:
-            _remove(temporary)
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
 
 
 def _exists(path: Path) -> bool:
@@ -47,8 +48,3 @@ def _exists(path: Path) -> bool:
         return path.stat().st_size > 0
     except FileNotFoundError:
         return False
-
-
-def _remove(path: Path) -> None:
-    for suffix in ("", "-journal", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -74,11 +74,11 @@ class FollowerOptions:
 
     uri: str | None
     request_timeout_s: float
-    upload_every_s: float
     flush_timeout_s: float
     background_timeout_s: float
-    events_offset: int
     driver: Mapping[str, Any]
+    upload_every_s: float = 0.0
+    events_offset: int = 0
     secrets: Sequence[str] = ()
     shared: bool = False
     log_model: bool = False
@@ -262,7 +262,8 @@ def _follow(run_dir: RunDir, options: FollowerOptions, transfer: Transfer | Sink
                     on_return.callback(_exit_after(options.longest_s).cancel)
             elif ending is None:
                 return None
-            if due == math.inf and _has_points(run_dir):
+            points = run_dir.metrics_file
+            if due == math.inf and points.exists() and points.stat().st_size > 0:
                 due = time.monotonic() + options.upload_every_s
             if ending or time.monotonic() >= due:
                 try:
@@ -343,10 +344,6 @@ def _record_upload(run_dir: RunDir) -> None:
     if ending is not None and cursor.closed_at == ending.time:
         with contextlib.suppress(OSError, ValueError):
             run_dir.record_upload(cursor.run_id)
-
-
-def _has_points(run_dir: RunDir) -> bool:
-    return run_dir.metrics_file.exists() and run_dir.metrics_file.stat().st_size > 0
 
 
 class _Driver:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.config.markdown import plain
+from orchestrator.config.text import plain
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking.tags import (
     COLOR,

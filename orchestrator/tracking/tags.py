@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from orchestrator.config.markdown import code
+from orchestrator.config.text import code
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.records.names import storable_name
 

@@ -20,7 +20,10 @@ class TensorBoard:
         writer: Any = SummaryWriter
         # A page that is open forgets what an earlier process has written.
         self._writer = writer(str(folder), purge_step=0)
-        self._params = {key: _plain(value) for key, value in run.get("params", {}).items()}
+        self._params = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in run.get("params", {}).items()
+        }
 
     def log_points(self, points: Sequence[Point]) -> None:
         for point in points:
@@ -46,7 +49,3 @@ class TensorBoard:
         results = {f"summary/{key}": v for key in summary if (v := summary_value(summary, key)) is not None}
         self._writer.add_hparams({**self._params, "status": status}, results, run_name=".")
         self._writer.close()
-
-
-def _plain(value: Any) -> bool | int | float | str:
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

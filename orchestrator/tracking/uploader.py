@@ -41,6 +41,8 @@ _REAP_TIMEOUT_S = 10.0
 _MAX_RESTARTS = 3
 """How often a follower that died is started again within :data:`RESTARTS_COUNT_S`."""
 RESTARTS_COUNT_S = 3600.0
+_RECORDED = ("uri", "request_timeout_s", "flush_timeout_s", "background_timeout_s", "log_model", "log_dataset")
+"""What the record of a run has of the options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +101,8 @@ class Uploader:
         if tracking.all_sinks:
             record_problems(run_dir, {})  # an earlier command may have had other sinks
         offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
-        options = _options(tracking, secrets, driver=this_process(), events_offset=offset)
-        return cls(run_dir, replace(options, shared=shared, sinks=tracking.all_sinks))
+        options = _options(tracking, secrets, this_process())
+        return cls(run_dir, replace(options, events_offset=offset, shared=shared, sinks=tracking.all_sinks))
 
     def problem(self) -> str | None:
         """Return why the last upload failed, None if it succeeded. Reads one small file.
@@ -253,8 +255,10 @@ def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
             record = run_dir.read_record()
-            if record["state"] in ACTIVE_STATES or (options := _options_of(record)) is None:
+            tracking = record["tracking"]
+            if record["state"] in ACTIVE_STATES or tracking["uri"] is None or is_redacted(tracking["uri"]):
                 continue
+            options = _recorded_options(tracking, record["driver"])
             if not is_present(run_dir):
                 continue
             with exclusive(run_dir) as acquired:
@@ -277,7 +281,7 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
         if (driver := run_dir.read_record().get("driver")) is None:
             raise ValueError(f"{run_dir.record_file} is damaged: no driver")
         owe(run_dir)
-        _upload_in_background({run_dir: _options(tracking, secrets, driver=driver, events_offset=0)})
+        _upload_in_background({run_dir: _options(tracking, secrets, driver)})
 
 
 def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
@@ -285,41 +289,17 @@ def _upload_in_background(uploads: Mapping[RunDir, FollowerOptions]) -> None:
     threading.Thread(target=_spawn(uploads).communicate, daemon=True).start()
 
 
-def _options(
-    tracking: TrackingConfig, secrets: Sequence[str], *, driver: Mapping[str, Any], events_offset: int
-) -> FollowerOptions:
+def _options(tracking: TrackingConfig, secrets: Sequence[str], driver: Mapping[str, Any]) -> FollowerOptions:
     """Options for runs that this process drives."""
-    return FollowerOptions(
-        uri=tracking.uri,
-        request_timeout_s=tracking.request_timeout_s,
-        upload_every_s=tracking.upload_every_s,
-        flush_timeout_s=tracking.flush_timeout_s,
-        background_timeout_s=tracking.background_timeout_s,
-        events_offset=events_offset,
-        driver=driver,
-        secrets=tuple(secrets),
-        log_model=tracking.log_model,
-        log_dataset=tracking.log_dataset,
-        import_paths=tuple(str(Path(path).resolve()) for path in sys.path),
-    )
+    import_paths = tuple(str(Path(path).resolve()) for path in sys.path)
+    options = _recorded_options(vars(tracking), driver)
+    return replace(options, upload_every_s=tracking.upload_every_s, secrets=tuple(secrets), import_paths=import_paths)
 
 
-def _options_of(record: Mapping[str, Any]) -> FollowerOptions | None:
-    """Options for a run that has ended; None if it cannot be uploaded without the user."""
-    tracking = record["tracking"]
-    if tracking["uri"] is None or is_redacted(tracking["uri"]):
-        return None
-    return FollowerOptions(
-        uri=tracking["uri"],
-        request_timeout_s=tracking["request_timeout_s"],
-        upload_every_s=0.0,
-        flush_timeout_s=tracking["flush_timeout_s"],
-        background_timeout_s=tracking.get("background_timeout_s", tracking["flush_timeout_s"]),
-        events_offset=0,
-        driver=record["driver"],
-        log_model=tracking.get("log_model", False),
-        log_dataset=tracking.get("log_dataset", False),
-    )
+def _recorded_options(tracking: Mapping[str, Any], driver: Mapping[str, Any]) -> FollowerOptions:
+    """Options for a run that has ended, from the settings in its record, of which an earlier one may lack some."""
+    known = {name: tracking[name] for name in _RECORDED if name in tracking}
+    return FollowerOptions(driver=driver, **{"background_timeout_s": tracking["flush_timeout_s"], **known})
 
 
 def _spawn(uploads: Mapping[RunDir, FollowerOptions]) -> subprocess.Popen[bytes]:

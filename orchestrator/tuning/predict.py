@@ -162,22 +162,22 @@ def _devices(profile: Profile, plan: Plan) -> Prediction:
 
 
 def _servers(profile: Profile, plan: Plan) -> Prediction:
-    """``parameter_server``: shards wait for the gradients of all workers, update, and send the parameters."""
-    n, shards = plan.mesh.num_workers, plan.mesh.num_servers
+    """``parameter_server``: servers wait for the gradients of all workers, update, and send the parameters."""
+    n, servers = plan.mesh.num_workers, plan.mesh.num_servers
     threads, slices = plan.threads_per_worker, plan.grad_accumulation
     share = plan.workers[0].samples_per_step
     rows = share / slices
-    received_bytes = n * profile.gradient_bytes / shards
-    update_ms = profile.update_ms(threads=threads, busy=shards) / shards
+    received_bytes = n * profile.gradient_bytes / servers
+    update_ms = profile.update_ms(threads=threads, busy=servers) / servers
     of_pass_bytes = profile.cast_bytes + profile.activation_bytes * rows
     worker_bytes = 2 * profile.parameter_bytes + profile.gradient_bytes + of_pass_bytes
-    shard_bytes = _state_bytes(profile, profile.parameter_bytes / shards) + received_bytes
+    server_bytes = _state_bytes(profile, profile.parameter_bytes / servers) + received_bytes
     return Prediction(
         compute_ms=slices * profile.pass_ms(rows, threads=threads, busy=n) + update_ms,
         exchange_ms=profile.server.at(received_bytes / MIB),
         idle_ms=0.0,
         input_ms=profile.loop_ms + profile.data.at(share),
-        memory_bytes=max(worker_bytes, shard_bytes),
+        memory_bytes=max(worker_bytes, server_bytes),
     )
 
 
@@ -277,13 +277,13 @@ def _gathering_ms(profile: Profile, workers: int, *, last: int | None = None) ->
 
 
 def _slice_transfer_ms(profile: Profile, workers: int, pass_ms: float) -> float:
-    """Return the time that a slice waits for parts: on GPUs, what its passes do not hide."""
+    """Return the time that a slice waits for shards: on GPUs, what its passes do not hide."""
     in_all_ms = _gathering_ms(profile, workers) + _gathering_ms(profile, workers, last=-1) + _sums_ms(profile, workers)
     return max(0.0, in_all_ms - pass_ms) if profile.device == "cuda" else in_all_ms
 
 
 def _sums_ms(profile: Profile, workers: int) -> float:
-    """Return the time to sum the gradients of all groups into the parts, one by one."""
+    """Return the time to sum the gradients of all groups into the shards, one by one."""
     cost = profile.group(workers).reduce_scatter
     trained = min(1.0, profile.gradient_bytes / max(1, profile.parameter_bytes))
     return math.fsum(cost.at(trained * size / MIB) for size in profile.bytes_by_group)

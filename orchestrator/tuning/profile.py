@@ -132,7 +132,7 @@ class Profile:
         gathered_share: the part of these bytes that is gathered, less than 1 where parameters are cast before.
         groups: collective operations, by the size of the group; empty with one worker.
         message: a message between two workers; the unit of size is a MiB.
-        server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a shard receives.
+        server: what ``parameter_server`` adds to a step; the unit of size is a MiB of gradients that a server receives.
         base_ms: a pass of a model that computes nearly nothing, on one worker.
         ddp_ms: what a step of ``ddp`` on all workers takes longer than its passes, transfer and update together, as far
             as it was measured; may be negative.

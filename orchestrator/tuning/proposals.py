@@ -29,8 +29,8 @@ def worker_counts(num_workers: int) -> tuple[int, ...]:
     return (*powers, num_workers)
 
 
-def shard_counts(num_workers: int) -> tuple[int, ...]:
-    """Return the numbers of parameter shards to consider for ``num_workers``, in ascending order."""
+def server_counts(num_workers: int) -> tuple[int, ...]:
+    """Return the numbers of parameter servers to consider for ``num_workers``, in ascending order."""
     return worker_counts(num_workers // 2)
 
 
@@ -43,10 +43,10 @@ def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
 def proposals(
     num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each proposal: the strategy, its workers, and its parts, micro-batches or shards.
+    """Yield the overrides of each proposal: the strategy, its workers, and its shards, micro-batches or servers.
 
     Args:
-        num_workers: the largest number of workers. Shards come in addition, one for two workers at most.
+        num_workers: the largest number of workers. Servers come in addition, one for two workers at most.
         strategies: the strategies to propose.
         schedules: the schedules of pipelines to propose.
     """
@@ -74,7 +74,7 @@ def proposals(
         elif strategy == "parameter_server":
             for n in several:
                 servers = ("strategy=parameter_server", f"strategy.num_workers={n}")
-                yield from ((*servers, f"strategy.num_shards={shards}") for shards in shard_counts(n))
+                yield from ((*servers, f"strategy.num_shards={count}") for count in server_counts(n))
 
 
 def _stages(workers: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:

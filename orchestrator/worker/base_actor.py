@@ -43,8 +43,8 @@ from orchestrator.user_code.exits import exits_refused, readable
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.gpu_meter import GpuMeter
-from orchestrator.worker.measure.node_meter import CpuMeter, system_metrics
-from orchestrator.worker.process import connections, packages
+from orchestrator.worker.measure.machine_meter import CpuMeter, system_metrics
+from orchestrator.worker.process import interfaces, packages
 from orchestrator.worker.process.interfaces import LOOPBACK
 from orchestrator.worker.process.output import Output
 from orchestrator.worker.process.preemption import TerminationNotice
@@ -150,7 +150,7 @@ class BaseWorker(abc.ABC):
         """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
         self.gate.abandon(generation)
         if unreachable:
-            connections.shut_down(unreachable)
+            interfaces.shut_down_connections(unreachable)
 
     @ray.method(concurrency_group="control")  # noqa: B027 - not abstract, because a process may have no groups
     def abort(self, generation: int) -> None:

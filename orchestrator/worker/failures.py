@@ -128,7 +128,7 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
 
 
 def _gathered_bytes(loop: Loop | None) -> float:
-    """Return the most that this rank has of the parts of other ranks; 0 if it is unknown."""
+    """Return the most that this rank has of the shards of other ranks; 0 if it is unknown."""
     try:
         if loop is None or loop.strategy.context.mesh.shard == 1:
             return 0.0

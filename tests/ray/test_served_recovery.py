@@ -1,4 +1,4 @@
-"""Workers and shards die where the parameters are on shards, or in memory that all workers have in common."""
+"""Workers and servers die where the parameters are on servers, or in memory that all workers have in common."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVER = (*WORDS, "strategy=parameter_server", "strategy.num_workers=2", "strate
 NO_CHECKPOINT = "checkpoint.every=0"
 NORMED = "job._target_=helpers.jobs.normed_job.Normed"
 """A model with buffers."""
-FIRST_SHARD = 2
+FIRST_SERVER = 2
 UNTRAINED_LOSS = math.log(10)
 
 
@@ -98,13 +98,13 @@ def test_workers_die_one_after_another(run: Any, assert_undisturbed: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("shard", "consistency"),
+    ("server", "consistency"),
     [(0, "sync"), *in_campaign((1, "async"), (0, "stale"), (0, "async"), (1, "sync"), (1, "stale"))],
 )
-def test_a_killed_shard_is_in_its_neighbours_memory(
-    run: Any, assert_undisturbed: Any, shard: int, consistency: str
+def test_a_killed_server_is_in_its_neighbours_memory(
+    run: Any, assert_undisturbed: Any, server: int, consistency: str
 ) -> None:
-    rank = FIRST_SHARD + shard
+    rank = FIRST_SERVER + server
     words = (f"strategy.consistency={consistency}", "recovery.peer_copy_every=4", f"recovery.chaos=[kill@15:{rank}]")
     result = run(*SERVER, NO_CHECKPOINT, *words)
     assert recoveries(result) == [([rank], True)]
@@ -116,8 +116,8 @@ def test_a_killed_shard_is_in_its_neighbours_memory(
 
 
 @pytest.mark.campaign
-def test_without_copies_a_killed_shard_comes_from_the_checkpoint(run: Any, assert_undisturbed: Any) -> None:
-    result = run(*SERVER, NORMED, "checkpoint.every=8", f"recovery.chaos=[kill@15:{FIRST_SHARD}]")
+def test_without_copies_a_killed_server_comes_from_the_checkpoint(run: Any, assert_undisturbed: Any) -> None:
+    result = run(*SERVER, NORMED, "checkpoint.every=8", f"recovery.chaos=[kill@15:{FIRST_SERVER}]")
     assert [in_place for _, in_place in recoveries(result)] == [False]
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["step"] in (0, 8)

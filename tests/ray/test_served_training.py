@@ -1,4 +1,4 @@
-"""Whole runs with parameters on shards."""
+"""Whole runs with parameters on servers."""
 
 from __future__ import annotations
 

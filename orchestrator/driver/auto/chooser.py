@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.auto.past_errors import add_errors, read_errors
 from orchestrator.driver.auto.profile_key import hardware_key, profile_key
-from orchestrator.driver.preflight.job_check import check_job
+from orchestrator.driver.preflight.in_child import check_job
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.result import RunResult
 from orchestrator.job import Job, has_training_step
@@ -46,6 +45,8 @@ WARM_UP = 1.25
 
 QuietRun = Callable[[Config, Plan, Job, bool], RunResult]
 """Executes a run without a console. The last argument says whether to show why it failed."""
+_KEPT = 20
+"""The errors of a candidate that are kept, the newest."""
 
 
 class Chooser:
@@ -267,3 +268,19 @@ def _read(file: Path) -> Profile | None:
     except ValueError:
         return None
     return build(Profile, data, "", []) if data else None
+
+
+def read_errors(file: Path) -> Mapping[str, list[float]]:
+    """Return the relative errors by the name of the candidate, the oldest first; none from a damaged file."""
+    try:
+        return read_json(file)
+    except ValueError:
+        return {}
+
+
+def add_errors(file: Path, contenders: Iterable[Contender]) -> None:
+    """Add the errors of the contenders that were predicted and measured."""
+    before = read_errors(file)
+    new = {c.name: [*before.get(c.name, []), c.error][-_KEPT:] for c in contenders if c.error is not None}
+    if new:
+        write_json(file, {**before, **new})

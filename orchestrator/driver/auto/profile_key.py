@@ -19,7 +19,7 @@ from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
 from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.records.machine import processor
+from orchestrator.records.process import processor
 from orchestrator.strategies.tuned.auto import AutoConfig
 from orchestrator.tuning.proposals import stage_counts
 
@@ -44,7 +44,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         plan.threads_per_worker,
         plan.device,
         stage_counts(plan.world_size, config.strategy.schedules),
-        config.strategy.with_shards,
+        config.strategy.with_servers,
         config.strategy.with_parts,
         config.strategy.with_pipelines,
         config.strategy.with_devices,

@@ -24,7 +24,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code.packages import loaded_files, module_paths, module_size_errors, requirements, size_errors
 from orchestrator.driver.process.cluster import allowed_nodes
-from orchestrator.driver.process.node_wait import node_answers
+from orchestrator.driver.process.waiting import node_answers
 from orchestrator.planning.plan import Node
 
 

@@ -32,7 +32,7 @@ from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.devices import shared_gpu, unusable_gpus
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.rank_order import groups_on_one_node, rank_order, shards_last
+from orchestrator.policy.rank_order import groups_on_one_node, rank_order, servers_last
 from orchestrator.policy.shortage import Request, room
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
@@ -151,7 +151,7 @@ class Gang:
         self._check_devices(infos)
         group_size = len(plan.mesh.close_groups[0])
         order = groups_on_one_node(infos, rank_order(infos), group_size=group_size)
-        by_rank = shards_last(infos, order[: plan.world_size], num_shards=plan.mesh.num_servers)
+        by_rank = servers_last(infos, order[: plan.world_size], num_servers=plan.mesh.num_servers)
         self._assign_ranks([(slots[index], infos[index]) for index in by_rank])
         self._spares.begin({slots[index]: infos[index] for index in order[plan.world_size :]})
         return plan

@@ -1,14 +1,18 @@
-"""Open the run directory and write the record of the run."""
+"""Open the run directory and write the record of the run, with the origin of its code."""
 
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import importlib.metadata
+import inspect
+import os
 import platform
 import shlex
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import to_yaml
@@ -18,13 +22,12 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir, unwritable
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
-from orchestrator.driver.preflight.source import source_of
 from orchestrator.driver.process.origin import HERE, Origin
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
-from orchestrator.records.machine import machine_facts
+from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process import this_process
+from orchestrator.records.process import machine_facts, this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.staged import announce, take_over
 
@@ -134,3 +137,34 @@ def _tags(plan: Plan) -> dict[str, str]:
     for package in VERSIONED:
         tags[f"version.{package}"] = importlib.metadata.version(package)
     return tags
+
+
+def source_of(job: Job) -> dict[str, str]:
+    """Return the origin of the code of ``job``, under MLflow's names without their prefix ``mlflow.``.
+
+    Git's values are left out if no commit has the job's file, or if git is missing or slow.
+    """
+    target = f"{type(job).__module__}.{type(job).__qualname__}"
+    found = {"user": _user(), "source.type": "LOCAL", "source.name": target}
+    try:
+        file = Path(inspect.getfile(type(job))).resolve()
+    except (OSError, TypeError):  # a class of a notebook or of standard input
+        return found
+    name = name_in_repository(file)
+    facts = git_facts(file.parent) if name or VARIABLE in os.environ else None
+    if facts is None:
+        return found
+    return {
+        **found,
+        **({"source.name": name} if name else {}),
+        "source.git.commit": facts.commit,
+        "source.git.branch": facts.branch,
+        "source.git.dirty": str(facts.dirty).lower(),
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return "unknown"

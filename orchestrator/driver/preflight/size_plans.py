@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.job_check import check_job
+from orchestrator.driver.preflight.in_child import check_job
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
@@ -111,7 +111,7 @@ class _PlannedSizes:
         return meshes
 
     def _rescues(self, smallest: Mesh) -> list[Mesh]:
-        """Return the meshes below ``smallest`` in which a worker could keep its part, the smallest first."""
+        """Return the meshes below ``smallest`` in which a worker could keep its stage or shard, the smallest first."""
         if not self._config.strategy.elastic:
             return []
         layouts = [self._layout(number, []) for number in range(1, smallest.num_workers)]

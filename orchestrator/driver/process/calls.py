@@ -68,15 +68,13 @@ def describe_error(error: ray.exceptions.RayError) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"  # the end of a traceback
 
 
-def all_answers(
-    references: list[Any], timeout_s: float, *, check: Callable[[], None] | None = None, advice: str = ""
-) -> list[Any]:
+def all_answers(references: list[Any], timeout_s: float, *, check: Callable[[], None] | None = None) -> list[Any]:
     """Wait for all pending answers and return them in order.
 
     ``check()`` is called twice a second, and may raise to stop waiting.
 
     Raises:
-        NoAnswerError: some answers did not come within ``timeout_s``, for which ``advice`` says what to do.
+        NoAnswerError: some answers did not come within ``timeout_s``.
         GangError: Ray is dead.
         RayError: a worker is dead, or could not carry out the call.
     """
@@ -88,8 +86,7 @@ def all_answers(
         _, pending = _wait_for_all(pending, CHECK_EVERY_S)
         check_ray()
         if pending and time.monotonic() > deadline:
-            late = f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s"
-            raise NoAnswerError(late + (advice and f"; {advice}"))
+            raise NoAnswerError(f"{len(pending)} of {len(references)} workers did not answer within {timeout_s:g} s")
     return ray.get(references)
 
 

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP to the driver, from before Ray starts until it has shut down."""
+"""Requests to stop: SIGINT, SIGTERM and SIGHUP to the driver, and a file in the directory of the run, from any host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from typing import Any
 import psutil
 
 from orchestrator.protocol.events import Sink
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.stop_request import stop_requested_by
 
 SAME_SIGNAL_S = 0.2
 """On the command line, the same signal within this time is the first one again: Ctrl-C reaches every process of a
 terminal, and ``--restarts`` passes it on."""
+LOOK_EVERY_S = 1.0
+LOOK_EVERY_REMOTE_S = 5.0
+"""The interval on a store, where looking is a request."""
+_END_TIMEOUT_S = 2.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -132,3 +138,28 @@ class StopSignals:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         os._exit(128 + number)
+
+
+class StopRequests:
+    """While in the context, turns the request to stop a run into a stop of its driver, as by SIGTERM."""
+
+    def __init__(self, run_dir: RunDir, stop: StopSignals):
+        self._run_dir = run_dir
+        self._stop = stop
+        self._every_s = LOOK_EVERY_S if run_dir.remote is None else LOOK_EVERY_REMOTE_S
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="stop-requests", daemon=True)
+
+    def __enter__(self) -> StopRequests:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(_END_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while not self._ended.wait(self._every_s):
+            with contextlib.suppress(OSError, ValueError):  # the store is away, for example: look again later
+                if (who := stop_requested_by(self._run_dir)) is not None:
+                    return self._stop.request(signal.SIGTERM, f"`orchestrator stop` of {who}")

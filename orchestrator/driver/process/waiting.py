@@ -1,21 +1,30 @@
-"""Waits for Ray that also check for signals and the lease, and report progress."""
+"""Waits for Ray and for nodes that also check for signals and the lease, and report progress."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import ray
+import ray.exceptions
 
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.process.calls import NoWorkersError, UnfitError, check_ray
+from orchestrator.config.text import first_few
+from orchestrator.driver.process.calls import NoWorkersError, UnfitError, answers_in_time, check_ray
 from orchestrator.driver.process.cluster_state import cluster_state
 from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.planning.plan import Node
 from orchestrator.policy.shortage import ClusterState, Request, can_ever_fit, explain
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import Lease
 
 FIRST_MESSAGE_S, MESSAGE_EVERY_S = 2.0, 5.0
+_FIRST_NODE_MESSAGE_S, _NODE_MESSAGE_EVERY_S = 5.0, 10.0
+_MAX_LISTED = 4
 
 
 class Interrupted(Exception):
@@ -176,3 +185,34 @@ class ResourceWait:
 
     def _explain(self, state: ClusterState) -> str:
         return explain(self._request, state, autoscaling=self._config.autoscaling, now=time.time())
+
+
+def node_answers(
+    pending: MutableMapping[Any, Node],
+    timeout_s: float,
+    *,
+    wanted: str,
+    errors: MutableMapping[Node, ray.exceptions.RayError] | None = None,
+) -> dict[Node, Any]:
+    """Return the answers that come within ``timeout_s``; prints to stderr, every few seconds, which ones are missing.
+
+    Args:
+        pending: the calls, as for :func:`~orchestrator.driver.process.calls.answers_in_time`.
+        timeout_s: how long to wait for all of them.
+        wanted: what the nodes are asked for.
+        errors: receives the errors of the calls that fail.
+    """
+    began = time.monotonic()
+    report_at = began + _FIRST_NODE_MESSAGE_S
+
+    def report() -> None:
+        nonlocal report_at
+        if (now := time.monotonic()) < report_at:
+            return
+        report_at = now + _NODE_MESSAGE_EVERY_S
+        _, missing = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        places = first_few([pending[call].place for call in missing], _MAX_LISTED)
+        text = f"waiting {now - began:.0f}s for {wanted} of {places}: a process has to start there"
+        print(text, file=sys.stderr, flush=True)
+
+    return answers_in_time(pending, timeout_s, check=report, errors=errors)

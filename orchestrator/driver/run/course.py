@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
-from orchestrator.protocol.events import FirstStepDone, MetricsLogged, RunStarted, RunState, StateChanged
+from orchestrator.protocol.events import (
+    FirstStepDone,
+    MetricsLogged,
+    RunStarted,
+    RunState,
+    StateChanged,
+    WorkerFailed,
+    WorkerFailure,
+    WorkerLost,
+)
+from orchestrator.records.rank_log import log_tail
+from orchestrator.records.run_dir import RunDir
+
+E = TypeVar("E", bound=WorkerFailure)
 
 
 class Course:
@@ -41,7 +57,7 @@ class Course:
                 strategy=plan.strategy,
                 job=plan.job,
                 world_size=plan.world_size,
-                num_shards=plan.mesh.num_servers,
+                num_servers=plan.mesh.num_servers,
                 steps=plan.steps,
                 resumed_from_step=spec.resumed_from_step,
                 source=None if spec.source is None else spec.source.location,
@@ -103,3 +119,33 @@ class Course:
                 elapsed_s, step_s=step_s, now=time.time()
             )
         return summary
+
+
+def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir) -> WorkerLost:
+    """Return an event for the failure of ``rank``, called ``name``, from which the run recovers."""
+    return _event(WorkerLost, end, rank, name, run_dir, step=end.last_step)
+
+
+def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, last_step: int) -> WorkerFailed:
+    """Return an event for the failure of ``rank``, called ``name``, that ends the run.
+
+    ``last_step``: the last step of the rank in its reports. Those that a dead worker has left may be of later steps
+    than the driver knew of when it recorded the death.
+    """
+    raised = bool(end.outcomes.failure(rank).traceback)
+    step = end.outcomes.by_rank[rank].step if raised else last_step
+    failed = _event(WorkerFailed, end, rank, name, run_dir, step=step)
+    return failed if failed.log_tail or raised else replace(failed, log_tail=log_tail(run_dir.log_file(rank)))
+
+
+def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, step: int) -> E:
+    failure = end.outcomes.failure(rank)
+    return kind(
+        rank=rank,
+        display_name=name,
+        step=step,
+        reason=failure.message,
+        traceback=failure.traceback,
+        log=this_origin().log(run_dir, rank),
+        log_tail=failure.log_tail,
+    )

@@ -16,8 +16,7 @@ from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_spec import RunContext
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.course import Course
-from orchestrator.driver.run.failures import worker_failed, worker_lost
+from orchestrator.driver.run.course import Course, worker_failed, worker_lost
 from orchestrator.driver.run.generation import Generation, Start
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from orchestrator.driver.gang.gang import Gang, Member
 from orchestrator.driver.process.run_spec import RunContext
@@ -12,7 +12,7 @@ from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.shared_machine import SharedMachine
-from orchestrator.policy.straggler import Straggler, StragglerWatch
+from orchestrator.policy.straggler import StragglerWatch
 from orchestrator.protocol.events import (
     CheckpointSaved,
     Continued,
@@ -21,6 +21,7 @@ from orchestrator.protocol.events import (
     MetricsLogged,
     RankPrinted,
     RankProgress,
+    Straggler,
     StragglerFound,
     SystemMetricsLogged,
 )
@@ -224,15 +225,8 @@ class Telemetry:
         return tuple(events)
 
     def _report_straggler(self, straggler: Straggler, node: str) -> None:
-        times = {f.name: getattr(straggler, f.name) for f in fields(straggler)}
-        self._events.emit(
-            StragglerFound(
-                **times,
-                slower_by=straggler.slower_by,
-                display_name=self._plan.display_name(straggler.rank),
-                node=node,
-            )
-        )
+        name = self._plan.display_name(straggler.rank)
+        self._events.emit(StragglerFound(**asdict(straggler), display_name=name, node=node))
         metrics = {"recovery/straggler_rank": float(straggler.rank)}
         self._events.emit(MetricsLogged(step=straggler.step, metrics=metrics))
 

@@ -149,7 +149,8 @@ class Search:
             self._report_journal(watcher, number)
             self.sweep.say(f"\nrun {number} of {self.options.trials}: {' '.join(_words(trial.params))}")
             try:
-                result = execute(self._overrides(number), sweep=self._membership(number), watcher=watcher)
+                membership = self.sweep.membership(number, _words(self.tried[number - 1]))
+                result = execute(self._overrides(number), sweep=membership, watcher=watcher)
             except ConfigError as e:
                 if number == 1:
                     raise
@@ -220,9 +221,6 @@ class Search:
     def _overrides(self, number: int) -> list[str]:
         resumed = resume_override(self.started.get(number))
         return [*self.fixed, *_words(self.tried[number - 1]), *resumed]
-
-    def _membership(self, number: int) -> dict[str, str]:
-        return self.sweep.membership(number, _words(self.tried[number - 1]))
 
     def _value(self, summary: Mapping[str, Any]) -> float | None:
         """Return the result of a run; None if it is not a finite number."""

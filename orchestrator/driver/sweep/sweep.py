@@ -16,10 +16,9 @@ from typing import Protocol
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
-from orchestrator.config.markdown import plain
 from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.text import path_override
+from orchestrator.config.text import path_override, plain
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw

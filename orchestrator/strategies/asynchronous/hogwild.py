@@ -37,8 +37,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
-from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
-from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared
+from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.constructor import outline_of
 from orchestrator.strategies.registry import register

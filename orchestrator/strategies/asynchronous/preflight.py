@@ -11,12 +11,12 @@ from orchestrator.strategies.update.elementwise import own_step_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 
 
-def sharding_errors(strategy: str, job: Job, model: nn.Module, num_shards: int) -> list[str]:
-    """Return why the parameters of the ``model`` and their optimizer cannot be divided into ``num_shards`` shards."""
+def sharding_errors(strategy: str, job: Job, model: nn.Module, num_servers: int) -> list[str]:
+    """Return why the parameters of the ``model`` and their optimizer cannot be divided over ``num_servers`` servers."""
     errors = []
-    max_shards = sum(extent.units for extent in extents_of(model))
-    if num_shards > max_shards:
-        errors.append(f"strategy.num_shards={num_shards}: the model allows at most {max_shards} shards; lower it")
+    max_servers = sum(extent.units for extent in extents_of(model))
+    if num_servers > max_servers:
+        errors.append(f"strategy.num_shards={num_servers}: the model allows at most {max_servers} servers; lower it")
     optimizer = optimizer_of(job, model)
     if error := optimizer_error(optimizer):
         errors.append(f"strategy={strategy}: Job.optimizer: {error}")

@@ -32,8 +32,8 @@ class DDPConfig(StrategyConfig):
     find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
     static_graph: bool = option("every step uses the same parameters in the same order, which DDP then does not check")
     shard_optimizer: bool = option(
-        "each worker keeps the optimizer's state of a part of the parameters alone, and updates that part; the workers "
-        "then exchange what they have updated"
+        "each worker keeps the optimizer's state of a shard of the parameters alone, and updates that shard; the "
+        "workers then exchange what they have updated"
     )
     sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 

@@ -1,4 +1,4 @@
-"""Parts of the parameters of a replica: each rank updates its own, and the ranks exchange what they have updated.
+"""Shards of the parameters of a replica: each rank updates its own, and the ranks exchange what they have updated.
 
 Rajbhandari et al., SC 2020, "ZeRO", stage 1.
 """
@@ -34,16 +34,16 @@ PLACES = 64
 
 
 class OptimizerShards:
-    """This rank's part of each parameter of a model, or of stages, that it has whole.
+    """This rank's shard of each parameter of a model, or of stages, that it has whole.
 
-    A part is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
-    dimension are in the parts of all ranks, which make equal updates of them.
+    A shard is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
+    dimension are in the shards of all ranks, which make equal updates of them.
 
     Attributes:
-        parts: by the first name of the parameter.
+        shards: by the first name of the parameter.
         placements: where the parameters are, by each of their names.
         whole: the parameters, by their first names.
-        group: the ranks that have all parts together, in a generation.
+        group: the ranks that have all shards together, in a generation.
     """
 
     group: dist.ProcessGroup
@@ -62,7 +62,7 @@ class OptimizerShards:
         self._count = count
         self.whole = dict(model().named_parameters())
         self._cuts = {name: cuts[name] for name in self.whole if name in cuts}
-        self.parts = {name: self._part(name, parameter) for name, parameter in self.whole.items()}
+        self.shards = {name: self._shard(name, parameter) for name, parameter in self.whole.items()}
         named = dict(model().named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self.whole.items()}
         self._first = {name: first[parameter] for name, parameter in named.items()}
@@ -72,27 +72,27 @@ class OptimizerShards:
         }
 
     def module(self) -> nn.Module:
-        """Return a bare module with the parts, and the buffers that are saved, under the model's own names."""
+        """Return a bare module with the shards, and the buffers that are saved, under the model's own names."""
         tensors = self._model().state_dict(keep_vars=True)
-        return module_of({n: self.parts[self._first[n]] if n in self._first else t for n, t in tensors.items()})
+        return module_of({n: self.shards[self._first[n]] if n in self._first else t for n, t in tensors.items()})
 
     @torch.no_grad()
     def take(self) -> None:
-        """Give the parts the values of the whole parameters."""
+        """Give the shards the values of the whole parameters."""
         for name in self._cuts:
-            self.parts[name].copy_(self._own(name, self.whole[name]))
+            self.shards[name].copy_(self._own(name, self.whole[name]))
 
     def take_gradients(self) -> None:
-        """Give the parts their gradients, which the whole parameters lose."""
+        """Give the shards their gradients, which the whole parameters lose."""
         for name in self._cuts:
             whole = self.whole[name]
             if whole.grad is not None:
-                self.parts[name].grad = self._own(name, whole.grad).contiguous()
+                self.shards[name].grad = self._own(name, whole.grad).contiguous()
                 whole.grad = None
 
     @torch.no_grad()
     def exchange(self, names: Iterable[str] | None = None) -> None:
-        """Give the whole parameters the values of the parts of all ranks. A collective operation.
+        """Give the whole parameters the values of the shards of all ranks. A collective operation.
 
         ``names``: the first names of the parameters; None for all.
         """
@@ -104,14 +104,14 @@ class OptimizerShards:
     @property
     def trained(self) -> Sequence[str]:
         """The first names of the parameters that are updated."""
-        return [name for name, part in self.parts.items() if part.requires_grad]
+        return [name for name, shard in self.shards.items() if shard.requires_grad]
 
     def _exchange(self, names: Sequence[str]) -> None:
-        """Exchange parameters of one dtype in one operation, for which the parts of all ranks have one size."""
+        """Exchange parameters of one dtype in one operation, for which the shards of all ranks have one size."""
         boxes = [[self._box(name, rank) for name in names] for rank in range(self._count)]
         sizes = [[math.prod(box.shape) for box in of_rank] for of_rank in boxes]
         most = max(map(sum, sizes))
-        packed = torch.cat([self.parts[name].reshape(-1) for name in names])
+        packed = torch.cat([self.shards[name].reshape(-1) for name in names])
         packed = nn.functional.pad(packed, (0, most - packed.numel()))
         everyone = packed.new_empty(len(sizes), most)
         # As bytes, because not every backend supports every dtype.
@@ -120,11 +120,11 @@ class OptimizerShards:
         for rank, (row, own) in enumerate(zip(everyone, sizes, strict=True)):
             for name, box, value in zip(names, boxes[rank], row[: sum(own)].split(own), strict=True):
                 # Own values do not come back from others: those of an operation that is aborted are garbage.
-                values.append(self.parts[name] if rank == self._index else value.view(box.shape))
+                values.append(self.shards[name] if rank == self._index else value.view(box.shape))
                 places.append(self.whole[name][box.slices_in(Box.whole(box.full))])
         copy_all(values, to=places)
 
-    def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+    def _shard(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         if name not in self._cuts:
             return whole
         return nn.Parameter(self._own(name, whole.detach()).contiguous(), requires_grad=whole.requires_grad)

@@ -29,8 +29,7 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.sharded.fsdp import FSDP, FSDPConfig
-from orchestrator.strategies.tuned.collectives import group_cost, message_cost
-from orchestrator.strategies.tuned.machinery import MachineryCost, machinery_cost
+from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
 from orchestrator.strategies.tuned.passes import (
     data_cost,
     devices_ms,
@@ -42,7 +41,7 @@ from orchestrator.strategies.tuned.passes import (
 )
 from orchestrator.tuning.predict import step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
-from orchestrator.tuning.proposals import StrategyName, shard_counts, stage_counts, worker_counts
+from orchestrator.tuning.proposals import StrategyName, server_counts, stage_counts, worker_counts
 
 PROFILE_STEPS = 21
 """The steps of a profile: one in which the ranks measure, and those that show what the training loop costs."""
@@ -71,8 +70,8 @@ class AutoConfig(StrategyConfig):
     )
 
     @property
-    def with_shards(self) -> bool:
-        """Whether a candidate has parameter shards, which are measured too then."""
+    def with_servers(self) -> bool:
+        """Whether a candidate has parameter servers, which are measured too then."""
         return "parameter_server" in self.candidates
 
     @property
@@ -106,7 +105,7 @@ class Auto(Strategy):
     @classmethod
     def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:
         assert isinstance(options, AutoConfig)
-        return shard_counts(num_workers)[-1] if options.with_shards else 0
+        return server_counts(num_workers)[-1] if options.with_servers else 0
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -165,7 +164,7 @@ class Auto(Strategy):
         context, job, train_set, control = self.context, self.job, self._train_set, self._control
         free_bytes = free_memory(context.device)
         assert isinstance(context.options, AutoConfig)
-        with_shards = context.options.with_shards and context.device.type == "cpu"
+        with_servers = context.options.with_servers and context.device.type == "cpu"
         counts = worker_counts(context.mesh.world_size)
         stages = stage_counts(context.mesh.world_size, context.options.schedules)
         divided = divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
@@ -180,7 +179,7 @@ class Auto(Strategy):
             free_bytes=free_bytes / (context.mesh.world_size if context.device.type == "cpu" else 1),
             activation_bytes=activation_bytes,
             cast_bytes=sum(layer.cast_bytes for layer in layers),
-            with_shards=with_shards,
+            with_servers=with_servers,
         )
         groups: tuple[GroupCost, ...] = ()
         message = NO_COST
@@ -192,7 +191,7 @@ class Auto(Strategy):
             groups = tuple(group_cost(n, context, control) for n in counts if n > 1)
             message = message_cost(context, control)
             pipelines = context.options.with_pipelines
-            added = machinery_cost(context, control, with_pipelines=pipelines, with_shards=with_shards)
+            added = machinery_cost(context, control, with_pipelines=pipelines, with_servers=with_servers)
         profile = Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
             divisions=divided,

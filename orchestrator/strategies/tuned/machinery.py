@@ -1,9 +1,10 @@
-"""What ``pipeline`` and ``parameter_server`` themselves cost, measured with models that compute little."""
+"""What ``pipeline`` and ``parameter_server`` themselves cost, with models that compute little, and communication."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,24 +21,27 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServer, ParameterServerConfig
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
 from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.tuned.passes import STEPS
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.timeline.ideal import simulate
 from orchestrator.timeline.spans import extent_s
-from orchestrator.tuning.profile import MIB, NO_COST, Affine, fit
+from orchestrator.tuning.profile import MIB, NO_COST, Affine, GroupCost, fit
 
 RUNS = 20
 ROWS = 4
 """The samples of a worker in a step."""
 WIDTH = 4
 SERVED_WIDTHS = (WIDTH, 512, 2048)
-"""The widths of layers that a shard serves: up to 16 MiB."""
+"""The widths of layers that a server serves: up to 16 MiB."""
 LEAST_MS = 0.01
 """The shortest time that is believed."""
 
 _Schedule = Literal["1F1B", "Interleaved1F1B"]
+SIZES_MIB = (1 / 256, 1 / 4, 4, 16)
+COLLECTIVE_RUNS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class MachineryCost:
         base_ms: the cost of a step under any strategy.
         pipeline: what a pipeline adds to a step; the unit of size is a pass of a stage.
         interleaved: the same, with two stages on each worker.
-        server: what ``parameter_server`` adds to a step, for each MiB of gradients that a shard receives.
+        server: what ``parameter_server`` adds to a step, for each MiB of gradients that a server receives.
     """
 
     base_ms: float = 0.0
@@ -79,7 +83,7 @@ class MachineryCost:
 
 
 def machinery_cost(
-    context: Context, control: dist.ProcessGroup, *, with_pipelines: bool, with_shards: bool
+    context: Context, control: dist.ProcessGroup, *, with_pipelines: bool, with_servers: bool
 ) -> MachineryCost:
     """Measure steps of tiny models on all ranks. Collective.
 
@@ -87,7 +91,7 @@ def machinery_cost(
         context: the place of this rank.
         control: a group of all ranks, on the hosts.
         with_pipelines: whether to measure pipelines, too.
-        with_shards: whether to measure ``parameter_server``, too.
+        with_servers: whether to measure ``parameter_server``, too.
     """
     n = context.mesh.world_size
     train = dataclasses.replace(
@@ -108,7 +112,7 @@ def machinery_cost(
         base_ms=measured(Single(alone, job), rows=ROWS * n),
         pipeline=_pipeline_cost(tiny, measured, stages_per_rank=1) if with_pipelines else NO_COST,
         interleaved=_pipeline_cost(tiny, measured, stages_per_rank=2) if with_pipelines else NO_COST,
-        server=_server_cost(tiny, alone, measured) if with_shards else NO_COST,
+        server=_server_cost(tiny, alone, measured) if with_servers else NO_COST,
     )
 
 
@@ -127,7 +131,7 @@ def _pipeline_cost(context: Context, measured: Callable[..., float], *, stages_p
 
 
 def _server_cost(context: Context, alone: Context, measured: Callable[..., float]) -> Affine:
-    """Measure a shard on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
+    """Measure a server on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
     workers = context.mesh.world_size - 1
     options = ParameterServerConfig(
         name="parameter_server",
@@ -182,3 +186,43 @@ def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: d
             return mean_over(ranks, own_ms, control)
     finally:
         strategy.close()
+
+
+def group_cost(workers: int, context: Context, control: dist.ProcessGroup) -> GroupCost:
+    """Measure the first ``workers`` ranks; ``control`` is a group of all ranks on the hosts."""
+    group = new_group(context, range(workers))
+    takes_part = context.global_rank < workers
+    points: list[list[tuple[float, float]]] = [[], [], []]
+    for size in SIZES_MIB:
+        part = torch.zeros(math.ceil(size * MIB / 4 / workers), device=context.device)
+        whole = torch.zeros(len(part) * workers, device=context.device)
+        calls = (
+            functools.partial(dist.all_reduce, whole, group=group),
+            functools.partial(dist.all_gather_into_tensor, whole, part, group=group),
+            functools.partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        )
+        times = medians_ms(calls, context.device, runs=COLLECTIVE_RUNS) if takes_part else (0.0,) * len(calls)
+        for found, own_ms in zip(points, times, strict=True):
+            found.append((size, mean_over(workers, own_ms, control)))
+    all_reduce, all_gather, reduce_scatter = map(fit, points)
+    return GroupCost(workers=workers, all_reduce=all_reduce, all_gather=all_gather, reduce_scatter=reduce_scatter)
+
+
+def message_cost(context: Context, control: dist.ProcessGroup) -> Affine:
+    """Measure a message from rank 0 to rank 1 by its way there and back."""
+    rank = context.global_rank
+    points = []
+    for size in SIZES_MIB:
+        values = torch.zeros(int(size * MIB / 4), device=context.device)
+        call = functools.partial(_echo, values, rank)
+        (own_ms,) = medians_ms([call], context.device, runs=COLLECTIVE_RUNS) if rank < 2 else (0.0,)
+        points.append((size, mean_over(2, own_ms, control) / 2))
+    return fit(points)
+
+
+def _echo(values: torch.Tensor, rank: int) -> None:
+    for sender in (0, 1):
+        if rank == sender:
+            dist.send(values, dst=1 - sender)
+        else:
+            dist.recv(values, src=sender)

@@ -150,7 +150,7 @@ def whole_model_cost(
     free_bytes: float,
     activation_bytes: float,
     cast_bytes: int,
-    with_shards: bool,
+    with_servers: bool,
 ) -> WholeModelCost:
     """Measure training steps as ``single`` makes them, on one worker and on several at once. Collective.
 
@@ -163,7 +163,7 @@ def whole_model_cost(
         free_bytes: the memory that is free for the model of this worker.
         activation_bytes: what a sample keeps in memory until the backward pass; 0 if that is unknown.
         cast_bytes: the copies of the parameters that autocast makes for a pass; 0 if that is unknown.
-        with_shards: whether to measure workers that leave threads to a parameter shard, too.
+        with_servers: whether to measure workers that leave threads to a parameter server, too.
 
     Returns:
         The costs; without passes if the model does not fit in the memory of some worker.
@@ -201,7 +201,7 @@ def whole_model_cost(
     optimizer = strategy.trained.optimizer
     costs: list[PassCost] = []
     own_threads = torch.get_num_threads()
-    for threads, busy in _arrangements(counts, world_size, own_threads, with_shards=with_shards):
+    for threads, busy in _arrangements(counts, world_size, own_threads, with_servers=with_servers):
         torch.set_num_threads(threads)
         for rows in sizes:
             of_size = dataclasses.replace(train, global_batch_size=rows)
@@ -319,12 +319,12 @@ def _prepare(strategy: Trainer, train_set: Any) -> None:
 
 
 def _arrangements(
-    counts: Sequence[int], world_size: int, own_threads: int, *, with_shards: bool
+    counts: Sequence[int], world_size: int, own_threads: int, *, with_servers: bool
 ) -> list[tuple[int, int]]:
     """Return pairs of threads and of workers that are busy at once: for each count, one worker and all of them."""
     threads = {n: own_threads * (world_size // n) for n in counts}
     found = {(threads[n], busy) for n in counts for busy in (1, n)}
-    if with_shards:
+    if with_servers:
         found |= {(max(1, own_threads * world_size // (n + 1)), n) for n in counts if n > 1}
     return sorted(found)
 

@@ -1,4 +1,4 @@
-"""The optimizers that can update a part of a tensor alone."""
+"""The optimizers that can update a shard of a tensor alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     Rprop,
     ASGD,
 )
-"""Optimizers that update each element of a tensor by itself, so that the parts of a tensor can be updated alone."""
+"""Optimizers that update each element of a tensor by itself, so that the shards of a tensor can be updated alone."""
 
 
 def elementwise_errors(key: str, job: Job, whole: nn.Module, *, otherwise: str) -> list[str]:
@@ -41,7 +41,7 @@ def elementwise_errors(key: str, job: Job, whole: nn.Module, *, otherwise: str) 
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
         return [
-            f"{key}: {name} is not known to update each element of a tensor by itself, and each worker has only parts "
+            f"{key}: {name} is not known to update each element of a tensor by itself, and each worker has only shards "
             f"of tensors; use {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or {otherwise}"
         ]
     return own_step_errors(key, optimizer, otherwise=otherwise)
@@ -52,6 +52,6 @@ def own_step_errors(key: str, optimizer: Optimizer, *, otherwise: str) -> list[s
     if not changes_step(optimizer):
         return []
     return [
-        f"{key}: job.optimizer gives {type(optimizer).__name__} hooks or a step of its own, which would see only parts "
-        f"of tensors; change gradients in Job.loss, or {otherwise}"
+        f"{key}: job.optimizer gives {type(optimizer).__name__} hooks or a step of its own, which would see only "
+        f"shards of tensors; change gradients in Job.loss, or {otherwise}"
     ]

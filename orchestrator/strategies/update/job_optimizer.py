@@ -34,7 +34,7 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     Args:
         job: makes the optimizer.
         whole: the whole model, which may be of fake tensors.
-        part: a module with some of its parameters, or with parts of them, under the model's own names.
+        part: a module with some of its parameters, or with shards of them, under the model's own names.
 
     Raises:
         JobError: the optimizer depends on values that the whole model does not have.

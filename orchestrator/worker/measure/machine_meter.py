@@ -1,4 +1,4 @@
-"""How much of the CPUs of its node this process uses, and how much all processes do; and others of its GPU."""
+"""The use of a node: by this process, by all processes, and as system metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.protocol.machine_use import MachineUse
+from orchestrator.worker.measure.gpu_meter import GpuMeter
 
 MIN_INTERVAL_S = 0.25
 """A reading takes a few tenths of a millisecond, and the kernel counts hundredths of a second."""
@@ -49,12 +50,44 @@ class MachineMeter:
         )
 
 
-def _cpus() -> tuple[float, float]:
-    """Return the CPU seconds since boot that were used and that stood idle. Time that a hypervisor took is used."""
+class CpuMeter:
+    """CPU utilization of the node since the last reading.
+
+    ``psutil.cpu_percent`` does not serve: it keeps its last reading per thread, and Ray runs actor methods in several.
+    """
+
+    def __init__(self) -> None:
+        self._busy_s, self._idle_s = _cpus(allowed_only=False)
+
+    def percent(self) -> float | None:
+        """Return the utilization over all CPUs, 0 to 100; None if the kernel's clock has not advanced."""
+        before_s, idle_before_s = self._busy_s, self._idle_s
+        self._busy_s, self._idle_s = _cpus(allowed_only=False)
+        busy_s, total_s = self._busy_s - before_s, self._busy_s + self._idle_s - before_s - idle_before_s
+        return None if total_s <= 0 else min(100.0, max(0.0, 100 * busy_s / total_s))
+
+
+def system_metrics(cpu: CpuMeter, gpus: GpuMeter) -> dict[str, float]:
+    """Return the system metrics of this node by the names of MLflow, without the prefix ``system/<node>/``."""
+    memory = psutil.virtual_memory()
+    readings = {
+        "system_memory_usage_megabytes": memory.used / 1e6,
+        "system_memory_usage_percentage": memory.percent,
+    }
+    if (percent := cpu.percent()) is not None:
+        readings["cpu_utilization_percentage"] = percent
+    return {**readings, **gpus.read()}
+
+
+def _cpus(*, allowed_only: bool = True) -> tuple[float, float]:
+    """Return the CPU seconds since boot that were used and that stood idle, of the CPUs that this process may use.
+
+    Time that a hypervisor took is used. Linux counts the time of guests in the user's time, too.
+    """
     busy = idle = 0.0
     allowed = os.sched_getaffinity(0)
     for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
-        if cpu in allowed:
+        if cpu in allowed or not allowed_only:
             free = times.idle + times.iowait
             busy += sum(times) - times.guest - times.guest_nice - free
             idle += free

@@ -22,7 +22,7 @@ from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.measure.flops import StepFlops
-from orchestrator.worker.measure.gpu_sharing import GpuSharing
+from orchestrator.worker.measure.gpu_meter import GpuSharing
 from orchestrator.worker.measure.machine_meter import MachineMeter
 from orchestrator.worker.process.memory import peak_bytes
 

@@ -1,8 +1,11 @@
-"""The network interfaces that gloo and NCCL use, in the environment variables from which they read them."""
+"""The network of a worker: the interfaces that gloo and NCCL use, and connections to nodes that are lost."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+from collections.abc import Collection
 
 import psutil
 
@@ -60,3 +63,15 @@ def interface_of(ip: str) -> str:
         f"no network interface of this node has the address {ip}, by which Ray knows the node; set {GLOO} and {NCCL} "
         "to the interface to use, before `ray start` on this node or with cluster.env"
     )
+
+
+def shut_down_connections(addresses: Collection[str]) -> None:
+    """Shut down the TCP connections of this process to the IP addresses of lost nodes.
+
+    A thread that waits for such a node sees the connection closed. Otherwise gloo would wait for its own timeout,
+    because no FIN or RST arrives.
+    """
+    for connection in psutil.Process().net_connections(kind="tcp"):
+        if connection.raddr and connection.raddr.ip in addresses and connection.fd >= 0:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,12 @@
-"""The output of a worker process, which goes to the log of its rank."""
+"""The output of a worker process, which goes to the log of its rank, with the stacks of a crash."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,10 +15,56 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from orchestrator.records.rank_log import PART_BYTES, log_header, newest_part, next_part
-from orchestrator.worker.process import crash_reports
+from orchestrator.records.rank_log import C_STACK, PART_BYTES, log_header, newest_part, next_part
 
+_FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_SIGACTION_BYTES = 1024
+"""More than the size of ``struct sigaction`` on any platform."""
+_MAX_FRAMES = 256
+_STDERR = 2
+
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc.signal.restype = ctypes.c_void_p
+_frames = (ctypes.c_void_p * _MAX_FRAMES)()
+_title = C_STACK.encode()
 CHECK_EVERY_S = 10.0
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)  # type: ignore[untyped-decorator]
+def _write_c_stack(number: int) -> None:
+    _libc.signal(number, None)  # the default: another fault, or the end of this function, ends the process
+    _libc.write(_STDERR, _title, len(_title))
+    _libc.backtrace_symbols_fd(_frames, _libc.backtrace(_frames, _MAX_FRAMES), _STDERR)
+    getattr(_libc, "raise")(number)
+
+
+def enable_crash_reports() -> None:
+    """Write the Python stacks, then the C stack, to file descriptor 2 when a signal such as SIGSEGV ends the process.
+
+    Three handlers of fatal signals are chained in the order in which the risk grows:
+
+    1. Ray's, which ends the process three seconds later in any case,
+    2. Python's ``faulthandler``, which writes the Python stacks and needs neither memory nor the interpreter lock,
+    3. the one of this module. It runs Python code in the thread that crashed, and so may wait for the interpreter lock
+       or for a damaged heap until Ray's alarm.
+
+    torch has a handler as well. It is not used because it asks every thread for its stack and gives up at the first
+    that blocks signals, as some of Ray's threads do.
+    """
+    outermost = {int(number): ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _FATAL}
+    for number, action in outermost.items():
+        _libc.sigaction(number, None, action)
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.disable()
+    with contextlib.suppress(AttributeError):  # the C library has no backtrace()
+        _libc.backtrace(_frames, _MAX_FRAMES)  # loads the library that it needs
+        for number in outermost:
+            _libc.signal(number, ctypes.cast(_write_c_stack, ctypes.c_void_p))
+    faulthandler.enable()
+    if was_enabled:  # Ray's handler was installed after faulthandler and calls it
+        for number, action in outermost.items():
+            _libc.sigaction(number, action, None)
 
 
 class Output:
@@ -49,7 +98,7 @@ class Output:
         with self._lock:
             log.parent.mkdir(parents=True, exist_ok=True)
             _write_to(newest_part(log))
-            crash_reports.enable()
+            enable_crash_reports()
             for name, number in (("stdout", 1), ("stderr", 2)):
                 stream = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
                 setattr(sys, name, self._masked(stream))

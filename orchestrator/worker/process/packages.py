@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.records.lock import locked
-from orchestrator.storage.staging import make_private
+from orchestrator.storage.mirror import make_private
 
 _COMPLETE = "complete"
 

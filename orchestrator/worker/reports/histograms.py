@@ -1,6 +1,6 @@
 """Histograms of the parameters and of their gradients, over all ranks: as numbers, and as a picture.
 
-A bin is a power of two, with the sign. All histograms have the same bins, so that those of a tensor's parts add up.
+A bin is a power of two, with the sign. All histograms have the same bins, so that those of a tensor's shards add up.
 """
 
 from __future__ import annotations

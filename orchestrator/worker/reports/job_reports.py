@@ -156,7 +156,7 @@ class JobReports:
         return answers
 
     def sample(self, *, step: int) -> None:
-        """Let the job sample from the model, on the rank that has all of it, or gathers its parts.
+        """Let the job sample from the model, on the rank that has all of it, or gathers its shards.
 
         All ranks call this at the same step.
 

@@ -45,7 +45,7 @@ def explain_out_of_memory(
         tensors: the training state on this rank, on any device.
         gathered_bytes: what this rank has of other ranks at most; what else is allocated are mostly activations.
         train: the ``train`` section of the configuration.
-        is_divided: whether workers have parts of the model already.
+        is_divided: whether workers have stages or shards of the model already.
         has_training_step: whether the job makes its own updates, which leaves fewer keys to change.
     """
     full = "cpu" if _ASKED_OF_HOST.search(error) else "cuda"

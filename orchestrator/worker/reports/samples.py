@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
@@ -17,12 +20,15 @@ from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.job_calls import call_without_effect
-from orchestrator.worker.reports.pictures import picture
 from orchestrator.worker.reports.predictions import rebuilt
 
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9_.-]{0,99}")
 _TEXT = "sample"
 """The name of a text that the job returns without one."""
+_GAP = 2
+"""Pixels between the images of a grid."""
+_TOLERANCE = 0.01
+"""How far a value may be outside [0, 1], as interpolation may leave it."""
 
 
 class SampleError(ValueError):
@@ -108,3 +114,50 @@ def _png(images: Tensor, name: str) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()
+
+
+def picture(images: Tensor) -> np.ndarray:
+    """Return an image, or a grid of images, as 8-bit pixels of shape (height, width) or (height, width, 3).
+
+    Args:
+        images: shape (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3; floats in [0, 1], or uint8.
+
+    Raises:
+        ValueError: the tensor has another shape, type or range.
+    """
+    shape = tuple(images.shape)
+    batch = images.detach().cpu()[(None,) * max(0, 4 - images.ndim)]
+    if images.ndim not in (2, 3, 4) or batch.shape[1] not in (1, 3) or batch.numel() == 0:
+        raise ValueError(
+            f"a tensor of shape {shape} is not an image; images have shape (H, W), (C, H, W) or (N, C, H, W), where C "
+            "is 1 or 3"
+        )
+    grid = _grid(_as_bytes(batch))
+    pixels: np.ndarray = grid.permute(1, 2, 0).squeeze(-1).contiguous().numpy()
+    return pixels
+
+
+def _as_bytes(images: Tensor) -> Tensor:
+    if images.dtype == torch.uint8:
+        return images
+    if not images.is_floating_point():
+        raise ValueError(f"an image of type {images.dtype}; images are floats in [0, 1], or torch.uint8")
+    values = images.float()
+    low, high = float(values.min()), float(values.max())
+    if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # also if one of them is NaN
+        raise ValueError(f"an image with values from {low:g} to {high:g}; images are floats in [0, 1], or torch.uint8")
+    return (values.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _grid(images: Tensor) -> Tensor:
+    """Return images of shape (N, C, H, W) in rows and columns, as one of shape (C, height, width)."""
+    count, channels, height, width = images.shape
+    if count == 1:
+        return images[0]
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    padded = F.pad(images, (0, _GAP, 0, _GAP))
+    cells = padded.new_zeros(rows * columns, channels, height + _GAP, width + _GAP)
+    cells[:count] = padded
+    grid = cells.view(rows, columns, channels, height + _GAP, width + _GAP).permute(2, 0, 3, 1, 4)
+    return grid.reshape(channels, rows * (height + _GAP), columns * (width + _GAP))[:, :-_GAP, :-_GAP]

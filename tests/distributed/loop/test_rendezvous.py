@@ -18,7 +18,7 @@ from helpers.conformance.training import CPU
 from helpers.ranks.gang import HOST, SOON_S
 from orchestrator.compat.enqueue_gate import GATE, enqueueing_through
 from orchestrator.compat.process_groups import flight_record
-from orchestrator.policy.flight import awaited
+from orchestrator.policy.hang import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import rendezvous

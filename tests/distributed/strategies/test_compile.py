@@ -72,7 +72,7 @@ def test_a_compiled_model_has_the_losses_and_the_names_of_the_plain_one(
     cache_dir = str(tmp_path_factory.getbasetemp() / "inductor")
     counted = gang.run(compiled, case, cache_dir, world_size=where.world_size, timeout_s=SECONDS)
     ranks = [seen for seen, _ in counted]
-    assert all(compilations for seen, compilations in counted if seen.model), "a shard has no model"
+    assert all(compilations for seen, compilations in counted if seen.model), "a server has no model"
     assert not any(again for _, compilations in counted for again in compilations), "each model has a limit of its own"
     plain = gang.run(train, replace(case, train=having(COMPILED, compile=False)), world_size=where.world_size)
     torch.testing.assert_close(losses(ranks), losses(plain), rtol=10 * SGD, atol=0)

@@ -18,7 +18,7 @@ from helpers.conformance.training import losses, make, steps, watched
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from orchestrator.config import schema
-from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.replicated.dp import DPConfig
 
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
@@ -64,7 +64,7 @@ def train_and_evaluate(rank: int, case: Case) -> Seen:
     """Train with an evaluation after the second step."""
     strategy = make(case, rank)
     results = list(steps(strategy, last=2))
-    if not isinstance(strategy, Shard):
+    if not isinstance(strategy, Server):
         strategy.evaluate(default_collate([case.job.dataset("val")[i] for i in range(8)]), 8)
     return watched(strategy, [*results, *steps(strategy, first=3)])
 

@@ -1,4 +1,4 @@
-"""Parameters on shards: the losses of one worker where steps are synchronous, bounds where they are not."""
+"""Parameters on servers: the losses of one worker where steps are synchronous, bounds where they are not."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
 
 
-def server(num_shards: int = 2, **changes: Any) -> ParameterServerConfig:
+def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:
     options = ParameterServerConfig(
         name="parameter_server",
         num_workers=2,
-        num_shards=num_shards,
+        num_shards=num_servers,
         consistency="sync",
         max_staleness=1,
         compression="none",
@@ -51,18 +51,18 @@ def server(num_shards: int = 2, **changes: Any) -> ParameterServerConfig:
     return replace(options, **changes)
 
 
-def run(gang: Gang, case: Case, workers: int, shards: int, function: Any = train, **changes: Any) -> list[Any]:
-    """What ``function`` returns on each rank, those of the shards last."""
-    return gang.run(function, replace(case, options=server(shards, **changes)), world_size=workers + shards)
+def run(gang: Gang, case: Case, workers: int, servers: int, function: Any = train, **changes: Any) -> list[Any]:
+    """What ``function`` returns on each rank, those of the servers last."""
+    return gang.run(function, replace(case, options=server(servers, **changes)), world_size=workers + servers)
 
 
 def assert_as_alone(gang: Gang, case: Case, *grids: tuple[int, int], rtol: float, **changes: Any) -> list[Steps]:
-    """Each of the ``(workers, shards)`` has the losses and the model of one worker; what the ranks of the last saw."""
+    """Each of the ``(workers, servers)`` has the losses and the model of one worker; what the ranks of the last saw."""
     (alone,) = gang.run(train, replace(case, options=DDP_OPTIONS), world_size=1)
     expected = losses([alone])
     assert expected[-5:].mean() < expected[:5].mean(), "nothing was learned, so nothing is compared"
-    for workers, shards in grids:
-        ranks: list[Steps] = run(gang, case, workers, shards, **changes)
+    for workers, servers in grids:
+        ranks: list[Steps] = run(gang, case, workers, servers, **changes)
         torch.testing.assert_close(losses(ranks), expected, rtol=rtol, atol=0)
         for rank in ranks[:workers]:
             assert_same(rank.model, ranks[0].model)
@@ -359,7 +359,7 @@ def loaded(rank: int, case: Case, state: TrainState) -> TrainState | None:
     [ScheduledDigits(hidden=24), AdamDigits(hidden=24), Normed(), SPARSE],
     ids=["sgd", "adamw", "buffers", "sparse"],
 )
-def test_a_new_worker_has_everything_from_the_shards_and_the_other_one(gang: Gang, job: Any, lost: int) -> None:
+def test_a_new_worker_has_everything_from_the_servers_and_the_other_one(gang: Gang, job: Any, lost: int) -> None:
     case = Case(job=job, train=having(global_batch_size=24, steps=12))
     undisturbed = run(gang, case, 2, 2)
     seen = gang.run(with_a_new_worker, replace(case, options=server()), lost, 7, world_size=4)
@@ -388,7 +388,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps,
     return watched(strategy, steps(strategy, first=at + 1)), strategy.lr
 
 
-def test_a_shard_that_has_no_state_yet_offers_none(gang: Gang) -> None:
+def test_a_server_that_has_no_state_yet_offers_none(gang: Gang) -> None:
     case = Case(job=digits(), train=having(global_batch_size=24))
     for before, after in run(gang, case, 1, 1, held_before_and_after):
         assert before == {}
@@ -420,7 +420,7 @@ class WholeMatrices(Toy):
 def test_an_optimizer_that_cannot_be_sharded_is_refused(gang: Gang) -> None:
     case = Case(job=WholeMatrices(), train=having(global_batch_size=20), options=server(1))
     answers = gang.ask(train, case, world_size=3)
-    assert all("Adafactor: shards update their pieces" in str(a.error) for a in answers)
+    assert all("Adafactor: servers update their shards" in str(a.error) for a in answers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ class Case:
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
-    """The configuration of ``case`` for that many workers and shards."""
+    """The configuration of ``case`` for that many workers and servers."""
     num_workers = world_size - getattr(case.options, "num_shards", 0)
     options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=num_workers)
     config = schema.Config(

@@ -23,7 +23,7 @@ from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
@@ -152,8 +152,8 @@ def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
 
 
 def model_of(strategy: Strategy) -> nn.Module:
-    """This rank's part of the model; a shard has none."""
-    if isinstance(strategy, Shard):
+    """This rank's part of the model; a server has none."""
+    if isinstance(strategy, Server):
         return nn.Module()
     if isinstance(strategy, ParameterWorker):
         strategy.pull()

@@ -52,7 +52,7 @@ def built_three_times(rank: int, case: Case, world_size: int, run_dir: str) -> l
     finally:
         gc.enable()
     found += [f"a parameter of shape {list(p.shape)}" for p in parameters_alive() if id(p) not in before]
-    # The threads of a shard end with the process group.
+    # The threads of a server end with the process group.
     return found + [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 

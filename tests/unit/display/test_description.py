@@ -14,7 +14,7 @@ import pytest
 from helpers.files.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.description import describe_run
-from orchestrator.driver.preflight.source import source_of
+from orchestrator.driver.preflight.record import source_of
 from orchestrator.tracking.tags import run_tags
 
 MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}
@@ -49,14 +49,15 @@ def test_a_pipeline_that_recovered_and_a_run_that_failed() -> None:
     assert "on 8 GPU workers finished" in text
     assert "Pipeline bubble: 31%, in theory 20%." in text
     assert text.endswith("Recovered 2 times in 0.5, 1.2 s; 1 step lost.")
-    shards = {"device": "cpu", "mesh": {**MESH, "num_shards": 1}}
+    servers = {"device": "cpu", "mesh": {**MESH, "num_shards": 1}}
     changed = {"source": {"source.git.dirty": "true"}}
     assert "steps in 3.3s. The code has uncommitted changes. Speed" in describe_run(
         {**RECORD, **changed}, SUMMARY, status="FINISHED", reason=""
     )
-    failed = describe_run({**RECORD, "plan": shards}, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
+    served = {**RECORD, "plan": servers}
+    failed = describe_run(served, {"steps": 1}, status="FAILED", reason="rank 1: loss is NaN\nat x")
     assert failed == (
-        "Job **digits** with strategy **ddp** on 2 CPU workers and 1 shard of the parameters failed after 1 step "
+        "Job **digits** with strategy **ddp** on 2 CPU workers and 1 server of the parameters failed after 1 step "
         "in 3.3s. Reason: rank 1: loss is NaN"
     )
 

@@ -38,7 +38,7 @@ CASES = {
     "data without": ({"data_wait_pct": 46.0, "step_ms_p50": 1.2}, record("single")),
     "ranks on CPUs": ({"comm_pct": 45.0}, record("ddp")),
     "ranks on GPUs": ({"comm_pct": 45.0}, record("ddp", device="cuda", strategy__comm_hook="none")),
-    "synchronous shards": ({"comm_pct": 45.0}, record("parameter_server", strategy__consistency="sync")),
+    "synchronous servers": ({"comm_pct": 45.0}, record("parameter_server", strategy__consistency="sync")),
     "one micro-batch": (NAIVE, record("model_parallel", microbatches=1)),
     "4 micro-batches": (IDLE, record("pipeline", microbatches=4)),
     "64 micro-batches": (IDLE, record("pipeline", microbatches=64)),

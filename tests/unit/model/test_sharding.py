@@ -1,4 +1,4 @@
-"""How parameters are cut over shards: by bytes, in order, nothing twice and nothing left out."""
+"""How parameters are cut over servers: by bytes, in order, nothing twice and nothing left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.model.sharding import (
     ALIGNMENT_BYTES,
     ELEMENT_WISE,
     Extent,
-    Piece,
+    Shard,
     cut,
     extents_of,
     offsets,
@@ -34,39 +34,39 @@ MODELS: dict[str, list[Extent]] = {
     "several": [numbers("a", 7), numbers("b", 1000), numbers("c", 1), numbers("d", 64)],
     "tables": [table("t", 50, 400), numbers("a", 30), table("u", 3, 4000)],
     "nothing in one": [numbers("a", 0), numbers("b", 9), numbers("c", 0), numbers("d", 9), numbers("e", 0)],
-    "as few as shards": [numbers("a", 3), table("t", 2, 4000)],
+    "as few as servers": [numbers("a", 3), table("t", 2, 4000)],
 }
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
 @pytest.mark.parametrize("extents", MODELS.values(), ids=MODELS)
-def test_pieces_follow_each_other_and_make_up_the_whole(extents: list[Extent], num_shards: int) -> None:
-    shards = cut(extents, num_shards)
-    assert len(shards) == num_shards
-    assert all(shards)
-    units = [(p.name, unit) for pieces in shards for p in pieces for unit in range(p.start, p.stop)]
+def test_shards_follow_each_other_and_make_up_the_whole(extents: list[Extent], num_servers: int) -> None:
+    servers = cut(extents, num_servers)
+    assert len(servers) == num_servers
+    assert all(servers)
+    units = [(p.name, unit) for shards in servers for p in shards for unit in range(p.start, p.stop)]
     assert units == [(e.name, unit) for e in extents for unit in range(e.units)]
-    assert all(len({p.name for p in pieces}) == len(pieces) for pieces in shards)
+    assert all(len({p.name for p in shards}) == len(shards) for shards in servers)
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 7])
-def test_shards_are_of_one_size_but_for_a_unit(num_shards: int) -> None:
+@pytest.mark.parametrize("num_servers", [2, 3, 7])
+def test_servers_are_of_one_size_but_for_a_unit(num_servers: int) -> None:
     extents = [numbers("a", 10_000), table("t", 300, 40), numbers("b", 17), numbers("c", 5_000)]
     unit_bytes = {e.name: e.unit_bytes for e in extents}
-    sizes = [sum((p.stop - p.start) * unit_bytes[p.name] for p in pieces) for pieces in cut(extents, num_shards)]
+    sizes = [sum((p.stop - p.start) * unit_bytes[p.name] for p in shards) for shards in cut(extents, num_servers)]
     assert max(sizes) - min(sizes) <= 40
 
 
 def test_a_large_tensor_is_split() -> None:
-    shards = cut([numbers("small", 10), numbers("large", 990)], 2)
-    assert shards == (
-        (Piece(name="small", start=0, stop=10), Piece(name="large", start=0, stop=490)),
-        (Piece(name="large", start=490, stop=990),),
+    servers = cut([numbers("small", 10), numbers("large", 990)], 2)
+    assert servers == (
+        (Shard(name="small", start=0, stop=10), Shard(name="large", start=0, stop=490)),
+        (Shard(name="large", start=490, stop=990),),
     )
 
 
-def test_more_shards_than_numbers() -> None:
-    with pytest.raises(ValueError, match="4 shards need at least as many units; the parameters have 3"):
+def test_more_servers_than_numbers() -> None:
+    with pytest.raises(ValueError, match="4 servers need at least as many units; the parameters have 3"):
         cut([numbers("a", 2), table("t", 1, 40)], 4)
 
 

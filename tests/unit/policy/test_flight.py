@@ -13,7 +13,7 @@ import pytest
 from helpers.conformance.cases import Case, config_of, plan_of
 from helpers.jobs.quick_jobs import digits
 from orchestrator.driver.run.health import write_stacks
-from orchestrator.policy.flight import awaited
+from orchestrator.policy.hang import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import FlightRecord, Stacks
 from orchestrator.records.run_dir import RunDir

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
-from orchestrator.display.queue_table import order_notes, queue_table
+from orchestrator.display.run_list import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.policy.queue import (
     find_entries,

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.machines.plans import worker_on
 from orchestrator.planning.mesh import Mesh
-from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, shards_last
+from orchestrator.policy.rank_order import groups_on_one_node, placement_note, rank_order, servers_last
 from orchestrator.protocol.messages import WorkerInfo
 
 
@@ -17,7 +17,7 @@ def test_ranks_follow_nodes_and_gpu_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "num_shards", "expected"),
+    ("nodes", "num_servers", "expected"),
     [
         ("aaaa", 0, [0, 1, 2, 3]),
         ("aaaa", 2, [0, 1, 3, 2]),
@@ -28,9 +28,9 @@ def test_ranks_follow_nodes_and_gpu_numbers() -> None:
         ("aabbcc", 3, [0, 2, 4, 5, 3, 1]),
     ],
 )
-def test_shards_come_last_and_spread_over_the_nodes(nodes: str, num_shards: int, expected: list[int]) -> None:
+def test_servers_come_last_and_spread_over_the_nodes(nodes: str, num_servers: int, expected: list[int]) -> None:
     places = [WorkerInfo(node_id=n, node_ip=f"10.0.0.{ord(n)}", hostname=n, pid=1) for n in nodes]
-    assert shards_last(places, range(len(nodes)), num_shards=num_shards) == expected
+    assert servers_last(places, range(len(nodes)), num_servers=num_servers) == expected
 
 
 def on_nodes(nodes: str) -> list[WorkerInfo]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from orchestrator.policy.running_values import MOST_KEPT, RunningValues, percentile
+from orchestrator.policy.aggregate import MOST_KEPT, RunningValues, percentile
 
 
 def test_percentile_is_nearest_rank() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.policy.straggler import MIN_SLOW_S, MIN_SLOW_STEPS, Straggler, StragglerWatch
+from orchestrator.policy.straggler import MIN_SLOW_S, MIN_SLOW_STEPS, StragglerWatch
+from orchestrator.protocol.events import Straggler
 from orchestrator.protocol.messages import TrainPoint
 
 Round = tuple[float, ...]

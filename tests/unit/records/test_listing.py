@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.records import run_dir as run_dirs
-from orchestrator.records.listing import files_below
+from orchestrator.records.run_dir import files_below
 
 LISTED_FOR_S = 0.5
 

@@ -66,7 +66,7 @@ RULES = {
                        "driver.reporting",                                                     "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state model strategies "
                        "strategies.data strategies.update policy tracking driver.process "
-                       "driver.code driver.nodes",                                             "torch ray"),
+                       "driver.code",                                                          "torch"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "

@@ -14,9 +14,8 @@ from helpers.records.runs import wait_for
 from helpers.servers.object_store import OUTPUT, s3  # noqa: F401 - s3 is a fixture
 from orchestrator.storage import claim
 from orchestrator.storage.claim import claimed
-from orchestrator.storage.mirror import Mirror
+from orchestrator.storage.mirror import Mirror, make_private, staging_path
 from orchestrator.storage.remote import Remote, StorageError, is_url
-from orchestrator.storage.staging import make_private, staging_path
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_a_gpu_without_bfloat16_is_refused(precision: str, has_bf16: bool, refus
         (HOGWILD, "fp16", "strategy=hogwild: its workers update one after another"),
         (LOCKED, "fp16", "strategy=locked_sgd: its workers update one after another"),
         (PARAMETER_SERVER, "fp16", "strategy=parameter_server: its workers push gradients before"),
-        (ASYNC, "bf16-true", "strategy=parameter_server: its shards hold the parameters as the job builds them"),
+        (ASYNC, "bf16-true", "strategy=parameter_server: its servers hold the parameters as the job builds them"),
     ],
 )
 def test_the_plan_refuses_what_a_strategy_does_not_support(options: StrategyConfig, precision: str, said: str) -> None:

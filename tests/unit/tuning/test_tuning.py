@@ -195,16 +195,16 @@ def test_a_pipeline_holds_the_activations_of_all_its_microbatches_with_gpipe() -
     assert prediction.memory_bytes == pytest.approx(1000 * 3 + 4 * 10 * 16)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_parameter_server_receives_the_gradients_of_all_workers(shards: int) -> None:
-    """Two workers compute at once; shards divide the gradients and the update among them."""
-    prediction = predict(PROFILE, plan("parameter_server", Mesh(replicate=2, num_servers=shards)), gpipe)
-    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / shards)
-    assert prediction.exchange_ms == pytest.approx(4.0 + 5.0 * 2 / shards)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_parameter_server_receives_the_gradients_of_all_workers(servers: int) -> None:
+    """Two workers compute at once; servers divide the gradients and the update among them."""
+    prediction = predict(PROFILE, plan("parameter_server", Mesh(replicate=2, num_servers=servers)), gpipe)
+    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / servers)
+    assert prediction.exchange_ms == pytest.approx(4.0 + 5.0 * 2 / servers)
     assert prediction.input_ms == pytest.approx(0.5 + 3.2)
     worker_bytes = 2000 + 2000 + 2**20 + 20 * 32
-    shard_bytes = 2000 * 3 + 2 * 2**20
-    assert prediction.memory_bytes == (shard_bytes if shards == 1 else worker_bytes)
+    server_bytes = 2000 * 3 + 2 * 2**20
+    assert prediction.memory_bytes == (server_bytes if servers == 1 else worker_bytes)
 
 
 def test_a_model_that_is_too_large_for_a_worker_is_predicted_from_its_layers() -> None:
@@ -222,7 +222,7 @@ def test_memory_is_shared_by_the_workers_of_a_node_on_a_cpu() -> None:
 def test_fsdp_gathers_blocks_for_both_passes_the_rest_once_and_keeps_parts() -> None:
     mesh = Mesh(shard=2)
     prediction = predict(PROFILE, plan("fsdp", mesh), gpipe)
-    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / 2), "each worker updates its part"
+    assert prediction.compute_ms == pytest.approx(32 * 1.5 + 3.0 / 2), "each worker updates its shard"
     assert prediction.exchange_ms == pytest.approx((3 + 4) * 0.25 + 4 * 0.5 + 0.5)
     gathered = 2 * 600 + 200 + 600
     assert prediction.memory_bytes == pytest.approx(2000 * 3 / 2 + gathered + 20 * 32)

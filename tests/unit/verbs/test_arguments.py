@@ -19,10 +19,9 @@ import torch
 
 import orchestrator
 from jobs.digits import Digits
-from orchestrator.config.arguments import read_arguments
+from orchestrator.config.arguments import read_arguments, too_large
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.field_size import too_large
 from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec

@@ -1,4 +1,4 @@
-"""The ``parameter_server`` strategy: workers compute gradients, shards own the parameters."""
+"""The ``parameter_server`` strategy: workers compute gradients, servers own the parameters."""
 
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer, ParameterServerConfig
 

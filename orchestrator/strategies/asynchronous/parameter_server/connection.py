@@ -1,4 +1,4 @@
-"""A worker's connection to one shard."""
+"""A worker's connection to one server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.asynchronous.parameter_server.parts import Part, dense_bytes
+from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard, dense_bytes
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
     ANSWERED_COUNTS,
@@ -21,19 +21,19 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
 )
 
 
-class ShardConnection:
-    """Pushes gradients to one shard and receives its parameters as the answer.
+class ServerConnection:
+    """Pushes gradients to one server and receives its parameters as the answer.
 
     Attributes:
-        rank: the shard's global rank.
-        sends: the messages being sent to the shard.
+        rank: the server's global rank.
+        sends: the messages being sent to the server.
         received_bytes: the size of the answers received since the last :meth:`reset_counters`.
     """
 
     def __init__(
         self,
         rank: int,
-        parts: Sequence[Part],
+        shards: Sequence[PlacedShard],
         parameters: Mapping[str, Tensor],
         memory: Tensor,
         compression: str,
@@ -42,8 +42,8 @@ class ShardConnection:
         """Allocate the buffers.
 
         Args:
-            rank: the shard's global rank.
-            parts: the parts of parameters that the shard has.
+            rank: the server's global rank.
+            shards: the shards of parameters that the server has.
             parameters: the worker's parameters by name.
             memory: the contiguous memory of all dense parameters, as bytes.
             compression: ``strategy.compression``, the precision in which gradients are sent.
@@ -53,12 +53,12 @@ class ShardConnection:
         self._pushes = pushes
         self.sends = PendingSends()
         self.received_bytes = 0
-        self._names = [part.name for part in parts]
-        self._push = Push(parts, compression=compression)
-        self._dense = memory[dense_bytes(parts)]
-        self._dense_elements = sum(part.stop - part.start for part in parts if part.row is None)
+        self._names = [shard.name for shard in shards]
+        self._push = Push(shards, compression=compression)
+        self._dense = memory[dense_bytes(shards)]
+        self._dense_elements = sum(shard.stop - shard.start for shard in shards if shard.row is None)
         self._tables = {
-            part.name: (part, part.of(parameters[part.name].detach())) for part in parts if part.row is not None
+            shard.name: (shard, shard.of(parameters[shard.name].detach())) for shard in shards if shard.row is not None
         }
         self._landing = (
             self._dense if memory.device == CPU else torch.empty_like(self._dense, device=CPU, pin_memory=True)
@@ -82,7 +82,7 @@ class ShardConnection:
         """
         if self._pushed:
             raise ValueError(
-                f"the gradient of {name} changed after it had been sent to its shard; if activations are "
+                f"the gradient of {name} changed after it had been sent to its server; if activations are "
                 "checkpointed, pass use_reentrant=False to checkpoint(), or use strategy=ddp"
             )
         self._push.put(name, gradient)
@@ -136,8 +136,8 @@ class ShardConnection:
             self._dense.copy_(self._landing)
         elements = self._dense_elements
         specs = [
-            RowsSpec(count, len(table), part.dtype, table.shape[1:])
-            for count, (part, table) in zip(self._counts.tolist(), self._tables.values(), strict=True)
+            RowsSpec(count, len(table), shard.dtype, table.shape[1:])
+            for count, (shard, table) in zip(self._counts.tolist(), self._tables.values(), strict=True)
         ]
         rows = receive_rows(specs, self.rank, ANSWERED_ROWS, self._answer_group)
         for (numbers, values), (_, table) in zip(rows, self._tables.values(), strict=True):

@@ -1,12 +1,18 @@
-"""The process groups of a parameter server."""
+"""The process groups of a parameter server, and what all ranks agree on when a run recovers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from orchestrator.planning.mesh import Mesh
+from orchestrator.state.train_state import TrainState
+from orchestrator.state.transport import CPU, broadcast_json
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import new_group
 
@@ -20,15 +26,15 @@ class Groups:
 
     Attributes:
         workers: all workers.
-        shards: all shards.
+        servers: all servers.
         long_timeout: all ranks, for messages between ranks that may be many steps apart.
-        pushes: all ranks, for pushes received in the background. These use connections of their own, so that a shard
+        pushes: all ranks, for pushes received in the background. These use connections of their own, so that a server
             that leaves closes the others at once.
-        copies: all shards, for their peer copies.
+        copies: all servers, for their peer copies.
     """
 
     workers: dist.ProcessGroup
-    shards: dist.ProcessGroup
+    servers: dist.ProcessGroup
     long_timeout: dist.ProcessGroup
     pushes: dist.ProcessGroup
     copies: dist.ProcessGroup
@@ -39,8 +45,32 @@ class Groups:
         mesh = context.mesh
         return Groups(
             workers=new_group(context, range(mesh.num_workers)),
-            shards=new_group(context, mesh.servers),
+            servers=new_group(context, mesh.servers),
             long_timeout=new_group(context, timeout=LONG_TIMEOUT),
             pushes=new_group(context, timeout=LONG_TIMEOUT),
             copies=new_group(context, mesh.servers),
         )
+
+
+def share_meta(own: Mapping[str, Any] | None, *, mesh: Mesh, rank: int) -> dict[str, Any]:
+    """Return the ``meta`` of the first rank that has it, on every rank. Collective.
+
+    Args:
+        own: the ``meta`` of this rank's state after the step to recover, or None if it has no such state.
+        mesh: the grid of ranks.
+        rank: this global rank.
+    """
+    first = torch.tensor(mesh.world_size if own is None else rank)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    meta: dict[str, Any] = broadcast_json(own, source=int(first), rank=rank, device=CPU)
+    return meta
+
+
+def with_settings(state: TrainState, meta: Mapping[str, Any]) -> TrainState:
+    """Return ``state`` with the step, the optimizer's settings and the schedule of another rank's ``meta``."""
+    groups = [
+        {**theirs, "params": own["params"]}
+        for theirs, own in zip(meta["param_groups"], state.meta["param_groups"], strict=True)
+    ]
+    taken = {name: meta[name] for name in ("step", "samples_consumed", "scheduler")}
+    return replace(state, meta={**state.meta, **taken, "param_groups": groups})

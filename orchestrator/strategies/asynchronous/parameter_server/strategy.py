@@ -1,4 +1,4 @@
-"""``parameter_server``: shards own the parameters and the optimizer; workers push gradients and pull parameters."""
+"""``parameter_server``: servers own the parameters and the optimizer; workers push gradients and pull parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ParameterServerConfig(StrategyConfig):
 
     name: Literal["parameter_server"]
     num_shards: int = option(
-        "actors that hold equal parts of the parameters, in addition to the workers",
+        "parameter servers, in addition to the workers, each with an equal share of the parameters",
         minimum=1,
     )
     consistency: Literal["sync", "async", "stale"] = option(
@@ -40,7 +40,7 @@ class ParameterServerConfig(StrategyConfig):
 
 @register("parameter_server")
 class ParameterServer(Strategy):
-    """The layout and the checks; :meth:`create` makes a worker or a shard."""
+    """The layout and the checks; :meth:`create` makes a worker or a server."""
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
     moves_parameters = True
@@ -48,7 +48,7 @@ class ParameterServer(Strategy):
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "fp16": "its workers push gradients before they can agree on which steps to skip",
-        "bf16-true": "its shards hold the parameters as the job builds them",
+        "bf16-true": "its servers hold the parameters as the job builds them",
     }
     cpu_only = "its workers run on CPUs only"
 
@@ -82,11 +82,11 @@ class ParameterServer(Strategy):
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
-        """Return a worker, or a shard on the ranks after the workers."""
-        from orchestrator.strategies.asynchronous.parameter_server.shard import Shard
+        """Return a worker, or a server on the ranks after the workers."""
+        from orchestrator.strategies.asynchronous.parameter_server.server import Server
         from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 
-        role = ParameterWorker if context.mesh.server(context.global_rank) is None else Shard
+        role = ParameterWorker if context.mesh.server(context.global_rank) is None else Server
         return role(context, job)
 
 

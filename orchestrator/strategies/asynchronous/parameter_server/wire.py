@@ -1,8 +1,8 @@
-"""The messages between workers and shards, sent point to point from host memory.
+"""The messages between workers and servers, sent point to point from host memory.
 
-A push is one message: a count for each part of the shard, then the gradients of its dense parts. Gradients of tables
+A push is one message: a count for each shard of the server, then the gradients of its dense shards. Gradients of tables
 are sparse: their rows follow in a second message, with the row numbers, and the counts say how many there are. An
-answer holds the shard's dense parts as they lie in its memory, then the rows of tables that the worker has not seen.
+answer holds the server's dense shards as they lie in its memory, then the rows of tables that the worker has not seen.
 """
 
 from __future__ import annotations
@@ -16,62 +16,64 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.model.sharding import ALIGNMENT_BYTES, wire_dtype
-from orchestrator.strategies.asynchronous.parameter_server.parts import Part
+from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard
 
 PUSH, PUSHED_ROWS, READY, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 8)
 """Message tags."""
 
 ABSENT = -1
-"""The count of a part that has no gradient."""
+"""The count of a shard that has no gradient."""
 
 Rows = tuple[Tensor, Tensor]
 """Row numbers, of shape (n,) in the :func:`number_dtype` of their table, and the rows, of shape (n, ...)."""
 
 
 class Push:
-    """The buffer of a push, with the same layout on the worker and on the shard."""
+    """The buffer of a push, with the same layout on the worker and on the server."""
 
-    def __init__(self, parts: Sequence[Part], *, compression: str):
+    def __init__(self, shards: Sequence[PlacedShard], *, compression: str):
         """``compression``: ``strategy.compression``, the precision in which gradients are sent."""
-        self._parts = {part.name: part for part in parts}
-        self._dtypes = {part.name: wire_dtype(part.dtype, compression) for part in parts}
-        self._counts = dict.fromkeys(self._parts, ABSENT)
+        self._shards = {shard.name: shard for shard in shards}
+        self._dtypes = {shard.name: wire_dtype(shard.dtype, compression) for shard in shards}
+        self._counts = dict.fromkeys(self._shards, ABSENT)
         self._rows: dict[str, Rows] = {}
-        dense = [part for part in parts if part.row is None]
-        sizes = [8 * len(parts), *((p.stop - p.start) * self._dtypes[p.name].itemsize for p in dense)]
+        dense = [shard for shard in shards if shard.row is None]
+        sizes = [8 * len(shards), *((p.stop - p.start) * self._dtypes[p.name].itemsize for p in dense)]
         starts = _aligned(sizes)
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8)
         self._header = self._memory[: sizes[0]].view(torch.int64)
         self._dense = {
-            part.name: self._memory[start : start + size].view(self._dtypes[part.name])
-            for part, start, size in zip(dense, starts[1:-1], sizes[1:], strict=True)
+            shard.name: self._memory[start : start + size].view(self._dtypes[shard.name])
+            for shard, start, size in zip(dense, starts[1:-1], sizes[1:], strict=True)
         }
 
     def clear(self) -> None:
         """Remove the gradients of the last step."""
-        self._counts = dict.fromkeys(self._parts, ABSENT)
+        self._counts = dict.fromkeys(self._shards, ABSENT)
         self._rows = {}
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Copy the shard's part of a parameter's gradient into the buffer, replacing an earlier one."""
-        part = self._parts[name]
-        if part.row is None:
+        """Copy the server's shard of a gradient into the buffer, replacing an earlier one."""
+        shard = self._shards[name]
+        if shard.row is None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            self._dense[name].copy_(part.of(dense))
+            self._dense[name].copy_(shard.of(dense))
             self._counts[name] = 0
             return
         sparse = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         numbers = sparse.indices()[0]
-        first, last = torch.searchsorted(numbers, torch.tensor([part.start, part.stop], device=numbers.device)).tolist()
-        local = (numbers[first:last] - part.start).to("cpu", number_dtype(part.stop - part.start))
+        first, last = torch.searchsorted(
+            numbers, torch.tensor([shard.start, shard.stop], device=numbers.device)
+        ).tolist()
+        local = (numbers[first:last] - shard.start).to("cpu", number_dtype(shard.stop - shard.start))
         self._rows[name] = local, sparse.values()[first:last].to("cpu", self._dtypes[name])
         self._counts[name] = len(local)
 
     def send(self, to: int, sends: PendingSends, group: dist.ProcessGroup | None = None) -> None:
-        """Start to send the push to the shard ``to``. The buffer must not change until ``sends`` has completed."""
+        """Start to send the push to the server ``to``. The buffer must not change until ``sends`` has completed."""
         self._header.copy_(torch.tensor(list(self._counts.values())))
         sends.send(self._memory, to, PUSH, group)
-        rows = [self._rows[name] for name in self._parts if name in self._rows]  # gradients come in any order
+        rows = [self._rows[name] for name in self._shards if name in self._rows]  # gradients come in any order
         if any(len(numbers) for numbers, _ in rows):
             sends.send(pack_rows(rows), to, PUSHED_ROWS, group)
 
@@ -83,18 +85,18 @@ class Push:
 
     def complete(self, source: int, group: dist.ProcessGroup | None = None) -> None:
         """Receive the rows, after the first message has arrived."""
-        self._counts = dict(zip(self._parts, self._header.tolist(), strict=True))
+        self._counts = dict(zip(self._shards, self._header.tolist(), strict=True))
         self._rows = {}
         specs = {
-            name: RowsSpec(max(0, self._counts[name]), part.stop - part.start, self._dtypes[name], part.row)
-            for name, part in self._parts.items()
-            if part.row is not None
+            name: RowsSpec(max(0, self._counts[name]), shard.stop - shard.start, self._dtypes[name], shard.row)
+            for name, shard in self._shards.items()
+            if shard.row is not None
         }
         rows = receive_rows(list(specs.values()), source, PUSHED_ROWS, group)
         self._rows = {name: pair for name, pair in zip(specs, rows, strict=True) if self._counts[name] != ABSENT}
 
     def dense(self, name: str) -> Tensor | None:
-        """Return the gradient of a dense part, of shape (n,) in the dtype in which it was sent; None if absent."""
+        """Return the gradient of a dense shard, of shape (n,) in the dtype in which it was sent; None if absent."""
         return None if self._counts[name] == ABSENT else self._dense[name]
 
     def rows(self, name: str) -> Rows | None:
@@ -132,7 +134,7 @@ class RowsSpec(NamedTuple):
 
     Attributes:
         rows: the number of rows in the message.
-        table_rows: the number of rows of the table's part.
+        table_rows: the number of rows of the table's shard.
         dtype: the dtype in which rows are sent.
         row: the shape of a row.
     """

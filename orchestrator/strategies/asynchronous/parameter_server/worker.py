@@ -1,16 +1,16 @@
-"""``parameter_server``: shards own the parameters and the optimizer, workers compute gradients.
+"""``parameter_server``: servers own the parameters and the optimizer, workers compute gradients.
 
 Li et al., OSDI 2014, "Scaling Distributed Machine Learning with the Parameter Server". Each worker computes the loss of
-its own share of the data. In a step it pushes to every shard the gradients of that shard's part of the parameters, as
-soon as they are complete, and receives the shard's updated parameters while it loads the next batch. With
-``consistency=sync`` a shard waits for the pushes of all workers, and the losses equal the losses of ``single``. With
-``async`` every push is an update of its own, however stale its gradient is. With ``stale`` (stale synchronous parallel:
-Ho et al., NIPS 2013) a worker that is more than ``max_staleness`` steps ahead of the slowest waits for its answer.
+its own share of the data. In a step it pushes to every server the gradients of the server's shards, as soon as they are
+complete, and receives its updated parameters while it loads the next batch. With ``consistency=sync`` a server waits
+for the pushes of all workers, and the losses equal the losses of ``single``. With ``async`` every push is an update of
+its own, however stale its gradient is. With ``stale`` (stale synchronous parallel: Ho et al., NIPS 2013) a worker that
+is more than ``max_staleness`` steps ahead of the slowest waits for its answer.
 
-A lost worker loses no parameters: the replacement receives them from the shards, and the run continues from the shards'
+A lost worker loses no parameters: the replacement receives them from the servers, and the run continues from their
 step. With ``async`` and ``stale``, workers that were ahead repeat their steps, so some gradients are applied twice.
 Buffers are copied from the first surviving worker; if there is none, they are the job's initial ones. The state of a
-lost shard is in its neighbour's memory with ``recovery.peer_copy_every``; buffers then stay at their later values.
+lost server is in its neighbour's memory with ``recovery.peer_copy_every``; buffers then stay at their later values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
-from orchestrator.strategies.asynchronous.parameter_server.connection import ShardConnection
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
-from orchestrator.strategies.asynchronous.parameter_server.parts import join_optimizer_state, make_contiguous, parts_of
-from orchestrator.strategies.asynchronous.parameter_server.recovery import share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.connection import ServerConnection
+from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.shards import (
+    join_optimizer_state,
+    make_contiguous,
+    shards_of,
+)
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.base import Context, EvalSums
@@ -48,9 +51,9 @@ from orchestrator.user_code.errors import JobError
 
 
 class ParameterWorker(Trainer, Reduction):
-    """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the shards.
+    """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the servers.
 
-    Synchronous shards sum the gradients of all workers.
+    Synchronous servers sum the gradients of all workers.
     """
 
     passes: WholeModel
@@ -66,8 +69,8 @@ class ParameterWorker(Trainer, Reduction):
         self._changes_gradient = not self._sync and (clips or train.on_nonfinite == "skip")
         self._group_set: Groups | None = None
         self._hooks: list[RemovableHandle] = []
-        self._connections: list[ShardConnection] = []
-        self._connections_of: dict[str, list[ShardConnection]] = {}  # by parameter
+        self._connections: list[ServerConnection] = []
+        self._connections_of: dict[str, list[ServerConnection]] = {}  # by parameter
         self._last_backward = False
         self._step: int | None = None  # the last step that this worker has completed; None before it has a state
         self._last_step_end: float | None = None  # None if something else than a step came last
@@ -78,26 +81,26 @@ class ParameterWorker(Trainer, Reduction):
         optimizer, model = self.trained.optimizer, self.passes.model
         if error := optimizer_error(optimizer):
             raise JobError(f"Job.optimizer: {error}")
-        optimizer.state.clear()  # the shards have it; the worker needs only the settings
+        optimizer.state.clear()  # the servers have it; the worker needs only the settings
         extents = extents_of(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._memory = make_contiguous(self._parameters, extents)
-        self._parts = parts_of(extents, self._parameters, self.context.mesh.num_servers)
+        self._shards = shards_of(extents, self._parameters, self.context.mesh.num_servers)
         self._elements = sum(p.numel() for p in self._parameters.values())
 
     def attach(self) -> None:
-        # No super().attach(): recover_state() discards an interrupted step, because only the shards know its outcome.
+        # No super().attach(): recover_state() discards an interrupted step, because only the servers know its outcome.
         groups = self._group_set = Groups.form(self.context)
         pushes = None if self._sync else groups.pushes
         self._connections = [
-            ShardConnection(rank, parts, self._parameters, self._memory, self._options.compression, pushes)
-            for rank, parts in zip(self.context.mesh.servers, self._parts, strict=True)
+            ServerConnection(rank, shards, self._parameters, self._memory, self._options.compression, pushes)
+            for rank, shards in zip(self.context.mesh.servers, self._shards, strict=True)
         ]
         self._connections_of = {
             name: [
                 connection
-                for connection, parts in zip(self._connections, self._parts, strict=True)
-                if any(part.name == name for part in parts)
+                for connection, shards in zip(self._connections, self._shards, strict=True)
+                if any(shard.name == name for shard in shards)
             ]
             for name in self._parameters
         }
@@ -126,7 +129,7 @@ class ParameterWorker(Trainer, Reduction):
         )
 
     def pull(self) -> None:
-        """Wait for the parameters that the shards are sending, if any."""
+        """Wait for the parameters that the servers are sending, if any."""
         with self._waiting():
             self._answers += any(connection.is_expecting for connection in self._connections)
             self._pulled += sum(connection.complete() for connection in self._connections)
@@ -176,10 +179,10 @@ class ParameterWorker(Trainer, Reduction):
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
             ranks = [self.context.global_rank, *self.context.mesh.servers]
-            parts = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU)
-            assert parts is not None
+            states = gather_states(state, ranks=ranks, rank=self.context.global_rank, device=CPU)
+            assert states is not None
             shapes = {name: p.shape for name, p in self._parameters.items()}
-            state.optimizer.update(join_optimizer_state([part.optimizer for part in parts[1:]], shapes, into=into))
+            state.optimizer.update(join_optimizer_state([theirs.optimizer for theirs in states[1:]], shapes, into=into))
         return state
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
@@ -190,14 +193,14 @@ class ParameterWorker(Trainer, Reduction):
         return meta
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Return nothing: the shards have the state of every worker."""
+        """Return nothing: the servers have the state of every worker."""
         return {}
 
     @torch.no_grad()
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Receive the parameters from the shards, and buffers and frozen parameters from the first surviving worker."""
+        """Receive parameters from the servers, and buffers and frozen parameters from the first surviving worker."""
         rank, num_workers = self.context.global_rank, self.context.mesh.num_workers
         meta = share_meta(None, mesh=self.context.mesh, rank=rank)
         trained = self.trained
@@ -205,7 +208,7 @@ class ParameterWorker(Trainer, Reduction):
         own = trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
         train_state.restore(with_settings(own, meta), trained.module(), trained.optimizer, trained.scheduler)
         if self._step is not None and source_step < self._step + trained.in_step:
-            trained.undo_step()  # the shards have not applied the update of this worker's last step
+            trained.undo_step()  # the servers have not applied the update of this worker's last step
         trained.in_step = False
         first = torch.tensor(num_workers if self._step is None else rank)
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._groups.workers)
@@ -223,7 +226,7 @@ class ParameterWorker(Trainer, Reduction):
     def quiesced(self) -> Iterator[None]:
         self.pull()
         if not self._sync:
-            # Shards answer again once all workers are here, so the parameters contain all pushes.
+            # Servers answer again once all workers are here, so the parameters contain all pushes.
             for connection in self._connections:
                 connection.expect(self._groups.long_timeout)
             for connection in self._connections:
@@ -286,7 +289,7 @@ class ParameterWorker(Trainer, Reduction):
             self._exchange()
         if self._sync:
             self._share(self.trained.buffers)
-            self.trained.drop_gradients()  # the shards clip and apply them
+            self.trained.drop_gradients()  # the servers clip and apply them
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         if not self._sync:
@@ -297,7 +300,7 @@ class ParameterWorker(Trainer, Reduction):
         return norm
 
     def apply(self) -> None:
-        """Let the shards apply the gradients, and advance the schedule of this worker."""
+        """Let the servers apply the gradients, and advance the schedule of this worker."""
         if self._changes_gradient:
             self._put_gradients()
             self._exchange()

@@ -70,7 +70,7 @@ def test_the_same_run_has_the_same_key_whatever_it_logs() -> None:
         lambda: key(JOB, without("fsdp", "hsdp", "fsdp_pipeline")),
         lambda: key(JOB, change=lambda c: replace(c, train=replace(c.train, global_batch_size=128))),
     ],
-    ids=["field", "threads", "cpus", "gpus", "schedules", "shards", "stages", "devices", "parts", "batch"],
+    ids=["field", "threads", "cpus", "gpus", "schedules", "servers", "stages", "devices", "parts", "batch"],
 )
 def test_another_job_size_or_machine_has_another_key(changed: Callable[[], str]) -> None:
     assert changed() != key(JOB)

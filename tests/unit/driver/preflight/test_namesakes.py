@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from orchestrator.driver.preflight.namesakes import active_namesakes, namesake_warning
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import active_namesakes, namesake_warning
 
 
 def make(folder: Path, uid: str, **record: Any) -> RunDir:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.servers.ports import free_port
-from orchestrator.driver.process.ray_traces import ray_traces
-from orchestrator.policy.ray_traces import GCS_PORT, RayTraces, check_traces
+from orchestrator.driver.process.ray_traces import GCS_PORT, RayTraces, check_traces, ray_traces
 
 NOTHING = RayTraces(
     folder="/tmp/ray", recorded=None, recorded_answers=False, dead_heads=(), ended_sessions=(), taken_ports={}

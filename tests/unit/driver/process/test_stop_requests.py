@@ -13,8 +13,7 @@ import pytest
 
 from helpers.records.runs import wait_for
 from orchestrator import logs, stop
-from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.stop_requests import StopRequests
+from orchestrator.driver.process.signals import StopRequests, StopSignals
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.stop_request import request_stop, stop_requested_by
@@ -22,7 +21,7 @@ from orchestrator.records.stop_request import request_stop, stop_requested_by
 
 @pytest.fixture(params=["directory", "store"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr("orchestrator.driver.process.stop_requests.LOOK_EVERY_REMOTE_S", 0.2)
+    monkeypatch.setattr("orchestrator.driver.process.signals.LOOK_EVERY_REMOTE_S", 0.2)
     where = str(tmp_path) if request.param == "directory" else tmp_path.as_uri()
     output = OutputDir.of(where, staging_dir=str(tmp_path / "staging"))
     output.prepare()

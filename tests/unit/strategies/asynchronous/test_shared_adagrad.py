@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orchestrator.strategies.asynchronous.shared_adagrad import take_gradients
+from orchestrator.strategies.asynchronous.shared_memory import take_gradients
 
 
 def made(sparse: bool, **options: Any) -> tuple[nn.EmbeddingBag, Adagrad]:

@@ -135,7 +135,7 @@ def sgd_with_own_step(parameters: Any, lr: float) -> Optimizer:
 @pytest.mark.parametrize("options", [FSDP, SHARDED_DDP, PARAMETER_SERVER], ids=lambda options: options.name)
 def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., Optimizer]) -> None:
     [error], _ = checked(Built(kind=kind), options, workers=4)
-    assert "job.optimizer gives SGD hooks or a step of its own, which would see only parts of tensors" in error
+    assert "job.optimizer gives SGD hooks or a step of its own, which would see only shards of tensors" in error
 
 
 def test_offloading_is_for_gpus_and_leaves_them_what_is_gathered() -> None:

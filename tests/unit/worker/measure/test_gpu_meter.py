@@ -12,8 +12,7 @@ import pytest
 
 from helpers.records.runs import wait_for
 from orchestrator.worker.measure import gpu_meter
-from orchestrator.worker.measure.gpu_meter import GpuMeter
-from orchestrator.worker.measure.gpu_sharing import GpuSharing
+from orchestrator.worker.measure.gpu_meter import GpuMeter, GpuSharing
 
 
 class StandInError(Exception):

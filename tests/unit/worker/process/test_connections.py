@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from orchestrator.worker.process.connections import shut_down
+from orchestrator.worker.process.interfaces import shut_down
 
 
 def connected(host: str) -> tuple[socket.socket, socket.socket]:

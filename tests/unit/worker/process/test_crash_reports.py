@@ -18,9 +18,9 @@ from orchestrator.records.run_dir import RunDir
 
 CRASH = """
 import ctypes, os, signal, sys, threading
-from orchestrator.worker.process import crash_reports
-crash_reports.enable()
-crash_reports.enable()  # a process that changes its rank does it again
+from orchestrator.worker.process.output import enable_crash_reports
+enable_crash_reports()
+enable_crash_reports()  # a process that changes its rank does it again
 how = sys.argv[1]
 print("before the crash", file=sys.stderr, flush=True)
 

@@ -23,20 +23,20 @@ from orchestrator.strategies import registry
 SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_shards=2")
 
 
-def test_shards_come_after_the_workers_and_read_no_data() -> None:
+def test_servers_come_after_the_workers_and_read_no_data() -> None:
     plan = plan_of(LAPTOP, *SERVER, "train.global_batch_size=10", embedded=True)
     assert (plan.world_size, plan.mesh) == (5, Mesh(replicate=3, num_servers=2))
     assert [w.samples_per_step for w in plan.workers] == [4, 3, 3, 0, 0]
-    assert [w.shard for w in plan.workers] == [None, None, None, 0, 1]
-    assert [plan.display_name(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (shard 0)", "rank 4 (shard 1)"]
+    assert [w.server for w in plan.workers] == [None, None, None, 0, 1]
+    assert [plan.display_name(rank) for rank in (2, 3, 4)] == ["rank 2", "rank 3 (server 0)", "rank 4 (server 1)"]
     assert any(n.startswith("placement: gradients are computed on ranks 0 to 2, parameters ") for n in plan.notes)
-    assert any("5 workers and shards share 2 cores" in n for n in plan.notes)
+    assert any("5 workers and servers share 2 cores" in n for n in plan.notes)
     table = plan_table(plan, LAPTOP)
     assert "3 workers on cpu" in table
-    assert "2 shards of the parameters, 1 CPU each" in table
+    assert "2 servers of the parameters, 1 CPU each" in table
 
 
-def test_shards_need_room_too() -> None:
+def test_servers_need_room_too() -> None:
     nodes = (Node(node_id="a", name="a", cpus=4, gpus=0),)
     assert errors_of(nodes, *SERVER)
     assert plan_of(nodes, *SERVER, "cluster.cpus_per_worker=0.8").world_size == 5
@@ -58,10 +58,10 @@ def checked(config: Config, job: Job) -> tuple[tuple[str, ...], list[str]]:
     return strategy.check_job(config, job, plan, errors), errors
 
 
-def test_more_shards_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
+def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
     many, one = (config_of("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
-    shards, optimizer = checked(many, Tiny())[1]
-    assert shards == "strategy.num_shards=4: the model allows at most 3 shards; lower it"
+    servers, optimizer = checked(many, Tiny())[1]
+    assert servers == "strategy.num_shards=4: the model allows at most 3 servers; lower it"
     assert optimizer.startswith("strategy=parameter_server: Job.optimizer: Adafactor: ")
     assert checked(one, Tiny())[1] == [optimizer]
     assert checked(many, SparseLogistic())[1] == []

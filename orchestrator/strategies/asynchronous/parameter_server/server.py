@@ -1,13 +1,13 @@
-"""A shard of ``parameter_server``: owns part of the parameters and of the optimizer.
+"""A server of ``parameter_server``: owns shards of the parameters and of the optimizer's state.
 
-With ``strategy.consistency=sync`` a shard waits for the pushes of all workers, sums them in the order of the ranks,
+With ``strategy.consistency=sync`` a server waits for the pushes of all workers, sums them in the order of the ranks,
 updates, and answers every worker with its parameters. Otherwise it applies pushes one at a time as they arrive. With
 ``async`` it answers each worker at once; with ``stale``, as soon as the worker is at most ``strategy.max_staleness``
 steps ahead of the slowest (stale synchronous parallel: Ho et al., NIPS 2013). In every case a step ends when every
 worker's gradient of that step has been applied.
 
-Synchronous shards update only after all of them have all pushes, so they stand at the same step when a worker dies. If
-a shard dies, the run recovers from a step that all peer copies have (``recovery.peer_copy_every``) or from the
+Synchronous servers update only after all of them have all pushes, so they stand at the same step when a worker dies. If
+a server dies, the run recovers from a step that all peer copies have (``recovery.peer_copy_every``) or from the
 checkpoint.
 """
 
@@ -30,10 +30,9 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups
-from orchestrator.strategies.asynchronous.parameter_server.pieces import ShardPieces
+from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.receiver import PushReceiver
-from orchestrator.strategies.asynchronous.parameter_server.recovery import share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
@@ -52,8 +51,8 @@ from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.update.gradients import norm_over
 
 STEPS_APART = 2
-"""How many steps asynchronous shards may be apart, because a worker continues only when all shards have answered. On
-recovery, a shard may offer its parameters for any of these steps."""
+"""How many steps asynchronous servers may be apart, because a worker continues only when all servers have answered. On
+recovery, a server may offer its parameters for any of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +69,17 @@ class _Connected:
     receiver: PushReceiver | None
 
 
-class Shard(Strategy):
-    """One shard."""
+class Server(Strategy):
+    """One server."""
 
     reads_data = False
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        options, shard = context.options, context.mesh.server(context.global_rank)
+        options, server = context.options, context.mesh.server(context.global_rank)
         assert isinstance(options, ParameterServerConfig)
-        assert shard is not None
-        self._options, self._shard = options, shard
+        assert server is not None
+        self._options, self._index = options, server
         self._workers = range(context.mesh.num_workers)
         self._sync = options.consistency == "sync"
         self._step: int | None = None  # the last completed step of the run; None before there is a state
@@ -93,9 +92,9 @@ class Shard(Strategy):
 
     def attach(self) -> None:
         mesh = self.context.mesh
-        self._pieces.drop_gradients()  # they may be the memory of pushes of another generation
+        self._shards.drop_gradients()  # they may be the memory of pushes of another generation
         groups = Groups.form(self.context)
-        pushes = {w: Push(self._pieces.parts, compression=self._options.compression) for w in self._workers}
+        pushes = {w: Push(self._shards.shards, compression=self._options.compression) for w in self._workers}
         self._connections = _Connected(
             groups=groups,
             sends=PendingSends(),
@@ -130,19 +129,19 @@ class Shard(Strategy):
     def after_step(self, *, step: int, samples_consumed: int) -> None:
         copies, every = self._copies, self.context.peer_copy_every
         if copies is not None and step % every == 0:
-            copies.submit(lambda into: self._pieces.snapshot(step=step, samples_consumed=samples_consumed, into=into))
+            copies.submit(lambda into: self._shards.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        """Send this shard's part of the optimizer to worker 0, which saves."""
+        """Send this server's shards of the optimizer's state to worker 0, which saves."""
         ranks = [0, *self.context.mesh.servers]
         gather_states(self.state_to_save(), ranks=ranks, rank=self.context.global_rank, device=CPU)
         return None
 
     def state_to_save(self) -> TrainState:
-        return TrainState(model={}, optimizer=self._pieces.optimizer_tensors(), meta={})
+        return TrainState(model={}, optimizer=self._shards.optimizer_tensors(), meta={})
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)
@@ -151,20 +150,20 @@ class Shard(Strategy):
         return state.meta
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this shard's state, to itself and to every worker, and the peer copy of the preceding shard."""
+        """Offer this server's state, to itself and to every worker, and the peer copy of the preceding server."""
         if self._step is None:
             return {}
         own = (self._step,) if self._sync else tuple(range(max(0, self._step - STEPS_APART), self._step + 1))
         found: dict[int, tuple[int, ...]] = {}
         if self._copies is not None:
             own = (*own, *self._copies.own_steps)
-            found[self.context.mesh.servers[self._shard - 1]] = self._copies.neighbours_steps
+            found[self.context.mesh.servers[self._index - 1]] = self._copies.neighbours_steps
         return {**found, self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Recover this shard's state, then send the workers the parameters, optimizer settings and schedule."""
+        """Recover this server's state, then send the workers the parameters, optimizer settings and schedule."""
         mesh, rank, copies = self.context.mesh, self.context.global_rank, self._copies
         for receiver in mesh.servers:
             sender = sources[receiver]
@@ -179,12 +178,12 @@ class Shard(Strategy):
             copies.forget_after(source_step)
         assert self._step is not None
         samples_consumed += (self._step - step) * self.context.train.global_batch_size
-        own = self._pieces.snapshot(step=self._step, samples_consumed=samples_consumed, live=True)
+        own = self._shards.snapshot(step=self._step, samples_consumed=samples_consumed, live=True)
         meta = share_meta(own.meta if self._step == source_step else None, mesh=mesh, rank=rank)
         if self._step != source_step:
             self._load(with_settings(own, meta))
         self._continue_from(source_step)
-        self._pieces.forget_seen()
+        self._shards.forget_seen()
         for worker in self._workers:
             self._answer(worker)
         self._connected.sends.wait()
@@ -211,15 +210,15 @@ class Shard(Strategy):
 
     @property
     def lr(self) -> float:
-        return float(self._pieces.optimizer.param_groups[0]["lr"])
+        return float(self._shards.optimizer.param_groups[0]["lr"])
 
     @property
     def follows_evaluations(self) -> bool:
-        return self._pieces.scheduler is not None and self._pieces.scheduler.follows_evaluations
+        return self._shards.scheduler is not None and self._shards.scheduler.follows_evaluations
 
     def steer(self, lr_factor: float, measured: Sequence[float], *, new_run: bool = False) -> None:
-        if self._pieces.scheduler is not None:
-            self._pieces.scheduler.steer(lr_factor, measured, new_run=new_run)
+        if self._shards.scheduler is not None:
+            self._shards.scheduler.steer(lr_factor, measured, new_run=new_run)
 
     def metrics(self) -> Mapping[str, Metric]:
         now = time.perf_counter()
@@ -239,11 +238,11 @@ class Shard(Strategy):
 
     def _build(self, state: TrainState | None) -> None:
         context = self.context
-        self._pieces = ShardPieces(
+        self._shards = ServerShards(
             self.job,
             state,
-            shard=self._shard,
-            num_shards=context.mesh.num_servers,
+            server=self._index,
+            num_servers=context.mesh.num_servers,
             num_workers=len(self._workers),
             seed=context.seed,
             steps=context.train.steps,
@@ -258,11 +257,11 @@ class Shard(Strategy):
     def _end_step(self, *, skipped: bool = False) -> None:
         assert self._step is not None
         self._step += 1
-        if self._pieces.scheduler is not None and not skipped:
-            self._pieces.scheduler.step()
+        if self._shards.scheduler is not None and not skipped:
+            self._shards.scheduler.step()
 
     def _load(self, state: TrainState, *, consume: bool = False) -> None:
-        self._pieces.load(state, consume=consume)
+        self._shards.load(state, consume=consume)
         self._step = state.step
 
     def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:
@@ -281,18 +280,18 @@ class Shard(Strategy):
             pushes[worker].complete(worker)
         for other in others:
             sends.send(torch.zeros(1), other, READY)
-        self._pieces.set_gradients(list(pushes.values()))
+        self._shards.set_gradients(list(pushes.values()))
         for message in ready:
             self._wait_for(message)
         norm: Tensor | None = None
         if train.clip_norm is not None or train.on_nonfinite == "skip" or want_grad_norm:
-            norm = norm_over(self._connected.groups.shards, self._pieces.pieces, CPU)
-            if self._shard == 0:
+            norm = norm_over(self._connected.groups.servers, self._shards.tensors, CPU)
+            if self._index == 0:
                 for worker in self._workers:
                     sends.send(norm, worker, NORM)
         skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
         if not skipped:
-            self._pieces.clip(train, norm)
+            self._shards.clip(train, norm)
             self._update()
         self._end_step(skipped=skipped)
         for worker in self._workers:
@@ -308,7 +307,7 @@ class Shard(Strategy):
         self._waited_s += time.perf_counter() - began
         self._staleness.append(self._updates - self._answered_at[worker])
         self._wait_for(self._connected.sends)
-        self._pieces.set_gradients([push])
+        self._shards.set_gradients([push])
         self._update()
         receiver.free(worker)
         for released in self._clocks.advance(worker):
@@ -321,16 +320,16 @@ class Shard(Strategy):
         self._waited_s += time.perf_counter() - began
 
     def _update(self) -> None:
-        self._pieces.update()
+        self._shards.update()
         self._updates += 1
 
     def _answer(self, worker: int, group: dist.ProcessGroup | None = None) -> None:
         """Send a worker the dense parameters, and the rows of tables that it has not seen."""
-        sends, memory = self._connected.sends, self._pieces.memory
+        sends, memory = self._connected.sends, self._shards.memory
         if memory.numel():
             sends.send(memory, worker, ANSWER, group)
-        if self._pieces.has_tables:
-            rows = self._pieces.take_unseen(worker)
+        if self._shards.has_tables:
+            rows = self._shards.take_unseen(worker)
             sends.send(torch.tensor([len(n) for n, _ in rows]), worker, ANSWERED_COUNTS, group)
             if any(len(n) for n, _ in rows):
                 sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)

@@ -1,72 +1,67 @@
-"""Which part of each parameter lies on which shard.
+"""Which shard of each parameter lies on which server.
 
-Parameters with dense gradients are cut at any element. Their parts travel whole, so that a worker keeps all of them in
-one contiguous memory, in which the parts of a shard follow each other. Tables with sparse gradients are cut between
+Parameters with dense gradients are cut at any element. Their shards travel whole, so that a worker keeps all of them in
+one contiguous memory, in which the shards of a server follow each other. Tables with sparse gradients are cut between
 rows, and only touched rows travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from orchestrator.model.sharding import PER_PARAMETER, Extent, cut, offsets
+from orchestrator.model.sharding import PER_PARAMETER, Extent, Shard, cut, offsets
 from orchestrator.state.train_state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a parameter on one shard.
+class PlacedShard(Shard):
+    """A shard of a parameter on one server; its units are elements, or the rows of a table.
 
     Attributes:
-        name: the parameter's name.
-        start: the first element, or the first row of a table.
-        stop: the end of the elements or rows.
         dtype: the parameter's dtype.
         begin: the first byte in the contiguous memory of all dense parameters; 0 for a table.
         end: the end in that memory; 0 for a table.
         row: the shape of a row of a table; None for a dense parameter.
     """
 
-    name: str
-    start: int
-    stop: int
     dtype: torch.dtype
     begin: int = 0
     end: int = 0
     row: torch.Size | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of a tensor of the parameter's shape: rows of a table, otherwise a flat tensor."""
+        """Return this shard of a tensor of the parameter's shape: rows of a table, otherwise a flat tensor."""
         return (tensor.reshape(-1) if self.row is None else tensor)[self.start : self.stop]
 
 
-def parts_of(
-    extents: Sequence[Extent], parameters: Mapping[str, Tensor], num_shards: int
-) -> tuple[tuple[Part, ...], ...]:
-    """Return the parts of each shard.
+def shards_of(
+    extents: Sequence[Extent], parameters: Mapping[str, Tensor], num_servers: int
+) -> tuple[tuple[PlacedShard, ...], ...]:
+    """Return the shards of each server.
 
     Raises:
-        ValueError: there are more shards than elements in the parameters.
+        ValueError: there are more servers than elements in the parameters.
     """
     first_byte, extent_of = offsets(extents), {e.name: e for e in extents}
 
-    def part(name: str, start: int, stop: int) -> Part:
-        parameter, extent = parameters[name], extent_of[name]
+    def placed(shard: Shard) -> PlacedShard:
+        parameter, extent = parameters[shard.name], extent_of[shard.name]
+        place = PlacedShard(name=shard.name, start=shard.start, stop=shard.stop, dtype=parameter.dtype)
         if extent.by_rows:
-            return Part(name=name, start=start, stop=stop, dtype=parameter.dtype, row=parameter.shape[1:])
-        begin, end = (first_byte[name] + unit * extent.unit_bytes for unit in (start, stop))
-        return Part(name=name, start=start, stop=stop, dtype=parameter.dtype, begin=begin, end=end)
+            return replace(place, row=parameter.shape[1:])
+        begin, end = (first_byte[shard.name] + unit * extent.unit_bytes for unit in (shard.start, shard.stop))
+        return replace(place, begin=begin, end=end)
 
-    return tuple(tuple(part(p.name, p.start, p.stop) for p in pieces) for pieces in cut(extents, num_shards))
+    return tuple(tuple(map(placed, shards)) for shards in cut(extents, num_servers))
 
 
-def dense_bytes(parts: Sequence[Part]) -> slice:
-    """Return the bytes of a shard in the contiguous memory of all dense parameters."""
-    dense = [part for part in parts if part.row is None]
+def dense_bytes(shards: Sequence[PlacedShard]) -> slice:
+    """Return the bytes of a server's ``shards`` in the contiguous memory of all dense parameters."""
+    dense = [shard for shard in shards if shard.row is None]
     return slice(dense[0].begin, dense[-1].end) if dense else slice(0, 0)
 
 
@@ -88,12 +83,12 @@ def make_contiguous(parameters: Mapping[str, nn.Parameter], extents: Sequence[Ex
 
 
 def join_optimizer_state(
-    parts: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], *, into: TrainState | None
+    states: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], *, into: TrainState | None
 ) -> dict[str, Tensor]:
-    """Join the shards' optimizer states into the state of whole parameters.
+    """Join the servers' optimizer states into the state of whole parameters.
 
     Args:
-        parts: the state on each shard, under ``"<parameter name>/<state key>"``.
+        states: the state on each server, under ``"<parameter name>/<state key>"``.
         shapes: the shape of each parameter.
         into: an old state whose memory may be reused.
 
@@ -101,9 +96,9 @@ def join_optimizer_state(
         The joined state, under the same names.
     """
     whole: dict[str, Tensor] = {}
-    for path in dict.fromkeys(path for part in parts for path in part):
+    for path in dict.fromkeys(path for state in states for path in state):
         name, _, key = path.rpartition("/")
-        tensors = [part[path] for part in parts if path in part]
+        tensors = [state[path] for state in states if path in state]
         if key in PER_PARAMETER:
             whole[path] = tensors[0]
             continue
