@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Stacks
+from orchestrator.protocol.messages import Assignment, FlightRecord, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.process.stacks import flight_record_of
 from orchestrator.worker.script.environment import installed_packages, script_environment
 from orchestrator.worker.script.failure import script_failure
 from orchestrator.worker.script.process import ScriptProcess
-from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
+from orchestrator.worker.script.reports import Lines, Reports, ReportSocket, ask
 from orchestrator.worker.script.stored import StoredCheckpoints
 
 POLL_S = 0.1
@@ -35,11 +36,14 @@ ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
-STACKS_S = 1.5
-"""How long a script may take to write its stacks, before it is ended."""
+RECORD_S = 0.5
+"""How long a script may take to tell what it has enqueued; its worker takes as long."""
+STACKS_S = 1.2
+"""How long a script may take to write its stacks, before it is ended. The driver waits 2 s for both."""
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 200
-_CURRENT_THREAD = "(most recent call first):"
+_INNERMOST = re.compile(r"^Current thread .*\n(.*)", re.MULTILINE)
+"""The innermost frame of the main thread, among the stacks that Python's fault handler writes."""
 _TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before each line of a traceback once there is a process group."""
 _WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
@@ -59,6 +63,7 @@ class ScriptRun:
         self._lines = Lines()
         self._selector = selectors.DefaultSelector()
         self._process: ScriptProcess | None = None
+        self._record: Path | None = None
         self._ended_by_us = False
         self._over = threading.Event()
 
@@ -83,6 +88,7 @@ class ScriptRun:
             self._outbox.enter(0, "train")
             at_end.callback(self._selector.close)
             at_end.callback(self._over.set)
+            self._record = None if self._job.kind == "program" else reports.record
             environment = script_environment(
                 os.environ,
                 self._assignment,
@@ -90,6 +96,7 @@ class ScriptRun:
                 reports=reports.path,
                 errors=reports.errors,
                 checkpoints=self._run_dir.script_checkpoints,
+                record=self._record,
             )
             process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
             at_end.callback(process.close)
@@ -150,18 +157,28 @@ class ScriptRun:
                 self._outbox.put_event(Warned(message=f"the script's checkpoints in {where} are not uploaded: {e}"))
 
     def stacks(self) -> Stacks:
-        """End the script, which writes what its Python threads do; of any other program, nothing is known.
+        """End the script, which tells what it has enqueued, and then writes what its Python threads do.
 
-        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT.
+        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT. Of a program of another kind, nothing is known.
         """
+        began = time.monotonic()
+        flight = self._flight_record()
+        time.sleep(max(0.0, began + RECORD_S - time.monotonic()))  # so that no rank ends before the others have told
         if self._process is not None:
             self._ended_by_us = True
             self._process.abort()
             if not self._over.wait(STACKS_S):
                 self._process.send(signal.SIGKILL)
         text = "\n".join(self._tail)
-        innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
-        return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
+        innermost = _INNERMOST.search(text)
+        waiting = innermost is not None and any(part in innermost[1] for part in _WAITS_IN)
+        return Stacks(text=text, waiting=waiting, flight=flight)
+
+    def _flight_record(self) -> FlightRecord | None:
+        """Return what the script has enqueued; None if it does not answer, or its record cannot be read."""
+        if self._record is None or (record := ask(self._record, timeout_s=RECORD_S)) is None:
+            return None
+        return flight_record_of(lambda: record, since_ns=0, world_size=len(self._assignment.places))
 
     def _follow(self, process: ScriptProcess) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from orchestrator.policy.flight import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
 
@@ -79,4 +80,6 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
             rank.heartbeats("formed")
         stacks = [rank.run.stacks() for rank in ranks]
     assert [stack.waiting for stack in stacks] == [True, False]
+    enqueued = {rank: stack.flight.enqueued for rank, stack in enumerate(stacks) if stack.flight is not None}
+    assert awaited(enqueued) == (1, "operation 2 of group 0 (gloo:all_reduce)")
     assert "silent.py" in stacks[1].text
