@@ -93,16 +93,14 @@ assert "torch" not in sys.modules
 
 SURROUNDINGS = """
 import json, os, sys, threading
-main = sys.modules["__main__"]
-print(json.dumps([
-    dict(os.environ), sys.path, sys.argv, sorted(vars(main)), threading.active_count(), sys.modules["sitecustomize"].__file__
-]))
+main, own = sys.modules["__main__"], sys.modules["sitecustomize"].__file__
+print(json.dumps([dict(os.environ), sys.path, sys.argv, sorted(vars(main)), threading.active_count(), own]))
 """
 
 
 @pytest.mark.parametrize("pythonpath", ["{}", "{}:/elsewhere"])
 def test_a_script_finds_nothing_of_what_tells_its_flight_record(pythonpath: str, tmp_path: Path) -> None:
-    """The user's own ``sitecustomize`` is imported, by the script's process and by those that it starts."""
+    """Nor do the processes that it starts. The user's own ``sitecustomize`` is imported."""
     (tmp_path / "sitecustomize.py").touch()
     (script := tmp_path / "train.py").write_text(SURROUNDINGS)
     own = {"PYTHONPATH": pythonpath.format(tmp_path)}
