@@ -29,7 +29,6 @@ from orchestrator.worker.script.process import ScriptProcess
 from orchestrator.worker.script.reports import Lines, Reports, ReportSocket, ask
 from orchestrator.worker.script.stored import StoredCheckpoints
 
-POLL_S = 0.1
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
 ABANDONED_GRACE_S = 1.0
@@ -100,6 +99,7 @@ class ScriptRun:
             )
             process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
             at_end.callback(process.close)
+            self._wake_at_changes(process, at_end)
             self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
             accept = functools.partial(self._accept, reports.listener)
             self._selector.register(reports.listener, selectors.EVENT_READ, accept)
@@ -180,6 +180,23 @@ class ScriptRun:
             return None
         return flight_record_of(lambda: record, since_ns=0, world_size=len(self._assignment.places))
 
+    def _wake_at_changes(self, process: ScriptProcess, at_end: contextlib.ExitStack) -> None:
+        """Let :meth:`_serve` return when the script ends, or when the driver ends the generation or lets it stop."""
+        woken, waker = (at_end.enter_context(end) for end in socket.socketpair())
+        waker.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, functools.partial(woken.recv, _CHUNK_BYTES))
+
+        def wake() -> None:
+            with contextlib.suppress(OSError):  # it is awake, or at its end
+                waker.send(b".")
+
+        def wait() -> None:
+            process.wait()
+            wake()
+
+        self._gate.on_change = wake
+        threading.Thread(target=wait, name="end of script", daemon=True).start()
+
     def _follow(self, process: ScriptProcess) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.
 
@@ -192,7 +209,7 @@ class ScriptRun:
             self._gate.check(generation)
             if self._gate.is_stopping(generation):
                 return True
-            self._serve(POLL_S)
+            self._serve(max(0.0, checked_at + check_every_s - time.monotonic()))
             if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
                 if process.has_worked(passed_s):
@@ -204,8 +221,8 @@ class ScriptRun:
         self._ended_by_us = True
         process.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while process.exit_code() is None and time.monotonic() < deadline:
-            self._serve(POLL_S)
+        while process.exit_code() is None and (left_s := deadline - time.monotonic()) > 0:
+            self._serve(left_s)
         self._drain()
 
     def _serve(self, timeout_s: float) -> bool:
