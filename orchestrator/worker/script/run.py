@@ -63,6 +63,8 @@ class ScriptRun:
         self._selector = selectors.DefaultSelector()
         self._process: ScriptProcess | None = None
         self._record: Path | None = None
+        self._is_silent = True
+        self._unfinished: int | None = None
         self._ended_by_us = False
         self._over = threading.Event()
 
@@ -212,9 +214,19 @@ class ScriptRun:
             self._serve(max(0.0, checked_at + check_every_s - time.monotonic()))
             if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
-                if process.has_worked(passed_s):
+                if process.has_worked(passed_s) and not self._waits():
                     self._outbox.progress()
         return False
+
+    def _waits(self) -> bool:
+        """Return whether a script that is silent has waited for other ranks since the last call.
+
+        A rank that waits for NCCL uses its CPU. What it has enqueued last is not complete then, and is not new.
+        """
+        flight = self._flight_record() if self._is_silent else None
+        before, self._unfinished = self._unfinished, None if flight is None else flight.enqueued.unfinished
+        self._is_silent = True
+        return self._unfinished is not None and self._unfinished == before
 
     def _end(self, process: ScriptProcess, grace_s: float) -> None:
         """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
@@ -247,9 +259,13 @@ class ScriptRun:
         if not chunk:
             self._selector.unregister(self._process.output)
             return
-        self._outbox.progress()
+        self._progress()
         for line in self._lines.add(chunk):
             self._print(line)
+
+    def _progress(self) -> None:
+        self._is_silent = False
+        self._outbox.progress()
 
     def _print(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
@@ -275,7 +291,7 @@ class ScriptRun:
             if (point := self._reports.point(line)) is not None:
                 self._outbox.enter(self.step, "train")
                 self._outbox.put_point(point)
-                self._outbox.progress()
+                self._progress()
         if self._reports.steps != steps and self._assignment.global_rank == 0:
             self._outbox.put_event(StepsKnown(steps=self._reports.steps))
 

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from orchestrator.policy.flight import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
+from orchestrator.worker.script.run import WORK_CHECKS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -85,3 +87,17 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
     enqueued = {rank: stack.flight.enqueued for rank, stack in enumerate(stacks) if stack.flight is not None}
     assert awaited(enqueued) == (1, "operation 2 of group 0 (gloo:all_reduce)")
     assert "silent.py" in stacks[1].text
+
+
+def test_the_cpu_time_of_a_rank_that_waits_for_another_is_no_progress(tmp_path: Path) -> None:
+    look_s = 0.2
+    words = ("recovery.hang_min_s=1", f"recovery.hang_max_s={look_s * WORK_CHECKS}")
+    with running("spinning.py", tmp_path, *words) as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+        ticks, deadline = [(-1, -1)], time.monotonic() + 60
+        while time.monotonic() < deadline and (ticks[-1][0] != ticks[0][0] or ticks[-1][1] == ticks[0][1]):
+            time.sleep(look_s)
+            ticks = [*ticks, (ranks[0].outbox.collect({}).ticks, ranks[1].outbox.collect({}).ticks)][-10:]
+    assert ticks[-1][0] == ticks[0][0]
+    assert ticks[-1][1] > ticks[0][1], "nobody knows for whom it waits"
