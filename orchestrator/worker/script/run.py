@@ -37,7 +37,7 @@ GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
 RECORD_S = 0.5
 """How long a script may take to tell what it has enqueued; its worker takes as long."""
-STACKS_S = 1.2
+STACKS_S = 1.0
 """How long a script may take to write its stacks, before it is ended. The driver waits 2 s for both."""
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 200
