@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from helpers.conformance.cases import assignment
 from helpers.machines.shared_gpu import share_gpu
-from orchestrator.compat.process_groups import new_nccl_group, record_of
+from orchestrator.compat.backends import record_of
+from orchestrator.compat.process_groups import new_nccl_group
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.worker.control import rendezvous

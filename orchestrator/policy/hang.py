@@ -163,7 +163,7 @@ def culprit(
         ranks: the ranks that hang, or wait for one that hangs.
         waiting: for each rank that answers, whether it waits in a collective operation.
         steps: the last completed step of each rank.
-        enqueued: what each rank with a GPU has enqueued, which tells more than ``waiting``; empty with gloo.
+        enqueued: what each rank has enqueued, as far as it is known, which tells more than ``waiting``.
     """
     silent = [rank for rank in ranks if rank not in waiting]
     if silent:

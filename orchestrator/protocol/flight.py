@@ -28,6 +28,7 @@ class Enqueued:
         members: the global ranks of a group, in their order in it; a group is left out if they are unknown.
         sends: how many sends have not completed.
         receives: how many receives have not completed.
+        unfinished: the number of the newest operation of all if it has not completed; None if it has.
     """
 
     last: Mapping[str, int] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Enqueued:
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sends: Mapping[Message, int] = field(default_factory=dict)
     receives: Mapping[Message, int] = field(default_factory=dict)
+    unfinished: int | None = None
 
 
 def enqueued_in(dump: str, *, since_ns: int, world_size: int) -> Enqueued:
@@ -64,6 +66,7 @@ def enqueued_in(dump: str, *, since_ns: int, world_size: int) -> Enqueued:
         members={name: ranks for name, ranks in members.items() if ranks},
         sends=sends,
         receives=receives,
+        unfinished=entries[-1]["record_id"] if entries and not _has_completed(entries[-1]) else None,
     )
 
 
@@ -72,7 +75,7 @@ def _pending(entries: Sequence[Mapping[str, Any]]) -> tuple[Counter[Message], Co
 
     Those of a batch share a number with the entry of the batch, and only that entry is marked as completed.
     """
-    completed = {_number(e) for e in entries if _is_message(e) and (e["retired"] or e["state"] == "completed")}
+    completed = {_number(e) for e in entries if _is_message(e) and _has_completed(e)}
     sends: Counter[Message] = Counter()
     receives: Counter[Message] = Counter()
     for entry in entries:
@@ -86,6 +89,10 @@ def _pending(entries: Sequence[Mapping[str, Any]]) -> tuple[Counter[Message], Co
         else:
             receives[group, int(sending), int(receiving)] += 1
     return sends, receives
+
+
+def _has_completed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 def _is_message(entry: Mapping[str, Any]) -> bool:

@@ -306,7 +306,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class FlightRecord:
-    """What a worker has enqueued with NCCL; ``dump`` is the JSON of torch's flight recorder, compressed with zlib."""
+    """What a rank has enqueued; ``dump`` is the JSON of torch's flight recorder, compressed with zlib."""
 
     enqueued: Enqueued
     dump: bytes
@@ -319,7 +319,7 @@ class Stacks:
     Attributes:
         text: the stacks of all its Python threads.
         waiting: whether its training thread waits for other ranks.
-        flight: what it has enqueued with NCCL; None with gloo.
+        flight: what it has enqueued with NCCL, or a script with any backend; None if that is not known.
     """
 
     text: str

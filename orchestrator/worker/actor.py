@@ -7,7 +7,6 @@ import functools
 import os
 import time
 import traceback
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.compat import deferred_dynamo
-from orchestrator.compat.process_groups import flight_record
+from orchestrator.compat.backends import flight_record
 from orchestrator.job import Job
-from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import (
     Assignment,
     FlightRecord,
@@ -38,7 +36,7 @@ from orchestrator.worker.control.fault_injection import inject_fault
 from orchestrator.worker.control.teardown import Teardown
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.process import allocator, memory
-from orchestrator.worker.process.stacks import all_stacks
+from orchestrator.worker.process.stacks import all_stacks, flight_record_of
 from orchestrator.worker.script_actor import ScriptWorker
 
 DISCARD_TIMEOUT_S = 1.0
@@ -139,15 +137,7 @@ class Worker(BaseWorker):
         if self.joined is None:
             return None
         since_ns, world_size = self.joined
-        try:
-            dump = flight_record(dist.group.WORLD)
-            return FlightRecord(
-                enqueued=enqueued_in(dump, since_ns=since_ns, world_size=world_size),
-                dump=zlib.compress(dump.encode(), level=1),
-            )
-        except Exception:  # its format may change with torch
-            traceback.print_exc()
-            return None
+        return flight_record_of(lambda: flight_record(dist.group.WORLD), since_ns=since_ns, world_size=world_size)
 
     def _discard_loop(self) -> None:
         """Free the obsolete model and end its threads now, because two models may not fit into memory."""

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.compat.ray.cluster import all_nodes, draining_nodes
 from orchestrator.protocol.messages import WorkerInfo
 
-DRAINING_CHECK_EVERY_S = 0.5
+DRAINING_CHECK_EVERY_S = 1.0
 JOIN_TIMEOUT_S = 1.0
 PROBE_RESTART_S = 5.0
 """The least time between two starts of the probe of a node."""

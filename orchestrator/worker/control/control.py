@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Event
@@ -35,10 +35,12 @@ class StepGate:
 
     Attributes:
         saves: whether the ranks save a checkpoint when they stop.
+        on_change: called when the driver ends a generation or lets it stop, by the thread of its call.
     """
 
     def __init__(self, *, timeout_s: float):
         self.saves = True
+        self.on_change: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._begun = (0, 0)  # the generation and the step
@@ -82,6 +84,7 @@ class StepGate:
         with self._changed:
             self._abandoned = max(self._abandoned, generation)
             self._changed.notify_all()
+        self.on_change()
 
     def check(self, generation: int) -> None:
         """Call this regularly in work that needs no other rank, such as evaluation or a wait.
@@ -106,6 +109,7 @@ class StepGate:
             if self._held == generation:
                 self._last, self.saves = step, save
                 self._changed.notify_all()
+        self.on_change()
 
     def open(self, generation: int) -> None:
         """Let steps of a held ``generation`` begin again."""

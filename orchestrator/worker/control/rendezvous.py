@@ -12,8 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from orchestrator.compat.backends import nccl_backend
 from orchestrator.compat.enqueue_gate import GATE, guard_gpus
-from orchestrator.compat.process_groups import abort_process_groups, nccl_backend, restart_group_numbers
+from orchestrator.compat.process_groups import abort_process_groups, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control.control import PeersMissingError, StepGate

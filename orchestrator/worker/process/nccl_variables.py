@@ -33,7 +33,11 @@ def nccl_variables(own: Mapping[str, str], *, recovers: bool) -> dict[str, str]:
         own: the environment of this process.
         recovers: whether the process may have to form another group after a failure.
     """
-    wanted = {**_ALWAYS, **(_TO_RECOVER if recovers else {})}
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in own:  # an older name of the same
-        wanted["TORCH_FR_BUFFER_SIZE"] = str(FLIGHT_RECORDS)
+    wanted = {**_ALWAYS, **(_TO_RECOVER if recovers else {}), **flight_variables(own)}
     return {name: value for name, value in wanted.items() if name not in own}
+
+
+def flight_variables(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that switches torch's flight recorder on, unless the environment ``own`` gives its size."""
+    names = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}  # the second is an older name
+    return {} if names & own.keys() else {"TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDS)}

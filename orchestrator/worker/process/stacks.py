@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import zlib
+from collections.abc import Callable
 
+from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import FlightRecord, Stacks
 
 _WAITS_IN = (
@@ -37,3 +40,21 @@ def is_waiting(training_thread: int | None) -> bool:
     """Return whether the training thread, given as for :func:`all_stacks`, seems to wait for other ranks."""
     frame = None if training_thread is None else sys._current_frames().get(training_thread)
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITS_IN)
+
+
+def flight_record_of(read: Callable[[], str], *, since_ns: int, world_size: int) -> FlightRecord | None:
+    """Return what a rank has enqueued; None if the record cannot be read.
+
+    Args:
+        read: returns the dump of the flight recorder.
+        since_ns: as for :func:`enqueued_in`, like ``world_size``.
+    """
+    try:
+        dump = read()
+        return FlightRecord(
+            enqueued=enqueued_in(dump, since_ns=since_ns, world_size=world_size),
+            dump=zlib.compress(dump.encode(), level=1),
+        )
+    except Exception:  # its format may change with torch
+        traceback.print_exc()
+        return None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from orchestrator.protocol.messages import Assignment
 from orchestrator.script_api import CHECKPOINTS_VARIABLE, REPORT_VARIABLE
+from orchestrator.worker.process.nccl_variables import flight_variables
+from orchestrator.worker.script.at_start import sitecustomize
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -27,6 +29,7 @@ def script_environment(
     reports: Path,
     errors: Path,
     checkpoints: Path,
+    record: Path | None,
 ) -> dict[str, str]:
     """Return the environment of the script of one rank.
 
@@ -37,6 +40,7 @@ def script_environment(
         reports: the socket for the reports of the script.
         errors: where a function that torch's ``record`` decorates writes its error.
         checkpoints: the directory that restarts find again.
+        record: the socket on which a script in Python tells what it has enqueued; None for any other program.
     """
     places, rank = assignment.places, assignment.global_rank
     node = places[rank].node
@@ -65,8 +69,12 @@ def script_environment(
     }
     if "OMP_NUM_THREADS" not in assignment.config.cluster.env:
         values["OMP_NUM_THREADS"] = str(assignment.plan.threads_per_worker)
-    if packages:
-        values["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [own.get("PYTHONPATH")])])
+    paths = list(packages)
+    if record is not None:
+        values[sitecustomize.RECORD_VARIABLE] = str(record)
+        paths.insert(0, str(Path(sitecustomize.__file__).parent))  # which has to be the first
+    if paths:
+        values["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [own.get("PYTHONPATH")])])
     tracking = assignment.config.tracking
     if rank == 0 and assignment.tracked_as is not None and tracking.uri is not None:
         values |= {
@@ -78,4 +86,4 @@ def script_environment(
     if None not in gpus:
         values[VISIBLE_GPUS] = ",".join(map(str, gpus))  # torchrun's scripts choose theirs by LOCAL_RANK
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**defaults, **own, **values}
+    return {**defaults, **flight_variables(own), **own, **values}

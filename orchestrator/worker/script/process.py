@@ -45,6 +45,10 @@ class ScriptProcess:
         """Return the exit code, negative for a signal; None as long as the script runs."""
         return self._process.poll()
 
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._process.wait()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the script and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
@@ -59,7 +63,7 @@ class ScriptProcess:
         """Kill the script with the processes that it has started, unless it has ended in order: they may go on then."""
         if self.exit_code() != 0:
             self.send(signal.SIGKILL)
-            self._process.wait()
+            self.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 

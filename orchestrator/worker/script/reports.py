@@ -37,12 +37,27 @@ class ReportSocket:
         """A file for the error of the script."""
         return self._folder / "error.json"
 
+    @property
+    def record(self) -> Path:
+        """A socket of the script, see :func:`ask`."""
+        return self._folder / "record"
+
     def __enter__(self) -> ReportSocket:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def ask(path: Path, *, timeout_s: float) -> str | None:
+    """Return what a script sends to those who connect to its socket ``path``; None if it does not answer in time."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        with connection.makefile() as answer:
+            return answer.read()
+    return None
 
 
 class Lines:

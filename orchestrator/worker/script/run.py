@@ -17,29 +17,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
-from orchestrator.protocol.messages import Assignment, Outcome, Stacks
+from orchestrator.protocol.messages import Assignment, FlightRecord, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.process.stacks import flight_record_of
 from orchestrator.worker.script.environment import installed_packages, script_environment
 from orchestrator.worker.script.failure import script_failure
 from orchestrator.worker.script.process import ScriptProcess
-from orchestrator.worker.script.reports import Lines, Reports, ReportSocket
+from orchestrator.worker.script.reports import Lines, Reports, ReportSocket, ask
 from orchestrator.worker.script.stored import StoredCheckpoints
 
-POLL_S = 0.1
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
 ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
-STACKS_S = 1.5
-"""How long a script may take to write its stacks, before it is ended."""
+RECORD_S = 0.5
+"""How long a script may take to tell what it has enqueued; its worker takes as long."""
+STACKS_S = 1.0
+"""How long a script may take to write its stacks, before it is ended. The driver waits 2 s for both."""
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 200
-_CURRENT_THREAD = "(most recent call first):"
+_INNERMOST = re.compile(r"^Current thread .*\n(.*)", re.MULTILINE)
+"""The innermost frame of the main thread, among the stacks that Python's fault handler writes."""
 _TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before each line of a traceback once there is a process group."""
 _WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
@@ -59,6 +62,9 @@ class ScriptRun:
         self._lines = Lines()
         self._selector = selectors.DefaultSelector()
         self._process: ScriptProcess | None = None
+        self._record: Path | None = None
+        self._is_silent = True
+        self._unfinished: int | None = None
         self._ended_by_us = False
         self._over = threading.Event()
 
@@ -83,6 +89,7 @@ class ScriptRun:
             self._outbox.enter(0, "train")
             at_end.callback(self._selector.close)
             at_end.callback(self._over.set)
+            self._record = None if self._job.kind == "program" else reports.record
             environment = script_environment(
                 os.environ,
                 self._assignment,
@@ -90,9 +97,11 @@ class ScriptRun:
                 reports=reports.path,
                 errors=reports.errors,
                 checkpoints=self._run_dir.script_checkpoints,
+                record=self._record,
             )
             process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
             at_end.callback(process.close)
+            self._wake_at_changes(process, at_end)
             self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
             accept = functools.partial(self._accept, reports.listener)
             self._selector.register(reports.listener, selectors.EVENT_READ, accept)
@@ -150,18 +159,45 @@ class ScriptRun:
                 self._outbox.put_event(Warned(message=f"the script's checkpoints in {where} are not uploaded: {e}"))
 
     def stacks(self) -> Stacks:
-        """End the script, which writes what its Python threads do; of any other program, nothing is known.
+        """End the script, which tells what it has enqueued, and then writes what its Python threads do.
 
-        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT.
+        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT. Of a program of another kind, nothing is known.
         """
+        began = time.monotonic()
+        flight = self._flight_record()
+        time.sleep(max(0.0, began + RECORD_S - time.monotonic()))  # so that no rank ends before the others have told
         if self._process is not None:
             self._ended_by_us = True
             self._process.abort()
             if not self._over.wait(STACKS_S):
                 self._process.send(signal.SIGKILL)
         text = "\n".join(self._tail)
-        innermost = text.partition(_CURRENT_THREAD)[2].lstrip().partition("\n")[0]
-        return Stacks(text=text, waiting=any(part in innermost for part in _WAITS_IN))
+        innermost = _INNERMOST.search(text)
+        waiting = innermost is not None and any(part in innermost[1] for part in _WAITS_IN)
+        return Stacks(text=text, waiting=waiting, flight=flight)
+
+    def _flight_record(self) -> FlightRecord | None:
+        """Return what the script has enqueued; None if it does not answer, or its record cannot be read."""
+        if self._record is None or (record := ask(self._record, timeout_s=RECORD_S)) is None:
+            return None
+        return flight_record_of(lambda: record, since_ns=0, world_size=len(self._assignment.places))
+
+    def _wake_at_changes(self, process: ScriptProcess, at_end: contextlib.ExitStack) -> None:
+        """Let :meth:`_serve` return when the script ends, or when the driver ends the generation or lets it stop."""
+        woken, waker = (at_end.enter_context(end) for end in socket.socketpair())
+        waker.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, functools.partial(woken.recv, _CHUNK_BYTES))
+
+        def wake() -> None:
+            with contextlib.suppress(OSError):  # it is awake, or at its end
+                waker.send(b".")
+
+        def wait() -> None:
+            process.wait()
+            wake()
+
+        self._gate.on_change = wake
+        threading.Thread(target=wait, name="end of script", daemon=True).start()
 
     def _follow(self, process: ScriptProcess) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.
@@ -175,20 +211,30 @@ class ScriptRun:
             self._gate.check(generation)
             if self._gate.is_stopping(generation):
                 return True
-            self._serve(POLL_S)
+            self._serve(max(0.0, checked_at + check_every_s - time.monotonic()))
             if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
-                if process.has_worked(passed_s):
+                if process.has_worked(passed_s) and not self._waits():
                     self._outbox.progress()
         return False
+
+    def _waits(self) -> bool:
+        """Return whether a script that is silent has waited for other ranks since the last call.
+
+        A rank that waits for NCCL uses its CPU. What it has enqueued last is not complete then, and is not new.
+        """
+        flight = self._flight_record() if self._is_silent else None
+        before, self._unfinished = self._unfinished, None if flight is None else flight.enqueued.unfinished
+        self._is_silent = True
+        return self._unfinished is not None and self._unfinished == before
 
     def _end(self, process: ScriptProcess, grace_s: float) -> None:
         """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
         self._ended_by_us = True
         process.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while process.exit_code() is None and time.monotonic() < deadline:
-            self._serve(POLL_S)
+        while process.exit_code() is None and (left_s := deadline - time.monotonic()) > 0:
+            self._serve(left_s)
         self._drain()
 
     def _serve(self, timeout_s: float) -> bool:
@@ -213,9 +259,13 @@ class ScriptRun:
         if not chunk:
             self._selector.unregister(self._process.output)
             return
-        self._outbox.progress()
+        self._progress()
         for line in self._lines.add(chunk):
             self._print(line)
+
+    def _progress(self) -> None:
+        self._is_silent = False
+        self._outbox.progress()
 
     def _print(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
@@ -241,7 +291,7 @@ class ScriptRun:
             if (point := self._reports.point(line)) is not None:
                 self._outbox.enter(self.step, "train")
                 self._outbox.put_point(point)
-                self._outbox.progress()
+                self._progress()
         if self._reports.steps != steps and self._assignment.global_rank == 0:
             self._outbox.put_event(StepsKnown(steps=self._reports.steps))
 

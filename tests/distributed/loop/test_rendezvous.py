@@ -16,8 +16,8 @@ import torch.distributed as dist
 from helpers.conformance.cases import assignment
 from helpers.conformance.training import CPU
 from helpers.ranks.gang import HOST, SOON_S
+from orchestrator.compat.backends import flight_record
 from orchestrator.compat.enqueue_gate import GATE, enqueueing_through
-from orchestrator.compat.process_groups import flight_record
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import Assignment

@@ -6,13 +6,16 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from orchestrator.policy.hang import awaited
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
+from orchestrator.worker.script.run import WORK_CHECKS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,6 +25,8 @@ PUBLIC = {
     "lightning_fit.py": ("lightning", "2 processes: 4 steps"),
 }
 """For each script the library that it needs, and what it prints on rank 0."""
+SOON_S = 20
+"""Less than the time between two looks at the CPU time of a script, so that something else has woken its worker."""
 
 
 def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_a_restart_on_another_node_has_what_the_script_saved(tmp_path: Path) -> 
     store = Remote(f"file://{tmp_path}/store", timeout_s=30)
     for attempts, node in enumerate(("first", "second")):
         with running("saving.py", tmp_path / node, world_size=1, remote=store) as ranks:
-            assert outcomes(ranks)[0].status == "done"
+            assert outcomes(ranks, timeout_s=SOON_S)[0].status == "done"
             ranks[0].heartbeats(f"after {attempts} attempts", timeout_s=1)
 
 
@@ -72,11 +77,27 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
             rank.heartbeats("formed")
         ranks[1].gate.hold(1)
         ranks[1].gate.finish_step(1, 0, save=True)
-        assert ranks[1].ends.result(timeout=30) == Outcome(status="stopped", step=0)
+        assert ranks[1].ends.result(timeout=SOON_S) == Outcome(status="stopped", step=0)
         ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")
         stacks = [rank.run.stacks() for rank in ranks]
     assert [stack.waiting for stack in stacks] == [True, False]
+    enqueued = {rank: stack.flight.enqueued for rank, stack in enumerate(stacks) if stack.flight is not None}
+    assert awaited(enqueued) == (1, "operation 2 of group 0 (gloo:all_reduce)")
     assert "silent.py" in stacks[1].text
+
+
+def test_the_cpu_time_of_a_rank_that_waits_for_another_is_no_progress(tmp_path: Path) -> None:
+    look_s = 0.2
+    words = ("recovery.hang_min_s=1", f"recovery.hang_max_s={look_s * WORK_CHECKS}")
+    with running("spinning.py", tmp_path, *words) as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+        ticks, deadline = [(-1, -1)], time.monotonic() + 60
+        while time.monotonic() < deadline and (ticks[-1][0] != ticks[0][0] or ticks[-1][1] == ticks[0][1]):
+            time.sleep(look_s)
+            ticks = [*ticks, (ranks[0].outbox.collect({}).ticks, ranks[1].outbox.collect({}).ticks)][-10:]
+    assert ticks[-1][0] == ticks[0][0]
+    assert ticks[-1][1] > ticks[0][1], "nobody knows for whom it waits"

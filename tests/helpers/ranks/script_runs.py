@@ -31,9 +31,10 @@ def assignment(
     rank: int = 0,
     places: tuple[Place, ...] = (),
     remote: Remote | None = None,
+    words: tuple[str, ...] = (),
 ) -> Assignment:
     """What the driver gives to the workers of a script, on this machine."""
-    words = ("strategy=script", "job.script=x.py", f"strategy.num_workers={world_size}", "tracking=none")
+    words = ("strategy=script", "job.script=x.py", f"strategy.num_workers={world_size}", "tracking=none", *words)
     config = config_of(*words)
     return Assignment(
         generation=1,
@@ -73,7 +74,12 @@ class Rank:
 
 @contextmanager
 def running(
-    script: str, run_dir: Path, *, args: str = "", world_size: int = 2, remote: Remote | None = None
+    script: str,
+    run_dir: Path,
+    *words: str,
+    args: str = "",
+    world_size: int = 2,
+    remote: Remote | None = None,
 ) -> Iterator[list[Rank]]:
     """Run a script of ``helpers/scripts`` on some ranks; those that still run at the end of the block are ended."""
     store = open_store("127.0.0.1", timeout_s=30)
@@ -83,7 +89,9 @@ def running(
     with ThreadPoolExecutor(world_size) as pool:
         for rank in range(world_size):
             gate, outbox = StepGate(timeout_s=CLUSTER.heartbeat_timeout_s), Outbox(Redactor())
-            orders = assignment(run_dir, store_port=store.port, world_size=world_size, rank=rank, remote=remote)
+            orders = assignment(
+                run_dir, store_port=store.port, world_size=world_size, rank=rank, remote=remote, words=words
+            )
             run = ScriptRun(orders, job, gate=gate, outbox=outbox)
             ranks.append(Rank(run, gate, outbox, pool.submit(run.run, {})))
         try:

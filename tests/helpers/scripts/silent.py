@@ -15,6 +15,7 @@ def end(number, frame):
 
 signal.signal(signal.SIGTERM, end)
 dist.init_process_group("gloo")
+dist.broadcast(torch.ones(1), 0)
 print("formed", flush=True)
 if dist.get_rank() == 1:
     time.sleep(600)

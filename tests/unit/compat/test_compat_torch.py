@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
-from orchestrator.compat import process_groups
+from orchestrator.compat import backends, process_groups
 from orchestrator.compat import torch as compat
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 
@@ -210,9 +210,7 @@ def test_the_flight_record_has_what_was_enqueued() -> None:
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
     entries = [
-        e
-        for e in json.loads(process_groups.flight_record(dist.group.WORLD))["entries"]
-        if e["time_created_ns"] >= before_ns
+        e for e in json.loads(backends.flight_record(dist.group.WORLD))["entries"] if e["time_created_ns"] >= before_ns
     ]
     assert [e["profiling_name"] for e in entries] == ["gloo:all_reduce"] * 2
     expected = {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired", "state"}
@@ -230,15 +228,15 @@ def group_of(backend: str) -> Any:
 
 @pytest.mark.parametrize("backend", [pytest.param("nccl", marks=with_nccl), pytest.param("nccl2", marks=with_nccl2)])
 def test_each_nccl_has_a_flight_record_of_its_own(backend: str) -> None:
-    assert process_groups.nccl_backend(group_of(backend)).name() == backend
-    content = json.loads(process_groups.flight_record(group_of(backend)))
+    assert backends.nccl_backend(group_of(backend)).name() == backend
+    content = json.loads(backends.flight_record(group_of(backend)))
     assert {"pg_config", "version"} <= content.keys()
     assert "gloo" not in str(content.get("entries")), "the record of another backend"
 
 
 def test_without_a_group_nothing_is_recorded() -> None:
-    assert process_groups.nccl_backend(group_of("gloo")) is None
-    assert enqueued_in(process_groups.flight_record(None), since_ns=0, world_size=2) == Enqueued()
+    assert backends.nccl_backend(group_of("gloo")) is None
+    assert enqueued_in(backends.flight_record(None), since_ns=0, world_size=2) == Enqueued()
 
 
 @with_nccl2
@@ -278,7 +276,7 @@ def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused(
         "import torch.distributed as dist\n"
         "from torch.distributed import distributed_c10d\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from orchestrator.compat.process_groups import nccl_backend\n"
+        "from orchestrator.compat.backends import nccl_backend\n"
         "register = getattr(dist.Backend, '_ensure_backend_registered', None)\n"
         "if register is not None:  # torch 2.15\n"
         "    register('nccl')\n"
@@ -423,7 +421,7 @@ def test_a_stage_of_a_pipeline_and_a_divided_model() -> None:
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
     ours = [
         parsed(Path(str(compat.__file__)).with_name(name))
-        for name in ("torch.py", "process_groups.py", "fully_sharded.py")
+        for name in ("torch.py", "backends.py", "process_groups.py", "fully_sharded.py")
     ]
     known = {n.attr for tree in ours for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr)}
     broken = []

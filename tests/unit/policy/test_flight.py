@@ -66,6 +66,8 @@ def test_the_last_operation_of_each_group_counts_and_those_of_earlier_generation
     )
     assert found.last == {"0": 5, "1": 2}
     assert found.operation == {"0": "nccl:all_reduce", "1": "nccl:broadcast"}
+    assert found.unfinished is None
+    assert recorded(reduced(4), {**reduced(5), "record_id": 7}).unfinished == 7
     assert recorded() == Enqueued()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from helpers.ranks.script_runs import assignment
@@ -21,7 +23,7 @@ PLACES = (Place(0, 2), Place(0, 5), Place(1, 0), Place(0, 7))
 def environment(orders: Assignment, rank: int, own: dict[str, str] | None = None) -> dict[str, str]:
     orders = replace(orders, global_rank=rank)
     paths = {name: Path(f"/{name}") for name in ("reports", "errors", "checkpoints")}
-    return script_environment(own or {}, orders, **paths)
+    return script_environment(own or {}, orders, record=None, **paths)
 
 
 def test_each_variable_of_torchrun_is_set(tmp_path: Path) -> None:
@@ -59,8 +61,8 @@ def test_packages_that_only_the_worker_has_come_first(tmp_path: Path) -> None:
     orders = assignment(tmp_path)
     paths = {name: Path(f"/{name}") for name in ("reports", "errors", "checkpoints")}
     own = {"PYTHONPATH": "/mine"}
-    assert script_environment(own, orders, packages=[added], **paths)["PYTHONPATH"] == f"{added}:/mine"
-    assert script_environment(own, orders, **paths)["PYTHONPATH"] == "/mine"
+    assert script_environment(own, orders, packages=[added], record=None, **paths)["PYTHONPATH"] == f"{added}:/mine"
+    assert script_environment(own, orders, record=None, **paths)["PYTHONPATH"] == "/mine"
 
 
 def test_only_rank_0_logs_to_the_run_on_the_tracking_server(tmp_path: Path) -> None:
@@ -87,3 +89,29 @@ Assignment.unpacked(sys.stdin.buffer.read(), global_rank=0)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], input=assignment(tmp_path).packed(), check=True, timeout=60)
+
+
+SURROUNDINGS = """
+import json, os, sys, threading
+main, own = sys.modules["__main__"], sys.modules["sitecustomize"].__file__
+print(json.dumps([dict(os.environ), sys.path, sys.argv, sorted(vars(main)), threading.active_count(), own]))
+"""
+
+
+@pytest.mark.parametrize("pythonpath", ["{}", "{}:/elsewhere"])
+def test_a_script_finds_nothing_of_what_tells_its_flight_record(pythonpath: str, tmp_path: Path) -> None:
+    """Nor do the processes that it starts. The user's own ``sitecustomize`` is imported."""
+    (tmp_path / "sitecustomize.py").touch()
+    (script := tmp_path / "train.py").write_text(SURROUNDINGS)
+    own = {"PYTHONPATH": pythonpath.format(tmp_path)}
+    paths = {name: tmp_path / name for name in ("reports", "errors", "checkpoints")}
+    plain = script_environment(own, assignment(tmp_path), record=None, **paths)
+    asked = script_environment(own, assignment(tmp_path), record=tmp_path / "record", **paths)
+    command = [sys.executable, script, "--lr", "0.1"]
+    found = [
+        json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=60).stdout)
+        for env in (plain, asked)
+    ]
+    assert (tmp_path / "record").is_socket()
+    assert found[0] == found[1]
+    assert found[1][5] == str(tmp_path / "sitecustomize.py")

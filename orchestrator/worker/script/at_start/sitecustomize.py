@@ -1,0 +1,53 @@
+"""What a script in Python runs before its own code: a thread that tells what the script has enqueued, when it is asked.
+
+No environment variable makes torch write the flight record of gloo, or of the NCCL backend of torch 2.15, at a signal
+from outside. Python imports a module of this name at its start. It takes its directory off the path again, and lets
+Python import the user's or the system's module of the same name, so that the script and the processes that it starts
+find what they find without it. The thread sleeps in ``accept``, and is unknown to ``threading``. It answers while the
+main thread waits in torch, which releases the interpreter lock there.
+
+Measured: 10 ms at the start of a script without torch, which imports the same modules; 17 ms of CPU time for an answer
+with 1,000 operations; and 1 to 2 microseconds for each operation that torch records.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+RECORD_VARIABLE = "ORCHESTRATOR_RECORD"
+"""The path of the socket on which the script answers."""
+_BACKENDS = Path(__file__).parents[3] / "compat" / "backends.py"
+
+
+def _answer(listener: socket.socket) -> None:
+    """Send the flight record of the script, as JSON, to everyone who connects; an empty one if it has no group."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):  # it has waited no longer
+            connection.sendall(_record().encode())
+
+
+def _record() -> str:
+    if (distributed := sys.modules.get("torch.distributed")) is None:
+        return "{}"
+    record: str = runpy.run_path(str(_BACKENDS))["flight_record"](distributed.group.WORLD)
+    return record
+
+
+if __name__ == "sitecustomize":
+    here, _, rest = os.environ.pop("PYTHONPATH").partition(os.pathsep)
+    sys.path.remove(here)
+    if rest:
+        os.environ["PYTHONPATH"] = rest
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.environ.pop(RECORD_VARIABLE))
+    listener.listen()
+    _thread.start_new_thread(_answer, (listener,))
+    del sys.modules[__name__]
+    __import__(__name__)
