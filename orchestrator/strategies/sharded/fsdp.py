@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config, StrategyConfig, option
-from orchestrator.job import Job
 from orchestrator.model.gathered import gathered_share
 from orchestrator.model.parity import free_memory
 from orchestrator.model.partial_init import build_fake
@@ -31,7 +30,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU, broadcast_tensors
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import Division as BatchDivision
 from orchestrator.strategies.data.batch_parts import not_compared
 from orchestrator.strategies.groups import own_group
@@ -95,9 +94,9 @@ class FSDP(ShardTrainer):
         return Layout(mesh=Mesh(shard=num_workers))
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        notes = super().check_job(config, job, plan, errors)
-        return (*notes, *check_shards(config, job, plan, errors))
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        notes = super().check_job(config, outline, plan, errors)
+        return (*notes, *check_shards(config, outline, plan, errors))
 
     @classmethod
     def gathered_bytes(cls, config: Config, model: nn.Module) -> float:
