@@ -28,7 +28,6 @@ from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.user_code.errors import JobError
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,13 @@ class FakeModel:
         return fake_like(tensor, self.mode)
 
 
-class NeedsMemoryError(Exception):
-    """A constructor fails with fake tensors; the text says how."""
-
-
 def build_fake(build: Callable[[], nn.Module], device: torch.device, *, without_memory: bool = False) -> FakeModel:
     """Run a constructor with fake tensors and leave the random generators unchanged.
 
     Args:
         build: the constructor.
         device: the device that the fake tensors report.
-        without_memory: whether to raise an error rather than build the whole model, if fake tensors do not suffice.
-
-    Raises:
-        NeedsMemoryError: they do not.
-        Exception: whatever the constructor raises otherwise.
+        without_memory: whether to raise what the constructor raises with fake tensors, rather than build all of it.
     """
     recorder = Recorder(draw=False)
     reason = None
@@ -77,12 +68,10 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device, *, without_
             except NeedsRandomValues:
                 recorder = Recorder(draw=True)
                 model = recorder.run(build)
-        except JobError:
-            raise
         except Exception as e:
-            reason = f"{type(e).__name__}: {e}"
             if without_memory:
-                raise NeedsMemoryError(reason) from e
+                raise
+            reason = f"{type(e).__name__}: {e}"
         if reason is not None:
             model = build()
         overlap = overlap_in(model)

@@ -144,7 +144,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     Raises:
         ConfigError: with every error, each of which names the key to change.
     """
-    found = _find(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus)
+    found = find_layout(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus)
     layout, device, num_workers, faults = found.layout, found.device, found.num_workers, found.faults
     train, cluster = config.train, config.cluster
     # Not mesh.world_size: for strategy=dp, num_workers counts the devices of its one process.
@@ -192,20 +192,9 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     )
 
 
-def find_layout(
-    config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
-) -> Layout:
-    """Return the layout of the run, after all checks of :func:`make_plan`. The cost does not grow with its size.
-
-    Raises:
-        ConfigError: see :func:`make_plan`.
-    """
-    return _find(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus).layout
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """A layout, and what of the nodes and of the configuration it follows from; ``room``: see :func:`_room`."""
+class FoundLayout:
+    """A layout, and what it follows from. ``room``: how many workers fit on each node; see :func:`_room`."""
 
     layout: Layout
     device: Literal["cpu", "cuda"]
@@ -214,7 +203,14 @@ class _Found:
     faults: tuple[Fault, ...]
 
 
-def _find(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> _Found:
+def find_layout(
+    config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
+) -> FoundLayout:
+    """Return the layout of the run, after all checks of :func:`make_plan`. The cost does not grow with its size.
+
+    Raises:
+        ConfigError: see :func:`make_plan`.
+    """
     errors = _unsupported(config, rules)
     device = _device(config, rules, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
@@ -228,7 +224,7 @@ def _find(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, 
     faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)
-    return _Found(layout=layout, device=device, num_workers=num_workers, room=room, faults=faults)
+    return FoundLayout(layout=layout, device=device, num_workers=num_workers, room=room, faults=faults)
 
 
 def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +15,13 @@ from orchestrator.config.schema import TrainConfig
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.blocks import Block, ForwardPass, blocks_of, with_blocks
-from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
-from orchestrator.model.partial_init import FakeModel, NeedsMemoryError, build_fake
+from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.measure.flop_counter import FlopCounter
+from orchestrator.user_code.errors import JobError
+
+T = TypeVar("T")
 
 
 def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:
@@ -89,14 +90,15 @@ class Outline:
 
     @functools.cached_property
     def model(self) -> nn.Module | None:
-        """The model; None if its constructor needs values, so that only workers know it.
+        """The model; None if its constructor needs memory, or fails. A worker, which has memory, reports the failure.
 
         Raises:
             JobError: ``Job.model`` does not return a model.
         """
         if self._of_fakes is not None:
             return self._of_fakes.model
-        return on_meta_device(constructor_of(self.job, self.train, self.precision))
+        with torch.device("meta"):  # where parameters may have no shape yet
+            return _unless_it_fails(constructor_of(self.job, self.train, self.precision))
 
     @functools.cached_property
     def whole(self) -> FakeModel:
@@ -109,15 +111,22 @@ class Outline:
 
     @functools.cached_property
     def _of_fakes(self) -> FakeModel | None:
-        with contextlib.suppress(NeedsMemoryError):
-            return self._built(without_memory=True)
-        return None
+        return _unless_it_fails(lambda: self._built(without_memory=True))
 
     def _built(self, *, without_memory: bool = False) -> FakeModel:
         whole = build_fake(self.job.model, torch.device("cpu"), without_memory=without_memory)
         with setting_fake_data():  # after the look at what shares memory, because conversion would part it
             _as_trained(lambda: whole.model, self.train, self.precision)()
         return whole
+
+
+def _unless_it_fails(build: Callable[[], T]) -> T | None:
+    try:
+        return build()
+    except JobError:
+        raise
+    except Exception:
+        return None
 
 
 def blocks_note(model: nn.Module, train: TrainConfig) -> str | None:

@@ -139,14 +139,13 @@ def _made_small(model: nn.Module) -> Iterator[None]:
         values = torch.randn([min(size, _PLACES) for size in parameter.shape]).to(parameter.dtype)
         small[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         adopt_user_state(small[parameter], parameter)
-    owners = [own_parameters(module) for module in model.modules()]
-    before = [dict(held) for held in owners]
-    for held in owners:
-        held.update({name: small[p] for name, p in held.items() if p is not None})
+    before = [(held, dict(held)) for held in map(own_parameters, model.modules())]
+    for held, own in before:
+        held.update({name: small[p] for name, p in own.items() if p is not None})
     try:
         yield
     finally:
-        for held, own in zip(owners, before, strict=True):
+        for held, own in before:
             held.update(own)
 
 
