@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -192,10 +192,15 @@ def has_run_compiled_code() -> bool:
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
+_OF_EVERY_TENSOR: dict[type[Tensor], Collection[str]] = {}
+"""The attributes that torch gives every tensor of a class."""
+
+
 def adopt_user_state(target: Tensor, source: Tensor) -> None:
     """Give ``target`` the attributes and the gradient hooks that user code has set on ``source``."""
-    of_every_tensor = {"_is_param", *vars(source.detach())}
-    vars(target).update({k: v for k, v in vars(source).items() if k not in of_every_tensor})
+    if (kind := type(source)) not in _OF_EVERY_TENSOR:
+        _OF_EVERY_TENSOR[kind] = {"_is_param", *vars(source.detach())}
+    vars(target).update({k: v for k, v in vars(source).items() if k not in _OF_EVERY_TENSOR[kind]})
     target._backward_hooks = source._backward_hooks
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 

@@ -51,12 +51,13 @@ class FakeModel:
         return fake_like(tensor, self.mode)
 
 
-def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeModel:
+def build_fake(build: Callable[[], nn.Module], device: torch.device, *, without_memory: bool = False) -> FakeModel:
     """Run a constructor with fake tensors and leave the random generators unchanged.
 
     Args:
         build: the constructor.
         device: the device that the fake tensors report.
+        without_memory: whether to raise what the constructor raises with fake tensors, rather than build all of it.
     """
     recorder = Recorder(draw=False)
     reason = None
@@ -68,6 +69,8 @@ def build_fake(build: Callable[[], nn.Module], device: torch.device) -> FakeMode
                 recorder = Recorder(draw=True)
                 model = recorder.run(build)
         except Exception as e:
+            if without_memory:
+                raise
             reason = f"{type(e).__name__}: {e}"
         if reason is not None:
             model = build()

@@ -17,7 +17,7 @@ from orchestrator.model.batch import map_tensors
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import change_their_input
-from orchestrator.model.partial_init import FakeModel, build_fake
+from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.recorded import RecordedLayers
 from orchestrator.model.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
@@ -75,9 +75,8 @@ class Shared:
 
 
 def sequence_of(
-    build: Callable[[], nn.Module],
+    whole: FakeModel,
     inputs: Any,
-    device: torch.device,
     *,
     split: Sequence[str],
     num_stages: int,
@@ -89,9 +88,8 @@ def sequence_of(
     divided into them. Of any other model the forward pass is recorded.
 
     Args:
-        build: the model's constructor.
-        inputs: a real micro-batch on ``device``.
-        device: the device on which the model will run.
+        whole: the model.
+        inputs: a real micro-batch on the device of the model.
         split: the names of layers at which stages are to begin; empty to choose among the layers later.
         num_stages: the number of stages.
         job: may define the stages.
@@ -99,7 +97,6 @@ def sequence_of(
     Raises:
         ValueError: the model cannot be cut; the text says why and what else to do.
     """
-    whole = build_fake(build, device)
     if job.stages(whole.model) is not None:
         return JobStages(whole, job)
     splits_a_child = any("." in name for name in split)

@@ -144,10 +144,8 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
     Raises:
         ConfigError: with every error, each of which names the key to change.
     """
-    layout = find_layout(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus)
-    device = _device(config, rules, nodes)
-    num_workers = _num_workers(config, rules, nodes, device)
-    faults = _faults_to_inject(config, layout.mesh.world_size, [])
+    found = find_layout(config, rules, nodes, oversubscribe_cpus=oversubscribe_cpus)
+    layout, device, num_workers, faults = found.layout, found.device, found.num_workers, found.faults
     train, cluster = config.train, config.cluster
     # Not mesh.world_size: for strategy=dp, num_workers counts the devices of its one process.
     num_processes = num_workers + layout.mesh.num_servers
@@ -188,15 +186,26 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         split=layout.split,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=_memory(config, nodes, device),
-        node=_tightest_node(nodes, _room(config, nodes, device, num_workers, oversubscribe_cpus), num_processes),
+        node=_tightest_node(nodes, found.room, num_processes),
         faults=faults,
         notes=tuple(notes),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundLayout:
+    """A layout, and what it follows from. ``room``: how many workers fit on each node; see :func:`_room`."""
+
+    layout: Layout
+    device: Literal["cpu", "cuda"]
+    num_workers: int
+    room: list[int]
+    faults: tuple[Fault, ...]
+
+
 def find_layout(
     config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
-) -> Layout:
+) -> FoundLayout:
     """Return the layout of the run, after all checks of :func:`make_plan`. The cost does not grow with its size.
 
     Raises:
@@ -212,10 +221,10 @@ def find_layout(
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1 and not rules.runs_script:
         errors += _batch_errors(config, num_workers)
-    _faults_to_inject(config, layout.mesh.world_size, errors)
+    faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)
-    return layout
+    return FoundLayout(layout=layout, device=device, num_workers=num_workers, room=room, faults=faults)
 
 
 def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:

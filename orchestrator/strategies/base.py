@@ -15,10 +15,6 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
-from orchestrator.model.modes import in_train_mode
-from orchestrator.model.overlaps import overlap_in
-from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -29,7 +25,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.carried import carried_errors
-from orchestrator.strategies.constructor import blocks_note, lazy_names, outline_of
+from orchestrator.strategies.constructor import Outline, blocks_note, lazy_names
 from orchestrator.strategies.measure.memory import TensorSize
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
@@ -161,14 +157,15 @@ class Strategy(LayoutRules, abc.ABC):
     @classmethod
     def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         """Check that the job can be trained by ``plan``, as :meth:`check_job` does, and by this strategy at all."""
+        outline = Outline(job, config.train)
         errors += metric_object_errors(job, config.train.eval_splits)
         if has_training_step(job):
-            errors += training_step_errors(config, job, supported=cls.runs_training_step)
+            errors += training_step_errors(config, outline, supported=cls.runs_training_step)
             if not cls.runs_training_step:
                 return ()
         if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
             errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        model = on_meta_device(in_train_mode(job.model))
+        model = outline.model
         if model is not None and (lazy := lazy_names(model)):
             errors.append(
                 f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
@@ -181,29 +178,24 @@ class Strategy(LayoutRules, abc.ABC):
             return ()
         if job.carried:
             errors += carried_errors(config, job, model)
-        notes = [*cls.check_job(config, job, plan, errors)]
+        notes = [*cls.check_job(config, outline, plan, errors)]
         if cls.moves_parameters or plan.mesh.shard > 1:
-            errors += cls._overlap_errors(config, job, model)
-        outline = None if errors else outline_of(job, config.train)
-        if outline is not None:
-            notes += cls._memory_notes(config, job, plan, outline, errors)
+            errors += cls._overlap_errors(config, outline)
+        if not errors:
+            notes += cls._memory_notes(config, outline, plan, errors)
         if model is not None:
             errors += saving_errors(model, in_parts=plan.mesh.shard * plan.mesh.pipeline > 1)
-        if outline is not None and not errors and config.evaluate is None:
-            errors += optimizer_errors(config, job, plan, outline)
-        if model is not None and (note := blocks_note(model, config.train)) is not None:
-            notes.append(note)
-        if model is not None and (note := backward_hooks_note(model, plan)) is not None:
-            notes.append(note)
+            if not errors and config.evaluate is None:
+                errors += optimizer_errors(config, job, plan, model)
+            notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
         if config.train.init == "fast" and plan.mesh.shard == 1:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
         return tuple(notes)
 
     @classmethod
-    def _overlap_errors(cls, config: Config, job: Job, model: nn.Module | None) -> list[str]:
-        """Refuse tensors that share memory, given the ``model`` without memory, if it can be built so."""
-        overlap = build_fake(job.model, torch.device("cpu")).overlap if model is None else overlap_in(model)
-        if overlap is None:
+    def _overlap_errors(cls, config: Config, outline: Outline) -> list[str]:
+        """Refuse tensors that share memory."""
+        if (overlap := outline.whole.overlap) is None:
             return []
         by = f"strategy={config.strategy.name}" if cls.moves_parameters else "strategy.shard_optimizer=true"
         return [
@@ -213,15 +205,13 @@ class Strategy(LayoutRules, abc.ABC):
         ]
 
     @classmethod
-    def _memory_notes(
-        cls, config: Config, job: Job, plan: Plan, model: nn.Module, errors: list[str]
-    ) -> tuple[str, ...]:
-        """Compute the memory of a worker, if the strategy tells how it divides a ``model``, which has none here."""
+    def _memory_notes(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Compute the memory of a worker, if the model is known and the strategy tells how it is divided."""
         division = cls.division(config.strategy, plan.mesh)
-        if division is None or has_training_step(job):
+        if division is None or outline.model is None or has_training_step(outline.job):
             return ()
-        gathered = cls.gathered_bytes(config, plan.mesh, model)
-        return memory_notes(config, job, plan, model, division, gathered, errors)
+        gathered = cls.gathered_bytes(config, plan.mesh, outline.model)
+        return memory_notes(config, outline, plan, division, gathered, errors)
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
@@ -234,12 +224,12 @@ class Strategy(LayoutRules, abc.ABC):
         return None
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
 
         Args:
             config: the whole configuration.
-            job: the job; its model is built on the meta device or with fake tensors.
+            outline: the job and its model.
             plan: the plan of the run.
             errors: receives a line for each reason why the job cannot be trained.
 

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from orchestrator.compat.torch import setting_fake_data
 from orchestrator.config.schema import TrainConfig
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.blocks import Block, ForwardPass, blocks_of, with_blocks
-from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
+from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.measure.flop_counter import FlopCounter
+from orchestrator.user_code.errors import JobError
+
+T = TypeVar("T")
 
 
 def constructor_of(job: Job, train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:
     """Return a constructor of the job's model in ``precision``, whose blocks run as ``train`` says."""
-    build = precision.converted(in_train_mode(job.model))
-    if not _uses_blocks(train):
-        return build
-    return with_blocks(build, recomputes=train.activation_checkpointing)
+    return _as_trained(job.model, train, precision)
+
+
+def _as_trained(build: Callable[[], nn.Module], train: TrainConfig, precision: Precision) -> Callable[[], nn.Module]:
+    build = precision.converted(in_train_mode(build))
+    return with_blocks(build, recomputes=train.activation_checkpointing) if _uses_blocks(train) else build
 
 
 def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
@@ -69,9 +76,57 @@ def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:
     return run
 
 
-def outline_of(job: Job, train: TrainConfig) -> nn.Module | None:
-    """Return the job's model as it is trained, without memory; None if it cannot be built so."""
-    return on_meta_device(constructor_of(job, train, Precision.named(train.precision, "cpu")))
+@dataclass(frozen=True)
+class Outline:
+    """A job and its model as it is trained, without memory. The model is built once, when it is first asked for."""
+
+    job: Job
+    train: TrainConfig
+
+    @property
+    def precision(self) -> Precision:
+        """What a CPU would compute the model in."""
+        return Precision.named(self.train.precision, "cpu")
+
+    @functools.cached_property
+    def model(self) -> nn.Module | None:
+        """The model; None if its constructor needs memory, or fails. A worker, which has memory, reports the failure.
+
+        Raises:
+            JobError: ``Job.model`` does not return a model.
+        """
+        if self._of_fakes is not None:
+            return self._of_fakes.model
+        with torch.device("meta"):  # where parameters may have no shape yet
+            return _unless_it_fails(constructor_of(self.job, self.train, self.precision))
+
+    @functools.cached_property
+    def whole(self) -> FakeModel:
+        """The model, which has memory while it is built if fake tensors do not suffice.
+
+        Raises:
+            Exception: whatever ``Job.model`` raises.
+        """
+        return self._of_fakes or self._built()
+
+    @functools.cached_property
+    def _of_fakes(self) -> FakeModel | None:
+        return _unless_it_fails(lambda: self._built(without_memory=True))
+
+    def _built(self, *, without_memory: bool = False) -> FakeModel:
+        whole = build_fake(self.job.model, torch.device("cpu"), without_memory=without_memory)
+        with setting_fake_data():  # after the look at what shares memory, because conversion would part it
+            _as_trained(lambda: whole.model, self.train, self.precision)()
+        return whole
+
+
+def _unless_it_fails(build: Callable[[], T]) -> T | None:
+    try:
+        return build()
+    except JobError:
+        raise
+    except Exception:
+        return None
 
 
 def blocks_note(model: nn.Module, train: TrainConfig) -> str | None:

@@ -14,8 +14,6 @@ from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.blocks import Block, blocks_of
 from orchestrator.model.kept import Kept, kept_tensors
-from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import (
     Division,
@@ -27,7 +25,7 @@ from orchestrator.planning.memory import (
     worker_memory,
 )
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.peer_copies import KEPT
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
@@ -40,15 +38,14 @@ _ROWS = (2, 4)
 
 
 def memory_notes(
-    config: Config, job: Job, plan: Plan, model: nn.Module, division: Division, gathered: float, errors: list[str]
+    config: Config, outline: Outline, plan: Plan, division: Division, gathered: float, errors: list[str]
 ) -> tuple[str, ...]:
     """Compute the memory of a worker, and whether it has as much.
 
     Args:
         config: the configuration.
-        job: the job.
+        outline: the job and its model, which is known.
         plan: the plan of the run.
-        model: the job's model, whose tensors have no memory.
         division: what is divided over how many workers.
         gathered: the bytes that a worker gathers at the same time.
         errors: receives a line if the training state alone does not fit.
@@ -56,11 +53,13 @@ def memory_notes(
     Returns:
         Notes for the user, printed with the plan.
     """
-    sizes = parameter_sizes(config, job, model)
+    model = outline.model
+    assert model is not None
+    sizes = parameter_sizes(config, outline.job, model)
     of_hosts = _host_notes(config, plan, sizes, division, errors)
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
-        memory = _of_passes(config, job, plan, memory, is_gathered=division.parameters > 1)
+        memory = _of_passes(outline, plan, memory, is_gathered=division.parameters > 1)
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
@@ -185,14 +184,14 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return small
 
 
-def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is_gathered: bool) -> WorkerMemory:
+def _of_passes(outline: Outline, plan: Plan, memory: WorkerMemory, *, is_gathered: bool) -> WorkerMemory:
     """Return ``memory`` with what the forward passes of a worker keep; as it is if the model cannot be called.
 
     Only what grows with the batch is in proportion to its samples, and a mask, for example, does not. Parameters that
     are gathered are so in the type of the passes.
     """
     try:
-        few, more = _kept(config, job)
+        few, more = _kept(outline)
     except Exception:  # whatever the job raises with fake tensors, the plan holds without these numbers
         return memory
     a_sample = max(0.0, (more.activations - few.activations) / (_ROWS[1] - _ROWS[0]))
@@ -210,11 +209,10 @@ def _of_passes(config: Config, job: Job, plan: Plan, memory: WorkerMemory, *, is
     )
 
 
-def _kept(config: Config, job: Job) -> list[Kept]:
+def _kept(outline: Outline) -> list[Kept]:
     """Return what forward passes over each of :data:`_ROWS` samples keep."""
-    precision = Precision.named(config.train.precision, "cpu")
+    job, whole, precision = outline.job, outline.whole, outline.precision
     batches = [example_batch(job, job.dataset("train"), rows) for rows in _ROWS]
-    whole = build_fake(constructor_of(job, config.train, precision), torch.device("cpu"))
     for block in blocks_of(whole.model):
         if isinstance(block, Block):
             block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here

@@ -6,9 +6,10 @@ of its own parameters, make the updates of the whole model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -80,8 +81,8 @@ class Trial:
 def optimizer_errors(config: Config, job: Job, plan: Plan, model: nn.Module) -> list[str]:
     """Return why a run with the job's optimizer could not be resumed, or not be trained in stages.
 
-    Empty if it could, and if the trial cannot be made, because the optimizer refuses small parameters. ``model`` is one
-    without memory, whose parameters are replaced.
+    Empty if it could, and if the trial cannot be made, because the optimizer refuses small parameters. ``model`` may be
+    one without memory.
     """
     make = functools.partial(trial_of, model, job, config.train)
     with kept_generators():
@@ -121,25 +122,31 @@ def trial_of(
 ) -> Trial:
     """Return a trial with new small parameters of ``model``, or with its ``own`` ones."""
     torch.manual_seed(seed)
-    _make_small(model)
-    parameters = {name: p for name, p in model.named_parameters() if own is None or own(name)}
-    if own is not None:
-        optimizer: AnyOptimizer = optimizer_of_part(job, model, module_of(parameters))
-    else:
-        optimizer = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
+    with _made_small(model):
+        parameters = {name: p for name, p in model.named_parameters() if own is None or own(name)}
+        if own is not None:
+            optimizer: AnyOptimizer = optimizer_of_part(job, model, module_of(parameters))
+        else:
+            optimizer = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     return Trial(optimizer, parameters, train.ema_decay)
 
 
-def _make_small(model: nn.Module) -> None:
-    """Replace the parameters of a model, which may have no memory, by small ones with random values."""
+@contextlib.contextmanager
+def _made_small(model: nn.Module) -> Iterator[None]:
+    """Replace the parameters of a model, which may have no memory, by small ones with random values, for a while."""
     small: dict[Tensor, nn.Parameter] = {}
     for parameter in model.parameters():
         values = torch.randn([min(size, _PLACES) for size in parameter.shape]).to(parameter.dtype)
         small[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         adopt_user_state(small[parameter], parameter)
-    for module in model.modules():
-        held = own_parameters(module)
-        held.update({name: small[p] for name, p in held.items() if p is not None})
+    before = [(held, dict(held)) for held in map(own_parameters, model.modules())]
+    for held, own in before:
+        held.update({name: small[p] for name, p in own.items() if p is not None})
+    try:
+        yield
+    finally:
+        for held, own in before:
+            held.update(own)
 
 
 def _why_no_stages(make: Callable[..., Trial], whole: TrainState, shapes: Mapping[str, torch.Size]) -> str | None:

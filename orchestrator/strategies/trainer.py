@@ -36,6 +36,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import Division, by_keys, warning_about_parts
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
@@ -72,9 +73,9 @@ class Trainer(Strategy):
     _warnings: tuple[str, ...] = ()
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        errors += diverging_errors(job, plan)
-        return check_batchnorm(job, plan, synchronized=False, errors=errors)
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        errors += diverging_errors(outline.model, plan)
+        return check_batchnorm(outline.model, plan, synchronized=False, errors=errors)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)

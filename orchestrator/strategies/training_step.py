@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_loss
-from orchestrator.model.meta import on_meta_device
 from orchestrator.state.joint import AnyOptimizer, JointOptimizer
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.job_metrics import checked_metrics
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of, needs_closure, optimizer_problem
@@ -86,15 +86,15 @@ def checked_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach().reshape(()), {name: value.detach() for name, value in metrics.items()}
 
 
-def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[str]:
+def training_step_errors(config: Config, outline: Outline, *, supported: bool) -> list[str]:
     """Return why the job, which overrides ``Job.training_step``, cannot be trained.
 
     Args:
         config: the whole configuration.
-        job: the job.
+        outline: the job and its model.
         supported: whether the strategy calls ``Job.training_step``.
     """
-    name, train = config.strategy.name, config.train
+    job, name, train = outline.job, config.strategy.name, config.train
     overrides = "the job overrides Job.training_step"
     if not supported:
         return [
@@ -126,13 +126,9 @@ def training_step_errors(config: Config, job: Job, *, supported: bool) -> list[s
         errors.append(
             f"checkpoint.only_trained=true: {overrides}, which may change frozen parameters by hand; set it to false"
         )
-    if has_loss(job) and type(job).forward is Job.forward and _has_several_models(job):
+    if has_loss(job) and type(job).forward is Job.forward and isinstance(outline.model, nn.ModuleDict):
         errors.append(
             "job: Job.model returns several models, so an evaluation needs Job.forward(models, inputs): override it, "
             "or leave out Job.loss and return None from Job.dataset('val')"
         )
     return errors
-
-
-def _has_several_models(job: Job) -> bool:
-    return isinstance(on_meta_device(job.model), nn.ModuleDict)

@@ -15,7 +15,7 @@ from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.left_out import FrozenError
 from orchestrator.state.schedule import ScheduleError
-from orchestrator.strategies.constructor import outline_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorSize
@@ -132,7 +132,7 @@ def _gathered_bytes(loop: Loop | None) -> float:
     try:
         if loop is None or loop.strategy.context.mesh.shard == 1:
             return 0.0
-        model = outline_of(loop.job, loop.config.train)
+        model = Outline(loop.job, loop.config.train).model
         return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
     except Exception:
         traceback.print_exc()

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.job import Job
-from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.records.process import processor
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import AutoConfig
 from orchestrator.tuning.proposals import stage_counts
 
@@ -38,7 +37,7 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
         config.job.target,
         plain_fields(job),
         _code_of(type(job)),
-        _outline_of(job, timeout_s=config.recovery.build_max_s),
+        _shape_of(Outline(job, config.train), timeout_s=config.recovery.build_max_s),
         dataclasses.asdict(config.train.only_training(steps=1, log_every=1)),
         plan.world_size,
         plan.threads_per_worker,
@@ -79,16 +78,15 @@ def _code_of(cls: type) -> list[str]:
     return sources
 
 
-def _outline_of(job: Job, *, timeout_s: float) -> list[str]:
-    """Return the modules of the model with the shapes of their tensors; nothing if it cannot be outlined."""
+def _shape_of(outline: Outline, *, timeout_s: float) -> list[str]:
+    """Return the modules of the model with the shapes of their tensors; nothing if they are unknown."""
 
-    def outlined() -> list[str]:
-        outline = on_meta_device(job.model)
-        if not isinstance(outline, nn.Module):
+    def shape() -> list[str]:
+        if (model := outline.model) is None:
             return []
-        return [repr(outline), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in outline.state_dict().items())]
+        return [repr(model), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items())]
 
     try:
-        return in_child(outlined, timeout_s=timeout_s)
+        return in_child(shape, timeout_s=timeout_s)
     except ChildDiedError:
         return []

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
 from orchestrator.state.checkpoint import load, step_of
 from orchestrator.state.joint import AnyOptimizer, label_of
 from orchestrator.state.left_out import LEFT_OUT
@@ -22,6 +21,7 @@ from orchestrator.state.model_state import further_entries, own_tensors
 from orchestrator.state.optimizer_state import optimizers_in
 from orchestrator.state.schedule import ScheduleError, made_for
 from orchestrator.state.train_state import TrainState, outline, restore
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import opened_dataset, size_error
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
@@ -64,7 +64,7 @@ def _data_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, 
 
 def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     """Return how model, optimizer and schedule differ; empty if the model cannot be built without memory."""
-    model = on_meta_device(job.model)
+    model = Outline(job, config.train).model
     if model is None:
         return []
     state = load(checkpoint)

@@ -120,7 +120,8 @@ class _PlannedSizes:
     def _layout(self, number: int, errors: list[str]) -> Layout | None:
         """Return the layout for this number of workers, whether there is room for them or not; None if impossible."""
         with collect_errors(errors):
-            return find_layout(self._at(number), self._rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+            found = find_layout(self._at(number), self._rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+            return found.layout
         return None
 
     def _room_errors(self, mesh: Mesh) -> list[str]:

@@ -39,7 +39,7 @@ from orchestrator.state.transport import broadcast_state, receive_state, send_st
 from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.constructor import outline_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.trainer import Trainer
@@ -80,10 +80,10 @@ class Hogwild(Trainer):
         return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        if (model := outline_of(job, config.train)) is None:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        if (model := outline.model) is None:
             return ()
-        errors += _optimizer_errors(config, job, model)
+        errors += _optimizer_errors(config, outline.job, model)
         return statistics_notes(model)
 
     def setup(self, train_set: Dataset[Any]) -> None:

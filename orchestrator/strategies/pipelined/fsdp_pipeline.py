@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
-from orchestrator.job import Job
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.gathered import gathered_share
@@ -31,7 +30,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.constructor import compile_in_place
+from orchestrator.strategies.constructor import Outline, compile_in_place
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, reshard_errors, staged
@@ -83,11 +82,11 @@ class FSDPPipeline(Pipeline):
         return staged(config, mesh, errors, valid_mesh=len(errors) == before)
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         before = len(errors)
-        notes = super().check_job(config, job, plan, errors)
+        notes = super().check_job(config, outline, plan, errors)
         if len(errors) == before:
-            check_shards(config, job, plan, errors)  # its notes are on whole models
+            check_shards(config, outline, plan, errors)  # its notes are on whole models
         return notes
 
     @classmethod

@@ -39,7 +39,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.constructor import Outline, compile_in_place, constructor_of
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups, divided
@@ -82,7 +82,7 @@ class Pipeline(PartTrainer):
         return one_pipeline(config, num_workers, errors)
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         assert plan.pipeline is not None
         schedule = SCHEDULES[plan.pipeline.schedule]
         if config.train.activation_checkpointing == "selective" and schedule.splits_backward:
@@ -90,8 +90,8 @@ class Pipeline(PartTrainer):
                 f"train.activation_checkpointing=selective: {schedule.name} computes backward passes in halves, and "
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
-        errors += diverging_errors(job, plan)
-        return check_stages(config, job, plan, errors)
+        errors += diverging_errors(outline.model, plan)
+        return check_stages(config, outline, plan, errors)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence, Sized
 from typing import Any
 
-import torch
 from torch import nn
 
 from orchestrator.compat.torch import BatchNorm, has_accumulation_hooks
@@ -27,7 +26,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
 from orchestrator.strategies.measure.flop_counter import FlopCounter
@@ -39,18 +38,19 @@ SAMPLES_OF_SHAPES = 8
 """Training samples that are read to see whether batches differ in shape."""
 
 
-def check_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Cut the job's model as planned, with fake tensors.
 
     Args:
         config: the configuration of a strategy with stages.
-        job: the job whose model is cut.
+        outline: the job and its model, which is cut.
         plan: the plan of the run.
         errors: receives a line for each reason why the model cannot be cut as planned.
 
     Returns:
         Notes for the user, printed with the plan.
     """
+    job = outline.job
     if type(job).forward is not Job.forward:
         errors.append(
             f"strategy={config.strategy.name}: the job overrides Job.forward, which needs the whole model on a worker; "
@@ -63,8 +63,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> tup
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
     try:
-        precision = Precision.named(config.train.precision, "cpu")
-        train_set = job.dataset("train")
+        precision, train_set = outline.precision, job.dataset("train")
         inputs, target = example_batch(job, train_set, rows)
         ragged = ragged_error((inputs, target), rows, strategy=strategy.name)
         if ragged is not None and layout.num_microbatches > 1:
@@ -72,14 +71,7 @@ def check_stages(config: Config, job: Job, plan: Plan, errors: list[str]) -> tup
             return ()
         loss_reads_inputs = target is inputs
         inputs = precision.inputs(inputs)
-        sequence = sequence_of(
-            constructor_of(job, config.train, precision),
-            inputs,
-            torch.device("cpu"),
-            split=split,
-            num_stages=layout.num_stages,
-            job=job,
-        )
+        sequence = sequence_of(outline.whole, inputs, split=split, num_stages=layout.num_stages, job=job)
         layer_errors = _layer_errors(sequence, plan, strategy.size_key)
         all_layers = range(len(sequence.names))
         if loss_reads_inputs and change_their_input(sequence, all_layers, inputs, precision=precision):

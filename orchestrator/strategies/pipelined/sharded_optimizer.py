@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig
-from orchestrator.job import Job
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -28,11 +28,11 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
     """A stage of one of the replicas of a pipeline, or several, of which this rank trains a part."""
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         before = len(errors)
-        notes = super().check_job(config, job, plan, errors)
+        notes = super().check_job(config, outline, plan, errors)
         if len(errors) == before:
-            check_optimizer_shards(config, job, plan, errors)  # its note is on whole models
+            check_optimizer_shards(outline, plan, errors)  # its note is on whole models
         return notes
 
     @classmethod

@@ -103,7 +103,8 @@ class StageBuilder:
             ValueError: the model cannot be cut.
         """
         inputs = precision.inputs(inputs)
-        sequence = sequence_of(constructor, inputs, device, split=split, num_stages=num_stages, job=job)
+        whole = build_fake(constructor, device)
+        sequence = sequence_of(whole, inputs, split=split, num_stages=num_stages, job=job)
         return cls(
             job=job,
             constructor=constructor,

@@ -32,6 +32,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.registry import register
@@ -72,15 +73,17 @@ class DDP(Trainer):
         return Division(optimizer=mesh.shard)
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options = config.strategy
         assert isinstance(options, DDPConfig)
-        errors += option_errors(options, config.train, job, plan)
-        errors += diverging_errors(job, plan)
-        notes = check_batchnorm(job, plan, synchronized=options.sync_batchnorm, errors=errors)
-        if options.shard_optimizer and not has_training_step(job):
-            notes = (*notes, *check_optimizer_shards(config, job, plan, errors))
-        return (*notes, *bucket_notes(options, config.train, job, plan))
+        errors += option_errors(options, config.train, outline.job, plan)
+        errors += diverging_errors(outline.model, plan)
+        notes = check_batchnorm(outline.model, plan, synchronized=options.sync_batchnorm, errors=errors)
+        if has_training_step(outline.job):
+            return notes
+        if options.shard_optimizer:
+            notes = (*notes, *check_optimizer_shards(outline, plan, errors))
+        return (*notes, *bucket_notes(options, outline.model, plan))
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from orchestrator.config.schema import StrategyConfig, TrainConfig, option
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.meta import on_meta_device
-from orchestrator.model.precision import Precision
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for
 
@@ -64,12 +64,11 @@ def option_errors(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) 
     return errors
 
 
-def bucket_notes(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> tuple[str, ...]:
-    """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets than torch does."""
-    if options.bucket_mb != "auto" or plan.device == "cpu" or has_training_step(job):
+def bucket_notes(options: DDPConfig, model: nn.Module | None, plan: Plan) -> tuple[str, ...]:
+    """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets for a ``model`` than torch does."""
+    if options.bucket_mb != "auto" or plan.device == "cpu" or model is None:
         return ()
-    model = on_meta_device(Precision.named(train.precision, plan.device).converted(job.model))
-    chosen_mb = SMALLEST_MB if model is None else bucket_mb_for(model.parameters(), "auto", device=plan.device)
+    chosen_mb = bucket_mb_for(model.parameters(), "auto", device=plan.device)
     return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
 
 

@@ -25,6 +25,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, loss_of
@@ -172,11 +173,11 @@ class DP(Trainer):
         )
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        rows = plan.global_batch_size // plan.grad_accumulation
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
         ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
         errors += [ragged] if ragged is not None and plan.devices_per_worker > 1 else []
-        return super().check_job(config, job, plan, errors)
+        return super().check_job(config, outline, plan, errors)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:

@@ -15,16 +15,12 @@ from torch import Tensor, nn
 
 from orchestrator.compat.process_groups import all_gather_single
 from orchestrator.compat.torch import copy_all
-from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
-from orchestrator.job import Job
-from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.boxes import Box, Shape
 from orchestrator.planning.placement import Cut, Placement
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import buckets
@@ -136,27 +132,25 @@ class OptimizerShards:
         return self._cuts[name].box(tuple(self.whole[name].shape), index=index, count=self._count)
 
 
-def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Check that the optimizer's state can be divided as planned, with fake tensors.
 
     Args:
-        config: the configuration.
-        job: the job whose model is trained.
+        outline: the job and its model.
         plan: the plan of the run.
         errors: receives a line for each reason why the state cannot be divided.
 
     Returns:
         Notes for the user, printed with the plan.
     """
-    key, cpu = "strategy.shard_optimizer=true", torch.device("cpu")
-    model = build_fake(constructor_of(job, config.train, Precision.named(config.train.precision, "cpu")), cpu).model
+    key, model = "strategy.shard_optimizer=true", outline.whole.model
     sparse = {*sparse_parameters([model])}
     if tables := [name for name, parameter in model.named_parameters() if parameter in sparse]:
         errors.append(
             f"{key}: {first_few(tables, 2)} have sparse gradients, which cannot be divided; give the embedding "
             "sparse=False, or set it to false"
         )
-    errors += elementwise_errors(key, job, model, otherwise="set it to false")
+    errors += elementwise_errors(key, outline.job, model, otherwise="set it to false")
     if errors:
         return ()
     count = plan.mesh.shard

@@ -21,9 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.config.text import first_few
-from orchestrator.job import Job
-from orchestrator.model.meta import on_meta_device
-from orchestrator.model.modes import in_train_mode
 from orchestrator.planning.plan import Plan
 
 
@@ -134,11 +131,11 @@ def conversion_error(model: nn.Module) -> str | None:
     return None
 
 
-def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[str]) -> tuple[str, ...]:
+def check_batchnorm(model: nn.Module | None, plan: Plan, *, synchronized: bool, errors: list[str]) -> tuple[str, ...]:
     """Find out whether BatchNorm makes the losses differ from ``strategy=single``.
 
     Args:
-        job: the job; its model is built on the meta device.
+        model: the model, which may have no memory; None if it is unknown.
         plan: the plan of the run.
         synchronized: the value of ``strategy.sync_batchnorm``.
         errors: receives the reason why the model's modules cannot be synchronized.
@@ -153,12 +150,11 @@ def check_batchnorm(job: Job, plan: Plan, *, synchronized: bool, errors: list[st
     if replicas > 1:
         seen = f"each {'device' if plan.devices_per_worker > 1 else 'worker'}'s own samples"
         remedy = "; strategy=ddp strategy.sync_batchnorm=true uses the statistics of all workers"
-    model = on_meta_device(in_train_mode(job.model))
     if model is None:
         if synchronized:
             return ()  # the workers check their model
         return (
-            "job.model() cannot be built on the meta device, so nothing is known about BatchNorm: if the model has "
+            "job.model() cannot be built without memory, so nothing is known about BatchNorm: if the model has "
             f"any, it uses the statistics of {seen}{remedy}",
         )
     if synchronized and (error := conversion_error(model)):

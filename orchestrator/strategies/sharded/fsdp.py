@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config, StrategyConfig, option
-from orchestrator.job import Job
 from orchestrator.model.gathered import gathered_share
 from orchestrator.model.parity import free_memory
 from orchestrator.model.partial_init import build_fake
@@ -28,7 +27,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import Division as BatchDivision
 from orchestrator.strategies.data.batch_parts import not_compared
 from orchestrator.strategies.group_reduction import PartReduction
@@ -92,9 +91,9 @@ class FSDP(PartTrainer):
         return Layout(mesh=Mesh(shard=num_workers))
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        notes = super().check_job(config, job, plan, errors)
-        return (*notes, *check_shards(config, job, plan, errors))
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        notes = super().check_job(config, outline, plan, errors)
+        return (*notes, *check_shards(config, outline, plan, errors))
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
-from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
-from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 
 
-def check_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Divide the job's model as planned.
 
     Args:
         config: the configuration.
-        job: the job whose model is divided.
+        outline: the job and its model, which is divided.
         plan: the plan of the run.
         errors: receives a line for each reason why the model cannot be divided.
 
@@ -41,20 +37,19 @@ def check_shards(config: Config, job: Job, plan: Plan, errors: list[str]) -> tup
             "strategy.cpu_offload=true: workers compute on CPUs, so their parts are in host memory anyway; set it to "
             "false"
         )
-    name, cpu = f"strategy={config.strategy.name}", torch.device("cpu")
+    name, whole = f"strategy={config.strategy.name}", outline.whole
     if config.train.compile is not False and not config.train.compiles_blocks:
         errors.append(
             f"train.compile={to_cli(config.train.compile)}: {name} gathers parameters between the blocks of the model; "
             "set it to blocks, which compiles each of them"
         )
-    whole = build_fake(constructor_of(job, config.train, Precision.named(config.train.precision, "cpu")), cpu)
     try:
         groups = groups_of(whole.model, options.wrap)
     except ValueError as e:
         errors.append(str(e))
         return ()
     errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    errors += elementwise_errors(name, job, whole.model, otherwise="use strategy=ddp")
+    errors += elementwise_errors(name, outline.job, whole.model, otherwise="use strategy=ddp")
     if len(errors) > before:
         return ()
     notes = []

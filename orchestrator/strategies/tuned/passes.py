@@ -18,11 +18,10 @@ from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in, to_device
 from orchestrator.model.gathered import gathered_share
-from orchestrator.model.meta import on_meta_device
 from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.replicated.dp import DP, DPConfig
@@ -170,7 +169,7 @@ def whole_model_cost(
     """
     world_size, device, largest = context.mesh.world_size, context.device, slice_rows(context)
     precision = Precision.named(context.train.precision, device.type)
-    outline = on_meta_device(constructor_of(job, context.train, precision))
+    outline = Outline(job, context.train).model
     groups = () if outline is None else tuple(bytes_by_group(outline, "auto"))
     share = 1.0 if outline is None else gathered_share(outline, precision.autocast_dtype)
     parameters = [] if outline is None else list(outline.parameters())

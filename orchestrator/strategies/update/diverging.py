@@ -5,19 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from orchestrator.config.text import first_few
-from orchestrator.job import Job
-from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.plan import Plan
 
 
-def diverging_errors(job: Job, plan: Plan) -> list[str]:
-    """Return why the replicas of a plan would not stay equal; empty if nothing is known to change them.
+def diverging_errors(model: nn.Module | None, plan: Plan) -> list[str]:
+    """Return why the replicas of a ``model`` would not stay equal; empty if nothing is known to change them.
 
     ``max_norm`` of an embedding rescales the rows that a replica looks up, and only there. Shards that hold the
     parameters never see it.
     """
     copies = plan.mesh.data_parallel_size * plan.devices_per_worker + plan.mesh.num_servers
-    if copies == 1 or (model := on_meta_device(job.model)) is None:
+    if copies == 1 or model is None:
         return []
     tables = [
         name

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from orchestrator.policy.hang import awaited
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
 from orchestrator.worker.script.run import WORK_CHECKS

@@ -17,7 +17,7 @@ from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tenso
 from helpers.records.runs import in_campaign
 from orchestrator.planning.memory import Division, NodeShare
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
-from orchestrator.strategies.constructor import outline_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import host_memory, parameter_sizes
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
@@ -92,7 +92,7 @@ def test_copies_take_what_the_plan_says(gang: Gang, name: str) -> None:
     layout = LAYOUTS[name]
     case = layout.of(Case(job=AdamDigits(hidden=64, depth=3), train=having(steps=4, global_batch_size=32)))
     config = config_of(case, layout.world_size, recovery=replace(RECOVERY, peer_copy_every=1))
-    model = outline_of(case.job, case.train)
+    model = Outline(case.job, case.train).model
     assert model is not None
     plan = replace(plan_of(config), node=NodeShare(workers=layout.world_size))
     planned = host_memory(config, plan, parameter_sizes(config, case.job, model), Division.of(plan.mesh))

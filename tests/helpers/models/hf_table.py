@@ -27,6 +27,7 @@ from helpers.models.zoo import (
 )
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.model.parity import compare
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
 from orchestrator.strategies.data.batch_parts import Division, mean_loss, warning_about_parts
@@ -157,7 +158,7 @@ def in_stages(kind: Kind, model_type: str) -> str:
     job = StagedRow(kind=kind, name=model_type)
     inputs, target = example_batch(job, job.dataset("train"), 2)
     try:
-        sequence = sequence_of(job.model, inputs, CPU, split=(), num_stages=2, job=job)
+        sequence = sequence_of(build_fake(job.model, CPU), inputs, split=(), num_stages=2, job=job)
     except ValueError as e:
         return str(e)
     verdict = compare(

@@ -31,6 +31,7 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
@@ -99,7 +100,7 @@ def preflight_errors(rank: int, case: Case, world_size: int) -> list[str]:
     """What the driver would refuse the job for."""
     config = config_of(case, world_size)
     errors: list[str] = []
-    registry.load(config.strategy.name).check_job(config, case.job, plan_of(config), errors)
+    registry.load(config.strategy.name).check_job(config, Outline(case.job, config.train), plan_of(config), errors)
     return errors
 
 

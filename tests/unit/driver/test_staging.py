@@ -19,6 +19,7 @@ from orchestrator.driver.candidates import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def staged(job: Job, *words: str) -> tuple[tuple[str, ...], list[str]]:
     strategy = registry.load(config.strategy.name)
     plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
     errors: list[str] = []
-    return strategy.check_job(config, job, plan, errors), errors
+    return strategy.check_job(config, Outline(job, config.train), plan, errors), errors
 
 
 def new_notes(job: Job, *words: str) -> tuple[str, ...]:

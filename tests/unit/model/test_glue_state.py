@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs.stage_toys import Chain
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import sequence_of
 
 CALLS = {"number": 0}
@@ -132,7 +133,13 @@ class SetsOnce(Glue):
 
 
 def recorded(build: Callable[[], nn.Module]) -> None:
-    sequence_of(build, torch.randn(4, 10), torch.device("cpu"), split=("second",), num_stages=2, job=Chain(build=build))
+    sequence_of(
+        build_fake(build, torch.device("cpu")),
+        torch.randn(4, 10),
+        split=("second",),
+        num_stages=2,
+        job=Chain(build=build),
+    )
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def depends_on_values(x: Tensor) -> Tensor:
 
 def layers_of(build: Callable[[], nn.Module], *, num_stages: int, inputs: Any = None) -> LayerSequence:
     inputs = torch.randn(4, 10) if inputs is None else inputs
-    return sequence_of(build, inputs, CPU, split=(), num_stages=num_stages, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), inputs, split=(), num_stages=num_stages, job=Chain(build=build))
 
 
 def test_modules_larger_than_a_stage_are_divided() -> None:

@@ -16,6 +16,7 @@ from helpers.jobs.special_modules import SPECIAL, Model, _DoubledGradient, model
 from helpers.jobs.stage_toys import Chain, plain
 from orchestrator.job import Job
 from orchestrator.model.parity import ParityResult, compare
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import sequence_of
@@ -110,7 +111,9 @@ class PreparesALayer(Model):
 def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> ParityResult:
     job = job or Chain(build=build)
     return compared(
-        build, sequence_of(build, INPUTS, CPU, split=("third",), num_stages=2, job=job), free_bytes=free_bytes
+        build,
+        sequence_of(build_fake(build, CPU), INPUTS, split=("third",), num_stages=2, job=job),
+        free_bytes=free_bytes,
     )
 
 
@@ -198,7 +201,7 @@ def test_the_check_before_training_refuses(job: Job) -> None:
 
 
 def test_of_a_sequence_that_only_calls_its_layers_nothing_has_to_be_compared() -> None:
-    sequence = sequence_of(plain, INPUTS, CPU, split=(), num_stages=2, job=Chain(build=plain))
+    sequence = sequence_of(build_fake(plain, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=plain))
     assert compared(plain, sequence, free_bytes=0) == ParityResult()
 
 
@@ -220,7 +223,7 @@ class ActsOften(nn.Sequential):
 
 
 def sequence_in(build: Callable[[], nn.Module]) -> LayerSequence:
-    return sequence_of(build, INPUTS, CPU, split=(), num_stages=2, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=build))
 
 
 @pytest.mark.parametrize("kind", [Doubles, ActsOften])

@@ -17,7 +17,6 @@ from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.model import blocks
 from orchestrator.model.blocks import blocks_of, with_blocks
-from orchestrator.model.meta import on_meta_device
 from orchestrator.strategies.constructor import blocks_note
 
 
@@ -124,9 +123,8 @@ class Nested(nn.Module):
     ids=["sequential", "nested", "layers", "one-block", "gpt", "resnet50"],
 )
 def test_the_outermost_repeated_blocks_are_found(model, count: int) -> None:
-    found = on_meta_device(model)
-    assert found is not None
-    assert len(blocks_of(found)) == count
+    with torch.device("meta"):
+        assert len(blocks_of(model())) == count
 
 
 def test_a_model_without_blocks_is_noted() -> None:

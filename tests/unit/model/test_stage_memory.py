@@ -11,6 +11,7 @@ from torch import nn
 from helpers.ranks.allocations import Allocations
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import costs, flow
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import build_stages, sequence_of
 
@@ -30,9 +31,9 @@ def model() -> nn.Module:
 def stage(number: int) -> object:
     """As a worker builds it that also measures the layers."""
     inputs = torch.ones(2, WIDTH)
-    sequence = sequence_of(model, inputs, CPU, split=(), num_stages=2, job=NotByHand())
+    sequence = sequence_of(build_fake(model, CPU), inputs, split=(), num_stages=2, job=NotByHand())
     values = flow(sequence, inputs, precision=Precision())
-    fresh = sequence_of(model, inputs, CPU, split=(), num_stages=2, job=NotByHand()).modules
+    fresh = sequence_of(build_fake(model, CPU), inputs, split=(), num_stages=2, job=NotByHand()).modules
     costs(fresh, values, inputs, precision=Precision(), loss=lambda out: out.square().mean())
     cut = Cut(tuple(range(0, LAYERS, LAYERS // STAGES)))
     layers = functools.partial(sequence.build_layers, model, seed=1)

@@ -10,6 +10,7 @@ from helpers.machines.plans import GPU_BOX, LAPTOP, config_of, plan_of
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.job import Job
+from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
 from orchestrator.planning.microbatch_size import MOST_GROWTH, growth, note_on_size, remedy
@@ -71,7 +72,7 @@ def test_nothing_is_estimated_for_gpus() -> None:
 def test_operations_are_counted_without_running_the_model(job: Job) -> None:
     precision = Precision.named("fp32", "cpu")
     inputs = example_batch(job, job.dataset("train"), 2)[0]
-    sequence = sequence_of(job.model, inputs, torch.device("cpu"), split=(), num_stages=2, job=job)
+    sequence = sequence_of(build_fake(job.model, torch.device("cpu")), inputs, split=(), num_stages=2, job=job)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as torchs:
         job.model()(inputs)
         expected = torchs.get_total_flops()

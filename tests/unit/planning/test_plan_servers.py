@@ -19,6 +19,7 @@ from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_shards=2")
 
@@ -55,7 +56,7 @@ def checked(config: Config, job: Job) -> tuple[tuple[str, ...], list[str]]:
     """The notes on the job's model, and the errors."""
     strategy, errors = registry.load(config.strategy.name), list[str]()
     plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
-    return strategy.check_job(config, job, plan, errors), errors
+    return strategy.check_job(config, Outline(job, config.train), plan, errors), errors
 
 
 def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
 from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
-from helpers.conformance.layouts import FSDP, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.conformance.layouts import EVERY, FSDP, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.jobs.batch_toys import Ragged
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
@@ -49,19 +49,34 @@ class Counted(Toy):
 
     def model(self) -> nn.Module:
         self.calls.append("model")
-        return super().model()
+        return nn.Sequential(nn.Linear(10, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 4))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         self.calls.append("optimizer")
         return super().optimizer(parameters)
 
 
-@pytest.mark.parametrize(("options", "models"), [(SINGLE, 2), (DDP, 4)], ids=["single", "ddp"])
-def test_the_checks_of_a_start_share_a_model(options: StrategyConfig, models: int) -> None:
-    """A model takes seconds to build. The optimizers: as it is, for its memory, and two for the trial of a resume."""
-    job = Counted()
-    assert errors_of(job, options, world_size=1 if options is SINGLE else 2) == []
-    assert (job.calls.count("model"), job.calls.count("optimizer")) == (models, 4)
+@pytest.mark.parametrize("plan", [False, True])
+@pytest.mark.parametrize("layout", ["single", "ddp-2"])
+def test_how_many_optimizers_the_checks_of_a_start_make(layout: str, plan: bool) -> None:
+    """As it is, for its memory, and two for the trial of a resume."""
+    assert calls_of(layout, plan=plan).count("optimizer") == 4
+
+
+@pytest.mark.parametrize("plan", [False, True])
+@pytest.mark.parametrize("layout", EVERY)
+def test_the_checks_of_a_start_build_one_model(layout: str, plan: bool) -> None:
+    """It may take minutes to build."""
+    assert calls_of(layout, plan=plan).count("model") == 1
+
+
+def calls_of(layout: str, *, plan: bool) -> list[str]:
+    job, of = Counted(), EVERY[layout]
+    config = replace(config_of(of.of(Case(job=job)), of.world_size), plan=plan)
+    errors: list[str] = []
+    registry.load(config.strategy.name).check(config, job, plan_of(config), errors)
+    assert errors == []
+    return job.calls
 
 
 class TiedByData(nn.Sequential):

@@ -19,7 +19,7 @@ from helpers.jobs.quick_jobs import AdamDigits, QuickDigits
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
 from orchestrator.strategies.asynchronous.hogwild import Hogwild
-from orchestrator.strategies.constructor import outline_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.update.elementwise import ELEMENTWISE
 
@@ -30,7 +30,7 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
     chosen = EVERY[layout]
     case = chosen.of(Case(job=job, train=having(TRAIN, **train)))
     config = config_of(case, chosen.world_size)
-    model = outline_of(job, config.train)
+    model = Outline(job, config.train).model
     assert model is not None
     return optimizer_errors(config, job, plan_of(config), model)
 
@@ -141,6 +141,6 @@ def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> N
         found: list[str] = []
         chosen = EVERY["hogwild-2"]
         config = config_of(chosen.of(Case(job=job, train=TRAIN)), chosen.world_size)
-        Hogwild.check_job(config, job, plan_of(config), found)
+        Hogwild.check_job(config, Outline(job, config.train), plan_of(config), found)
         assert len(found) == 1
         assert found[0].startswith(f"strategy=hogwild: {words}")

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.model.meta import on_meta_device
+from orchestrator.model.partial_init import build_fake
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text, exits_refused, readable
+
+CPU = torch.device("cpu")
 
 
 def leave() -> None:
@@ -45,7 +48,7 @@ def end_a_generator() -> Any:
 )
 def test_the_code_and_its_place_are_named(call: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(JobError, match=text) as raised, exits_refused():
-        on_meta_device(call)
+        build_fake(call, CPU)
     assert pickle.loads(pickle.dumps(raised.value)).errors == raised.value.errors  # it may come from a child process
 
 
@@ -56,7 +59,7 @@ def leave_hard() -> Any:
 def test_a_hard_exit_is_refused_where_nobody_would_notice_it() -> None:
     place = r"leave_hard calls os._exit\(0\) \(test_exits.py, line \d+\), which would end the process without a reason"
     with pytest.raises(JobError, match=place), exits_refused(hard=True), exits_refused():
-        on_meta_device(leave_hard)
+        build_fake(leave_hard, CPU)
 
 
 @pytest.mark.parametrize("hard", [False, True])

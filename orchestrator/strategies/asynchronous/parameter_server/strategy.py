@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 
 from orchestrator.config.schema import Config, StrategyConfig, option
 from orchestrator.job import Job
-from orchestrator.model.meta import on_meta_device
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.update.diverging import diverging_errors
@@ -69,15 +69,15 @@ class ParameterServer(Strategy):
         return Layout(mesh=mesh, notes=(note,))
 
     @classmethod
-    def check_job(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options = config.strategy
         assert isinstance(options, ParameterServerConfig)
-        model = on_meta_device(job.model)
+        model = outline.model
         if model is not None:  # otherwise the workers find out
-            errors += sharding_errors(options.name, job, model, options.num_shards)
-        errors += diverging_errors(job, plan)
+            errors += sharding_errors(options.name, outline.job, model, options.num_shards)
+        errors += diverging_errors(model, plan)
         if cls.is_synchronous(options):
-            return check_batchnorm(job, plan, synchronized=False, errors=errors)
+            return check_batchnorm(model, plan, synchronized=False, errors=errors)
         return () if model is None else statistics_notes(model)
 
     @classmethod

@@ -423,13 +423,13 @@ class Adam(Digits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing(Digits):
-    """Computes with real numbers while it builds its model."""
+class NeedsMemory(Digits):
+    """Reads the memory of a tensor while it builds its model."""
 
     sums: list[float] = field(default_factory=list)
 
     def model(self) -> nn.Module:
-        self.sums.append(torch.ones(3).sum().item())
+        self.sums += torch.ones(3).numpy().tolist()
         return super().model()
 
 
@@ -448,9 +448,9 @@ def test_another_optimizer_is_named(tmp_path: Path) -> None:
     assert "Adam" in error
 
 
-def test_a_model_that_computes_while_it_is_built_is_left_to_the_workers(tmp_path: Path) -> None:
+def test_a_model_that_needs_memory_while_it_is_built_is_left_to_the_workers(tmp_path: Path) -> None:
     an_earlier_run(tmp_path)
-    job = Computing(hidden=5)
+    job = NeedsMemory(hidden=5)
     found, _ = resume(config_of(tmp_path, "resume=auto"), job)
     assert found is not None
     assert job.sums == [], "the driver does not build it with memory"

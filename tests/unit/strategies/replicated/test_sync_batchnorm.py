@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from helpers.jobs.toys import Toy
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, synchronize
 
 CPU = torch.device("cpu")
@@ -32,12 +33,12 @@ class Norms(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class NeedsValues(Norms):
-    """A constructor that reads the value of a tensor, which has none on the meta device."""
+    """A constructor that needs the memory of a tensor."""
 
     seen: list[float] = field(default_factory=list)
 
     def model(self) -> nn.Module:
-        self.seen.append(torch.linspace(0, 1, 3)[1].item())
+        self.seen += torch.linspace(0, 1, 3).numpy().tolist()
         return super().model()
 
 
@@ -64,7 +65,7 @@ class Pretrained(Norms):
 def notes(job: Toy, *words: str) -> tuple[tuple[str, ...], list[str]]:
     words = words if words[:1] and words[0].startswith("strategy=") else ("strategy=ddp", *words)
     config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
-    return registry.load(config.strategy.name).check_job(config, job, plan, errors), errors
+    return registry.load(config.strategy.name).check_job(config, Outline(job, config.train), plan, errors), errors
 
 
 def test_modules_are_converted_in_place_and_keep_names_hooks_and_identity() -> None:
@@ -167,6 +168,6 @@ def test_a_batchnorm_of_another_class_is_an_error_of_the_plan() -> None:
 def test_a_model_that_cannot_be_built_without_memory_is_not_passed_over_in_silence() -> None:
     job = NeedsValues()
     ((note,), errors) = notes(job)
-    assert note.startswith("job.model() cannot be built on the meta device")
+    assert note.startswith("job.model() cannot be built without memory")
     assert "strategy.sync_batchnorm=true" in note
     assert (errors, job.seen) == ([], []), "the driver does not build it with memory"

@@ -13,6 +13,7 @@ from helpers.jobs.toys import Toy
 from helpers.machines.plans import GPU_BOX, config_of, plan_of
 from orchestrator.job import Split
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Table(Toy):
 def errors_of(job: Table, *overrides: str) -> list[str]:
     config, plan = config_of(*overrides), plan_of(GPU_BOX, *overrides)
     errors: list[str] = []
-    registry.load(config.strategy.name).check_job(config, job, plan, errors)
+    registry.load(config.strategy.name).check_job(config, Outline(job, config.train), plan, errors)
     return errors
 
 
