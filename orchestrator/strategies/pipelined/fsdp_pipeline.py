@@ -125,7 +125,7 @@ class FSDPPipeline(Pipeline):
         whole, options = build_fake(builder.constructor, CPU), self.context.options
         assert isinstance(options, FSDPPipelineConfig)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
+        own.model.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
         self.trained = Trained(
             self.job,
             self.context,
@@ -205,7 +205,7 @@ class PartSums(StageSums):
     def finish(self, waits: WaitTimer) -> None:
         with waits.waiting():
             self._model.wrapped.sum_gradients()
-            self._model.take_gradients()
+            self._model.take_gradients(self._peers)
             sum_over(self._peers, [scalar.grad for scalar in self._model.scalars if scalar.grad is not None])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from orchestrator.state.boxes import Box
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
-from orchestrator.strategies.sharded.wrapping import groups_of
+from orchestrator.strategies.sharded.wrapping import groups_of, order_of_calls
+from orchestrator.strategies.update.gradients import found_anywhere
 
 
 class DividedModel:
@@ -33,6 +34,7 @@ class DividedModel:
         scalars: the parts that are whole parameters, because they have no dimension.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
+        calls: the modules that are called in each other, as :func:`check_forward` has seen them.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DividedModel:
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         for timer in (self.gathers, self.scatters):
             timer.pause()
+        self.calls: Mapping[str, Sequence[str]] = {}
         self._build = build
         self._device = context.device
         self._autocast_dtype = precision.autocast_dtype
@@ -158,17 +161,28 @@ class DividedModel:
                 if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
+        wrapped.gather_in_order(order_of_calls(self.model, together, self.calls, calls or (root,)), calls)
         if (ahead := self._options.prefetch) != 1:  # 1 is what torch does itself
             for called in calls or (root,):
                 wrapped.gather_ahead(called, ahead)
 
-    def take_gradients(self) -> None:
-        """Give the parts their gradients, after the backward passes of a step."""
+    def take_gradients(self, group: dist.ProcessGroup) -> None:
+        """Give the parts their gradients, after the backward passes of a step.
+
+        What one rank of ``group`` has a gradient of gets one on all of them, which may be zero; the rest gets none.
+        """
         assert self._divided is not None
-        for part, parameter in self._divided.items():
-            if parameter.grad is not None:
+        used, scalars = self.wrapped.take_used(), [scalar for scalar in self.scalars if scalar.requires_grad]
+        divided = [(part, parameter) for part, parameter in self._divided.items() if part.requires_grad]
+        found = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
+        found = found_anywhere(group, found, self._device)
+        for (part, parameter), exists in zip(divided, found, strict=False):
+            if exists:
                 part.grad = self.wrapped.local_part(parameter.grad)
-                parameter.grad = None
+            parameter.grad = None
+        for scalar, exists in zip(scalars, found[len(divided) :], strict=True):
+            if exists and scalar.grad is None:
+                scalar.grad = torch.zeros_like(scalar)
 
     def close(self) -> None:
         """Release everything that refers to the process group. Parts and buffers remain."""

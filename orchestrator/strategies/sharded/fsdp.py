@@ -144,7 +144,7 @@ class FSDP(ShardTrainer):
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
         wrap = options_of(context.options).wrap
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
+        passes.divided.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
         return Trained(
             self.job,
             context,
@@ -229,7 +229,7 @@ class InParts(Reduction):
         return self._divided.wrapped.around_slice(last=last)
 
     def finish(self) -> None:
-        self._divided.take_gradients()
+        self._divided.take_gradients(_world())
         with self.sums.waiting():
             if self._replicas is not None:
                 parts = self._divided.distinct

@@ -1,0 +1,261 @@
+"""What ``fully_shard`` gathers and sums where ranks use different parts of a model, such as experts or skipped blocks.
+
+torch gathers the parameters of a module that is called, and sums the gradients that exist. All ranks of a group have to
+do both for the same modules, in one order, or they add up different tensors, or wait for each other. Here, a rank
+gathers what it skips as well, in the order of :attr:`Calls.order`, and its missing gradients are zeros in the sums.
+
+Autograd runs the operations of a backward pass in the reverse order of the forward pass. So once it has come to a
+module, all that was called after it has its gradients, or will have none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """A call of the modules of a group in a forward pass.
+
+    Attributes:
+        first: the number of the first call inside of it.
+        backward: whether the backward pass has still to come to it, is in it, or is past it.
+    """
+
+    group: _Group
+    first: int
+    backward: Literal["to come", "running", "past"]
+
+
+@dataclass(kw_only=True)
+class _Frame:
+    """A module that runs: the groups that are called in it, in their order, over and over again."""
+
+    order: Sequence[_Group]
+    first: int
+    position: int = 0
+
+    def skipped_before(self, group: _Group) -> Sequence[_Group]:
+        ahead = self.position % max(1, len(self.order))
+        turned = [*self.order[ahead:], *self.order[:ahead]]
+        return turned[: turned.index(group)] if group in turned else ()
+
+    def skipped_at_end(self) -> Sequence[_Group]:
+        ahead = self.position % max(1, len(self.order))
+        return self.order[ahead:] if ahead or not self.position else ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Calls:
+    """The calls of divided modules in the passes through a model, and the parameters that these have used.
+
+    Attributes:
+        order: the groups that are called in a module, in their order.
+        used: the parameters of which this rank has had a gradient since the last :meth:`take_used`.
+        frames: the modules that run in a forward pass, the innermost last.
+        forward: the calls of this pass, in the order of their ends.
+        backward: the calls of the forward pass whose backward pass runs.
+    """
+
+    order: Mapping[nn.Module, Sequence[_Group]] = field(default_factory=dict)
+    used: set[nn.Parameter] = field(default_factory=set)
+    frames: list[_Frame] = field(default_factory=list)
+    forward: list[_Call] = field(default_factory=list)
+    backward: list[_Call] = field(default_factory=list)
+
+    def take_used(self) -> set[nn.Parameter]:
+        """Return the parameters of which this rank has had a gradient since the last call."""
+        used, self.used = self.used, set()
+        return used
+
+    def watch(
+        self, root: nn.Module, order: Mapping[nn.Module, Sequence[nn.Module]], called: Sequence[nn.Module]
+    ) -> None:
+        """Keep to one order.
+
+        Args:
+            root: the divided module that has all others.
+            order: the divided modules that are called in the ``called`` ones, and in each other.
+            called: the modules that are called as a whole.
+        """
+        divided: Any = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        state_of = {module: module._get_fsdp_state() for module in divided}
+        for state in state_of.values():
+            for group in groups_of_state(state):
+                group.__class__ = _Root if state is state_of[root] else _Group
+                group.calls, group.state = self, state
+        self.order = {module: _groups_in(state_of[inner] for inner in inners) for module, inners in order.items()}
+        for module in called:
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end, prepend=True)
+        final: Any = state_of[root]
+        final._root_post_backward_final_callback = functools.partial(
+            self._finish, final._root_post_backward_final_callback
+        )
+
+    def enter(self, group: _Group) -> None:
+        """Gather what this rank has skipped before a module is called."""
+        if self.frames:
+            frame = self.frames[-1]
+            for other in frame.skipped_before(group):
+                self._skip(other)
+            frame.position += 1
+        group.entered = len(self.forward)
+        if group.is_alone:
+            self.frames.append(_Frame(order=self.order.get(group.modules[0], ()), first=len(self.forward)))
+
+    def leave(self, group: _Group, output: Any) -> None:
+        """Gather what this rank has skipped inside of a module."""
+        if group.is_alone and self.frames:
+            for other in self.frames[-1].skipped_at_end():
+                self._skip(other)
+            self.frames.pop()
+        passes = any(tensor.requires_grad for tensor in _tensors_in(output))
+        if torch.is_grad_enabled():
+            group.passes_gradient |= passes
+        self.forward.append(_Call(group=group, first=group.entered, backward="to come" if passes else "past"))
+
+    def turn_back(self, group: _Group) -> None:
+        """Begin the backward pass of a call, and end those of all later ones."""
+        number = max((i for i, c in enumerate(self.backward) if c.group is group and c.backward == "to come"), default=None)
+        if number is not None:
+            self._pass_back(call for call in self.backward[number + 1 :] if call.first > number)
+            self.backward[number].backward = "running"
+
+    def pass_by(self, group: _Group) -> None:
+        """End the backward pass of a call, and before it those of all calls inside of it."""
+        for number, call in enumerate(self.backward):
+            if call.group is group and call.backward == "running":
+                call.backward = "past"
+                if group.is_alone:
+                    self._pass_back(self.backward[call.first : number])
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self.forward = []
+        self.frames = [_Frame(order=self.order.get(module, ()), first=0)]
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for group in self.frames[-1].skipped_at_end():
+            self._skip(group)
+        self.frames = []
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._begin_backward, self.forward))
+
+    def _skip(self, group: _Group) -> None:
+        """Gather the parameters of a module that does not run, and those inside of it."""
+        number, module = len(self.forward), group.modules[0]
+        group.state._pre_forward(module, (), {})
+        group.state._post_forward(module, (), None)
+        for call in self.forward[number:]:
+            if torch.is_grad_enabled() and (call.group.is_trained or call.group.passes_gradient):
+                call.backward = "to come"
+
+    def _begin_backward(self, calls: list[_Call], gradient: Tensor) -> None:
+        self.backward = calls
+
+    def _finish(self, final: Any) -> None:
+        self._pass_back(self.backward)
+        self.backward = []
+        final()
+
+    def _pass_back(self, calls: Iterable[_Call]) -> None:
+        for call in reversed([*calls]):
+            if call.backward == "to come":
+                call.group.state._pre_backward(None)
+            if call.backward == "running":
+                call.group.post_backward()
+
+
+class _Root(FSDPParamGroup):
+    """Parameters that are gathered together; those of the root, which no rank skips.
+
+    Attributes:
+        calls: of all groups.
+        state: has the group.
+    """
+
+    calls: Calls
+    state: Any
+
+    def post_backward(self, *unused: Any) -> None:
+        if self.reduce_grads:
+            for parameter in self.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is None or not parameter.sharded_param.requires_grad:
+                    continue
+                if whole.grad is None and getattr(parameter, "unsharded_accumulated_grad", None) is None:
+                    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+                else:
+                    self.calls.used.add(parameter.sharded_param)
+        super().post_backward(*unused)
+
+
+class _Group(_Root):
+    """Parameters that are gathered together, and which a rank may skip.
+
+    Attributes:
+        entered: the number of calls that have ended before the present one.
+        passes_gradient: whether a call has had an output with a gradient.
+    """
+
+    entered = 0
+    passes_gradient = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all parameters are those of one module."""
+        return len(self.modules) == 1
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.sharded_param.requires_grad for parameter in self.fsdp_params)
+
+    def pre_forward(self, *args: Any) -> Any:
+        if self._training_state != TrainingState.FORWARD and not is_bw():
+            self.calls.enter(self)
+        return super().pre_forward(*args)
+
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if not is_bw():
+            self.calls.leave(self, output)
+        return super().post_forward(module, input, output)
+
+    def pre_backward(self, *args: Any) -> None:
+        if self._training_state != TrainingState.PRE_BACKWARD:
+            self.calls.turn_back(self)
+        super().pre_backward(*args)
+
+    def post_backward(self, *unused: Any) -> None:
+        self.calls.pass_by(self)
+        super().post_backward(*unused)
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """Return what is gathered together, of the state of a divided module."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # up to torch 2.11
+
+
+def _groups_in(states: Iterable[Any]) -> list[_Group]:
+    """Return the groups of states that are called one after the other; one of several modules is gathered once."""
+    found: list[_Group] = []
+    for group in (group for state in states for group in groups_of_state(state)):
+        if group.is_alone or group not in found:
+            found.append(group)
+    return found
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
