@@ -7,7 +7,7 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,15 +128,24 @@ class FullySharded:
                 parameter.gathered = dtypes[parameter.sharded_param]
 
     def gather_in_order(
-        self, order: Mapping[nn.Module, Sequence[nn.Module]], called: Sequence[nn.Module] = ()
+        self,
+        order: Mapping[nn.Module, Sequence[nn.Module]],
+        called: Sequence[nn.Module],
+        *,
+        recomputed: Collection[nn.Module],
+        equally_often: bool,
     ) -> None:
         """Gather what a pass skips too, and sum gradients that a rank lacks as zeros, as other ranks have them.
 
         Args:
             order: the divided modules that each of the ``called`` ones calls, and those that these call in turn.
-            called: the modules that are called; by default, the root.
+            called: the modules that are called.
+            recomputed: those that may be called again in the backward pass, inside of others; a rank that skips one of
+                them in training raises a ValueError.
+            equally_often: whether all ranks call them equally often. If not, each forward pass ends with a question to
+                the other ranks, for which it waits for the device.
         """
-        self._calls.watch(self._root, order, called or (self._root,))
+        self._calls.watch(self._root, order, called, recomputed, None if equally_often else self._mesh.get_group())
 
     def take_used(self) -> set[nn.Parameter]:
         """Return the divided parameters of which this rank has had a gradient since the last call."""
@@ -208,7 +217,8 @@ class FullySharded:
         for mesh in (self._mesh, *(p.device_mesh for p in self._root.parameters() if isinstance(p, DTensor))):
             registry: dict[str, Any] = getattr(mesh, "_pg_registry", {})
             registry.clear()
-        del self._root, self._mesh, self._calls
+        self._calls.ranks = None
+        del self._root, self._mesh
 
     @staticmethod
     @torch.no_grad()

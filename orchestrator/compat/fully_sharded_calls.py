@@ -11,11 +11,12 @@ module, all that was called after it has its gradients, or will have none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
@@ -29,21 +30,28 @@ class _Call:
 
     Attributes:
         first: the number of the first call inside of it.
-        backward: whether the backward pass has still to come to it, is in it, or is past it.
+        backward: whether the backward pass has still to come to it, is in it, or is past it. Of a module that this
+            rank has skipped, it is known at the end of the forward pass.
     """
 
     group: _Group
     first: int
-    backward: Literal["to come", "running", "past"]
+    backward: Literal["skipped", "to come", "running", "past"]
 
 
 @dataclass(kw_only=True)
 class _Frame:
-    """A module that runs: the groups that are called in it, in their order, over and over again."""
+    """A module that runs.
+
+    Attributes:
+        order: the groups that are called in it, in their order, over and over again.
+        position: the number of calls that there have been.
+        agreed: up to which of them it is known that other ranks make them too.
+    """
 
     order: Sequence[_Group]
-    first: int
     position: int = 0
+    agreed: int = 0
 
     def skipped_before(self, group: _Group) -> Sequence[_Group]:
         ahead = self.position % max(1, len(self.order))
@@ -54,6 +62,11 @@ class _Frame:
         ahead = self.position % max(1, len(self.order))
         return self.order[ahead:] if ahead or not self.position else ()
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether it is not known that other ranks make the next call too."""
+        return self.position > self.agreed and self.position % len(self.order) == 0
+
 
 @dataclass(kw_only=True, eq=False)
 class Calls:
@@ -61,6 +74,9 @@ class Calls:
 
     Attributes:
         order: the groups that are called in a module, in their order.
+        recomputed: the modules that no rank may skip, because they are called again in the backward pass.
+        ranks: those that may call the modules unequally often; None if they do not.
+        frozen: the groups without trained parameters.
         used: the parameters of which this rank has had a gradient since the last :meth:`take_used`.
         frames: the modules that run in a forward pass, the innermost last.
         forward: the calls of this pass, in the order of their ends.
@@ -68,6 +84,9 @@ class Calls:
     """
 
     order: Mapping[nn.Module, Sequence[_Group]] = field(default_factory=dict)
+    recomputed: Collection[nn.Module] = ()
+    ranks: dist.ProcessGroup | None = None
+    frozen: Sequence[_Group] = ()
     used: set[nn.Parameter] = field(default_factory=set)
     frames: list[_Frame] = field(default_factory=list)
     forward: list[_Call] = field(default_factory=list)
@@ -79,7 +98,12 @@ class Calls:
         return used
 
     def watch(
-        self, root: nn.Module, order: Mapping[nn.Module, Sequence[nn.Module]], called: Sequence[nn.Module]
+        self,
+        root: nn.Module,
+        order: Mapping[nn.Module, Sequence[nn.Module]],
+        called: Sequence[nn.Module],
+        recomputed: Collection[nn.Module],
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Keep to one order.
 
@@ -87,13 +111,19 @@ class Calls:
             root: the divided module that has all others.
             order: the divided modules that are called in the ``called`` ones, and in each other.
             called: the modules that are called as a whole.
+            recomputed: the modules that may be called again in the backward pass, inside of others.
+            group: the ranks, to ask them after a forward pass whether one calls the modules again; None if they call
+                them equally often.
         """
+        self.recomputed, self.ranks = recomputed, group
         divided: Any = [module for module in root.modules() if isinstance(module, FSDPModule)]
         state_of = {module: module._get_fsdp_state() for module in divided}
         for state in state_of.values():
             for group in groups_of_state(state):
                 group.__class__ = _Root if state is state_of[root] else _Group
                 group.calls, group.state = self, state
+        groups = _groups_in(state for module, state in state_of.items() if module is not root)
+        self.frozen = [group for group in groups if not group.is_trained]
         self.order = {module: _groups_in(state_of[inner] for inner in inners) for module, inners in order.items()}
         for module in called:
             module.register_forward_pre_hook(self._begin)
@@ -109,26 +139,26 @@ class Calls:
             frame = self.frames[-1]
             for other in frame.skipped_before(group):
                 self._skip(other)
+            if group in frame.order:
+                self._goes_on(frame, wanted=True)
             frame.position += 1
         group.entered = len(self.forward)
         if group.is_alone:
-            self.frames.append(_Frame(order=self.order.get(group.modules[0], ()), first=len(self.forward)))
+            self.frames.append(_Frame(order=self.order.get(group.modules[0], ())))
 
     def leave(self, group: _Group, output: Any) -> None:
         """Gather what this rank has skipped inside of a module."""
         if group.is_alone and self.frames:
-            for other in self.frames[-1].skipped_at_end():
-                self._skip(other)
-            self.frames.pop()
-        passes = any(tensor.requires_grad for tensor in _tensors_in(output))
+            self._end_frame()
+        passes = self._follow_back(output)
         if torch.is_grad_enabled():
             group.passes_gradient |= passes
         self.forward.append(_Call(group=group, first=group.entered, backward="to come" if passes else "past"))
 
     def turn_back(self, group: _Group) -> None:
         """Begin the backward pass of a call, and end those of all later ones."""
-        number = max((i for i, c in enumerate(self.backward) if c.group is group and c.backward == "to come"), default=None)
-        if number is not None:
+        numbers = [i for i, call in enumerate(self.backward) if call.group is group and call.backward == "to come"]
+        for number in numbers[-1:]:
             self._pass_back(call for call in self.backward[number + 1 :] if call.first > number)
             self.backward[number].backward = "running"
 
@@ -140,32 +170,76 @@ class Calls:
                 if group.is_alone:
                     self._pass_back(self.backward[call.first : number])
 
+    def pass_all(self) -> None:
+        """End the backward pass of all calls."""
+        self._pass_back(self.backward)
+
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self.forward = []
-        self.frames = [_Frame(order=self.order.get(module, ()), first=0)]
+        self.frames = [_Frame(order=self.order.get(module, ()))]
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for group in self.frames[-1].skipped_at_end():
+        self._end_frame()
+        for call in self.forward:
+            if call.backward == "skipped":
+                comes = torch.is_grad_enabled() and (call.group.is_trained or call.group.passes_gradient)
+                call.backward = "to come" if comes else "past"
+        self._follow_back(output)
+
+    def _end_frame(self) -> None:
+        frame = self.frames[-1]
+        for group in frame.skipped_at_end():
             self._skip(group)
-        self.frames = []
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._begin_backward, self.forward))
+        while self._goes_on(frame, wanted=False):
+            for group in frame.order:
+                self._skip(group)
+        self.frames.pop()
+
+    def _goes_on(self, frame: _Frame, *, wanted: bool) -> bool:
+        """Return whether a rank calls the modules of a frame again, once all of them have been called.
+
+        The ranks also tell each other through which frozen modules their gradients pass.
+        """
+        if self.ranks is None or not frame.order or not frame.begins_again:
+            return wanted
+        frame.agreed = frame.position
+        own = [wanted, *(group.passes_gradient for group in self.frozen)]
+        votes = torch.tensor(own, dtype=torch.uint8, device=frame.order[0].device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.ranks)
+        goes_on, *passes = votes.tolist()
+        for group, passes_gradient in zip(self.frozen, passes, strict=True):
+            group.passes_gradient = bool(passes_gradient)
+        return bool(goes_on)
 
     def _skip(self, group: _Group) -> None:
         """Gather the parameters of a module that does not run, and those inside of it."""
         number, module = len(self.forward), group.modules[0]
+        if torch.is_grad_enabled() and module in self.recomputed:
+            raise ValueError(
+                f"strategy.wrap: no sample of a batch uses {group._module_fqn}, in a block that is computed again in "
+                "the backward pass, where workers would gather different modules; set strategy.wrap=auto, which "
+                "gathers blocks as a whole, or train.activation_checkpointing=none"
+            )
         group.state._pre_forward(module, (), {})
         group.state._post_forward(module, (), None)
         for call in self.forward[number:]:
-            if torch.is_grad_enabled() and (call.group.is_trained or call.group.passes_gradient):
-                call.backward = "to come"
+            call.backward = "skipped"
+
+    def _follow_back(self, output: Any) -> bool:
+        """Let the backward pass through an output be that of the calls of this pass; return whether there will be one.
+
+        torch registers its own hooks of a module later, so that they run later.
+        """
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(functools.partial(self._begin_backward, self.forward))
+        return bool(tensors)
 
     def _begin_backward(self, calls: list[_Call], gradient: Tensor) -> None:
         self.backward = calls
 
     def _finish(self, final: Any) -> None:
-        self._pass_back(self.backward)
+        self.pass_all()
         self.backward = []
         final()
 
@@ -177,8 +251,8 @@ class Calls:
                 call.group.post_backward()
 
 
-class _Root(FSDPParamGroup):
-    """Parameters that are gathered together; those of the root, which no rank skips.
+class _Summed(FSDPParamGroup):
+    """Parameters that are gathered together, and whose gradients exist on all ranks when they are summed.
 
     Attributes:
         calls: of all groups.
@@ -201,7 +275,15 @@ class _Root(FSDPParamGroup):
         super().post_backward(*unused)
 
 
-class _Group(_Root):
+class _Root(_Summed):
+    """The parameters of the root, which no rank skips."""
+
+    def post_backward(self, *unused: Any) -> None:
+        self.calls.pass_all()
+        super().post_backward(*unused)
+
+
+class _Group(_Summed):
     """Parameters that are gathered together, and which a rank may skip.
 
     Attributes:
@@ -255,7 +337,3 @@ def _groups_in(states: Iterable[Any]) -> list[_Group]:
         if group.is_alone or group not in found:
             found.append(group)
     return found
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.fully_sharded import FullySharded
 from orchestrator.compat.torch import FakeTensor, own_parameters
+from orchestrator.model.blocks import blocks_of
 from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
@@ -19,7 +20,7 @@ from orchestrator.state.boxes import Box
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
-from orchestrator.strategies.sharded.wrapping import groups_of, order_of_calls
+from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 
 
@@ -34,7 +35,7 @@ class DividedModel:
         scalars: the parts that are whole parameters, because they have no dimension.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
-        calls: the modules that are called in each other, as :func:`check_forward` has seen them.
+        calls: what :func:`check_forward` has seen.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class DividedModel:
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         for timer in (self.gathers, self.scatters):
             timer.pause()
-        self.calls: Mapping[str, Sequence[str]] = {}
+        self.calls = SeenCalls(inside={}, complete=False)
         self._build = build
+        self._recomputes = context.train.activation_checkpointing != "none"
         self._device = context.device
         self._autocast_dtype = precision.autocast_dtype
         self._wrapped: FullySharded | None = None
@@ -161,10 +163,16 @@ class DividedModel:
                 if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
-        wrapped.gather_in_order(order_of_calls(self.model, together, self.calls, calls or (root,)), calls)
+        called, blocks = calls or (root,), blocks_of(self.model) if self._recomputes else ()
+        wrapped.gather_in_order(
+            order_of_calls(self.model, together, self.calls.inside, called),
+            called,
+            recomputed={inner for block in blocks for inner in block.modules() if inner is not block},
+            equally_often=self.calls.complete,
+        )
         if (ahead := self._options.prefetch) != 1:  # 1 is what torch does itself
-            for called in calls or (root,):
-                wrapped.gather_ahead(called, ahead)
+            for module in called:
+                wrapped.gather_ahead(module, ahead)
 
     def take_gradients(self, group: dist.ProcessGroup) -> None:
         """Give the parts their gradients, after the backward passes of a step.

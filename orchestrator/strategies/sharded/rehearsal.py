@@ -7,7 +7,7 @@ gathered, a weight is only a part, and a number that is read from it is that of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,13 +28,13 @@ from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.sharded.wrapping import Wrap, groups_of, parameters_together
+from orchestrator.strategies.sharded.wrapping import SeenCalls, Wrap, groups_of, parameters_together
 from orchestrator.user_code.errors import JobError
 
 
 def check_forward(
     job: Job, whole: FakeModel, train_set: Dataset[Any], *, precision: Precision, wrap: Wrap
-) -> Mapping[str, Sequence[str]]:
+) -> SeenCalls:
     """Call the model with one sample, as far as fake tensors lead.
 
     Args:
@@ -45,18 +45,18 @@ def check_forward(
         wrap: the modules that are gathered one by one.
 
     Returns:
-        The names of those that have been called in each other, by the name of the outer one, in their order; ``""`` for
-        those called outside of all others. It is the same on all ranks.
+        The calls of these modules. All ranks see the same.
 
     Raises:
         JobError: the model changes weights, or reads numbers from them where they are not gathered.
     """
     model = whole.model
-    before, uses = _identities(model), _Uses(model, wrap)
+    before, uses, complete = _identities(model), _Uses(model, wrap), False
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
         inputs, _ = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
         with whole.mode, calls_through(uses.call), precision.autocast(), uses:
             job.forward(model, precision.inputs(inputs))
+        complete = True
     after = _identities(model)
     if changed := [name for name, seen in before.items() if after.get(name) != seen or seen[-1] in uses.written]:
         raise JobError(
@@ -68,7 +68,7 @@ def check_forward(
             f"job.model: forward() reads a number from {first_few(read, 2)} outside of the module that is gathered "
             "with it, where each worker has only a part; read it in the forward() of that module, or use strategy=ddp"
         )
-    return uses.calls
+    return SeenCalls(inside=uses.calls, complete=complete)
 
 
 def _identities(model: nn.Module) -> Mapping[str, tuple[int, int, int]]:
@@ -79,7 +79,7 @@ class _Uses(TorchDispatchMode):
     """Collects the storages of weights that operations write, and of those from which they read numbers as parts.
 
     Attributes:
-        calls: what :func:`check_forward` returns.
+        calls: the names of the modules that are called in each other, as in :class:`SeenCalls`.
     """
 
     def __init__(self, model: nn.Module, wrap: Wrap) -> None:

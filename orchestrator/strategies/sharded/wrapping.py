@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
@@ -14,6 +15,20 @@ from orchestrator.model.blocks import blocks_of
 
 Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenCalls:
+    """The calls that have been seen of modules that are gathered one by one.
+
+    Attributes:
+        inside: the names of the modules that have been called in each other, in their order, by the name of the outer
+            one; by ``""``, of those called outside of all others.
+        complete: whether the forward pass was seen to its end. Otherwise, what it does may depend on numbers.
+    """
+
+    inside: Mapping[str, Sequence[str]]
+    complete: bool
 
 
 def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> list[Group]:
@@ -73,8 +88,7 @@ def order_of_calls(
     Args:
         model: the model.
         groups: modules of it that are gathered together.
-        seen: the names of the modules that have been called in each other, by the name of the outer one; ``""`` for
-            those called outside of all groups.
+        seen: the calls that have been seen, as in :attr:`SeenCalls.inside`.
         called: modules that are called as a whole, and have all others.
     """
     modules, alone = dict(model.named_modules()), {group[0] for group in groups if len(group) == 1}

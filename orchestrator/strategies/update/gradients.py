@@ -69,7 +69,7 @@ def weighted_sum_over(
 
 
 def found_anywhere(group: dist.ProcessGroup, found: Sequence[bool], device: torch.device) -> Sequence[bool]:
-    """Return what is true on any of the ranks of ``group``. A rank on which all is true does not wait for its device."""
+    """Return what is true on any rank of ``group``. A rank on which all is true does not wait for its device."""
     everything = all(found)
     flags = torch.ones(len(found), device=device) if everything else torch.tensor(found, device=device).float()
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
