@@ -214,12 +214,8 @@ class Calls:
     def _skip(self, group: _Group) -> None:
         """Gather the parameters of a module that does not run, and those inside of it."""
         number, module = len(self.forward), group.modules[0]
-        if torch.is_grad_enabled() and module in self.recomputed:
-            raise ValueError(
-                f"strategy.wrap: no sample of a batch uses {group._module_fqn}, in a block that is computed again in "
-                "the backward pass, where workers would gather different modules; set strategy.wrap=auto, which "
-                "gathers blocks as a whole, or train.activation_checkpointing=none"
-            )
+        if torch.is_grad_enabled():
+            self._refuse_recomputed(group)
         group.state._pre_forward(module, (), {})
         group.state._post_forward(module, (), None)
         for call in self.forward[number:]:
@@ -246,9 +242,18 @@ class Calls:
     def _pass_back(self, calls: Iterable[_Call]) -> None:
         for call in reversed([*calls]):
             if call.backward == "to come":
+                self._refuse_recomputed(call.group)
                 call.group.state._pre_backward(None)
             if call.backward == "running":
                 call.group.post_backward()
+
+    def _refuse_recomputed(self, group: _Group) -> None:
+        if group.modules[0] in self.recomputed:
+            raise ValueError(
+                f"strategy.wrap: no sample of a batch uses {group._module_fqn}, in a block that is computed again in "
+                "the backward pass, where workers would gather different modules; set strategy.wrap=auto, which "
+                "gathers blocks as a whole, or train.activation_checkpointing=none"
+            )
 
 
 class _Summed(FSDPParamGroup):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.jobs.toys import Toy
@@ -41,7 +42,7 @@ class Parts(nn.Module):
         for used, part in zip((kind, ~kind, rare, rare & ~rare), self.parts, strict=True):
             rows = used.nonzero().flatten()
             if len(rows):
-                out = part(x[rows])
+                out = part(x[rows]).float()
                 changed = changed.index_add(0, rows, out * self.scale if used is rare else out)
             elif self.discards:
                 part(x)
@@ -60,7 +61,7 @@ class Heads(nn.Module):
         for i, head in enumerate(self.heads):
             rows = (kind == i).nonzero().flatten()
             if len(rows):
-                out = out.index_add(0, rows, head(x[rows]))
+                out = out.index_add(0, rows, head(x[rows]).float())
         return out
 
 
@@ -83,3 +84,47 @@ class Uneven(Toy):
         if self.adamw:
             return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)
         return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.05)
+
+
+class Repeated(nn.Module):
+    """Two blocks that each sample passes up to three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Part() for _ in range(2)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = (x[:, 0] > 0).int() + (x[:, 1] > 0.7).int()
+        for i in range(3):
+            rows = (times >= i).nonzero().flatten()
+            for block in self.blocks if len(rows) else ():
+                x = x.index_add(0, rows, block(x[rows]).float())
+        return self.head(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedToy(Uneven):
+    def model(self) -> nn.Module:
+        return Repeated()
+
+
+class OfOneRank(nn.Module):
+    """Rank 1 alone calls the second block, for nothing. What it calls does not depend on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Part() for _ in range(3)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != 1:
+                x = x + block(x)
+            elif dist.is_initialized() and dist.get_rank() == 1:
+                block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyOfOneRank(Uneven):
+    def model(self) -> nn.Module:
+        return OfOneRank()
