@@ -11,6 +11,7 @@ module, all that was called after it has its gradients, or will have none.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,9 +55,10 @@ class _Frame:
     agreed: int = 0
 
     def skipped_before(self, group: _Group) -> Sequence[_Group]:
-        ahead = self.position % max(1, len(self.order))
-        turned = [*self.order[ahead:], *self.order[:ahead]]
-        return turned[: turned.index(group)] if group in turned else ()
+        number = len(self.order)
+        turned = (self.order[(self.position + i) % number] for i in range(number))
+        skipped = list(itertools.takewhile(lambda other: other is not group, turned))
+        return skipped if len(skipped) < number else ()
 
     def skipped_at_end(self) -> Sequence[_Group]:
         ahead = self.position % max(1, len(self.order))
@@ -65,7 +67,7 @@ class _Frame:
     @property
     def begins_again(self) -> bool:
         """Whether it is not known that other ranks make the next call too."""
-        return self.position > self.agreed and self.position % len(self.order) == 0
+        return self.position > self.agreed and self.position % len(self.order) == 0  # without an order, it stays 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -103,7 +105,7 @@ class Calls:
         order: Mapping[nn.Module, Sequence[nn.Module]],
         called: Sequence[nn.Module],
         recomputed: Collection[nn.Module],
-        group: dist.ProcessGroup | None,
+        ranks: dist.ProcessGroup | None,
     ) -> None:
         """Keep to one order.
 
@@ -112,10 +114,10 @@ class Calls:
             order: the divided modules that are called in the ``called`` ones, and in each other.
             called: the modules that are called as a whole.
             recomputed: the modules that may be called again in the backward pass, inside of others.
-            group: the ranks, to ask them after a forward pass whether one calls the modules again; None if they call
+            ranks: those that are asked, after a forward pass, whether one calls the modules again; None if they call
                 them equally often.
         """
-        self.recomputed, self.ranks = recomputed, group
+        self.recomputed, self.ranks = recomputed, ranks
         divided: Any = [module for module in root.modules() if isinstance(module, FSDPModule)]
         state_of = {module: module._get_fsdp_state() for module in divided}
         for state in state_of.values():
@@ -141,7 +143,7 @@ class Calls:
                 self._skip(other)
             if group in frame.order:
                 self._goes_on(frame, wanted=True)
-            frame.position += 1
+                frame.position += 1
         group.entered = len(self.forward)
         if group.is_alone:
             self.frames.append(_Frame(order=self.order.get(group.modules[0], ())))
@@ -157,18 +159,24 @@ class Calls:
 
     def turn_back(self, group: _Group) -> None:
         """Begin the backward pass of a call, and end those of all later ones."""
-        numbers = [i for i, call in enumerate(self.backward) if call.group is group and call.backward == "to come"]
-        for number in numbers[-1:]:
-            self._pass_back(call for call in self.backward[number + 1 :] if call.first > number)
-            self.backward[number].backward = "running"
+        for number in reversed(range(len(self.backward))):
+            call = self.backward[number]
+            if call.group is group and call.backward == "to come":
+                self._pass_back(later for later in self.backward[number + 1 :] if later.first > number)
+                call.backward = "running"
+                return
 
     def pass_by(self, group: _Group) -> None:
         """End the backward pass of a call, and before it those of all calls inside of it."""
-        for number, call in enumerate(self.backward):
+        for number in reversed(range(len(self.backward))):
+            call = self.backward[number]
             if call.group is group and call.backward == "running":
                 call.backward = "past"
                 if group.is_alone:
                     self._pass_back(self.backward[call.first : number])
+                break
+        while self.backward and self.backward[-1].backward == "past":  # so that no call searches among all
+            self.backward.pop()
 
     def pass_all(self) -> None:
         """End the backward pass of all calls."""
@@ -200,7 +208,7 @@ class Calls:
 
         The ranks also tell each other through which frozen modules their gradients pass.
         """
-        if self.ranks is None or not frame.order or not frame.begins_again:
+        if self.ranks is None or not frame.begins_again:
             return wanted
         frame.agreed = frame.position
         own = [wanted, *(group.passes_gradient for group in self.frozen)]
