@@ -7,7 +7,7 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+from orchestrator.compat.fully_sharded_calls import Calls, groups_of_state
 
 Timed = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -97,6 +99,7 @@ class FullySharded:
         self._undivided = set(undivided)
         self._dtypes = dtypes
         self._gather, self._scatter = _AllGather(gathering), _ReduceScatter(scattering)
+        self._calls = Calls()
 
     def gather_together(self, modules: Sequence[nn.Module]) -> None:
         """Divide the parameters of ``modules`` that are not divided yet, and gather them together when they are used.
@@ -123,6 +126,30 @@ class FullySharded:
             for parameter in (p for group in _groups_of(divided) for p in group.fsdp_params):
                 parameter.__class__ = _Parameter
                 parameter.gathered = dtypes[parameter.sharded_param]
+
+    def gather_in_order(
+        self,
+        order: Mapping[nn.Module, Sequence[nn.Module]],
+        called: Sequence[nn.Module],
+        *,
+        recomputed: Collection[nn.Module],
+        equally_often: bool,
+    ) -> None:
+        """Gather what a pass skips too, and sum gradients that a rank lacks as zeros, as other ranks have them.
+
+        Args:
+            order: the divided modules that each of the ``called`` ones calls, and those that these call in turn.
+            called: the modules that are called.
+            recomputed: those that may be called again in the backward pass, inside of others; a rank that skips one of
+                them in training raises a ValueError.
+            equally_often: whether all ranks call them equally often. If not, each forward pass ends with a question to
+                the other ranks, for which it waits for the device.
+        """
+        self._calls.watch(self._root, order, called, recomputed, None if equally_often else self._mesh.get_group())
+
+    def take_used(self) -> set[nn.Parameter]:
+        """Return the divided parameters of which this rank has had a gradient since the last call."""
+        return self._calls.take_used()
 
     @staticmethod
     def gather_ahead(root: nn.Module, count: int) -> None:
@@ -190,6 +217,7 @@ class FullySharded:
         for mesh in (self._mesh, *(p.device_mesh for p in self._root.parameters() if isinstance(p, DTensor))):
             registry: dict[str, Any] = getattr(mesh, "_pg_registry", {})
             registry.clear()
+        self._calls.ranks = None
         del self._root, self._mesh
 
     @staticmethod
@@ -208,9 +236,4 @@ class FullySharded:
 
 def _groups_of(modules: Sequence[FSDPModule]) -> list[Any]:
     """Return what is gathered together, of divided modules."""
-    states: list[Any] = [module._get_fsdp_state() for module in modules]
-    if states and hasattr(states[0], "_fsdp_param_groups"):
-        found = [group for state in states for group in state._fsdp_param_groups]
-    else:  # up to torch 2.11
-        found = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(group for module in modules for group in groups_of_state(module._get_fsdp_state())))

@@ -26,7 +26,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
@@ -115,7 +115,7 @@ class FSDPPipeline(Pipeline):
         own = self._divided = DividedStages(divided[0], built.stages)
         whole, options = build_fake(builder.constructor, CPU), options_of(self.context.options)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
+        own.model.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
         self.trained = Trained(
             self.job,
             self.context,
@@ -131,12 +131,13 @@ class FSDPPipeline(Pipeline):
         return self._divided.module()
 
     def _sums(self, groups: MeshGroups) -> Sums:
-        shards = groups.over("shard")
+        shards, batch = groups.over("shard"), groups.over(*BATCH)
         assert shards is not None
+        assert batch is not None
         self._divided.divide(shards, self.context.train)
         self.stages = self._divided.called
         self.trained.use([stage.module for stage in self.stages])
-        return PartSums(self._divided.model, at_end=True)
+        return PartSums(self._divided.model, batch, at_end=True)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         try:

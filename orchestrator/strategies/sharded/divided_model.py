@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.fully_sharded import FullySharded
 from orchestrator.compat.torch import FakeTensor, own_parameters
+from orchestrator.model.blocks import blocks_of
 from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
@@ -20,7 +21,8 @@ from orchestrator.planning.placement import Cut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
-from orchestrator.strategies.sharded.wrapping import groups_of
+from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
+from orchestrator.strategies.update.gradients import found_anywhere
 
 ROWS = Cut(over="shard", axis=0)
 """As ``fully_shard`` divides a tensor."""
@@ -37,6 +39,7 @@ class DividedModel:
         scalars: the parts that are whole parameters, because they have no dimension.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
+        calls: what :func:`check_forward` has seen.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class DividedModel:
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         for timer in (self.gathers, self.scatters):
             timer.pause()
+        self.calls = SeenCalls(inside={}, complete=False)
         self._build = build
+        self._recomputes = context.train.activation_checkpointing != "none"
         self._device = context.device
         self._autocast_dtype = precision.autocast_dtype
         self._wrapped: FullySharded | None = None
@@ -165,17 +170,34 @@ class DividedModel:
                 if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
+        called, blocks = calls or (root,), blocks_of(self.model) if self._recomputes else ()
+        wrapped.gather_in_order(
+            order_of_calls(self.model, together, self.calls.inside, called),
+            called,
+            recomputed={inner for block in blocks for inner in block.modules() if inner is not block},
+            equally_often=self.calls.complete,
+        )
         if (ahead := self._options.prefetch) != 1:  # 1 is what torch does itself
-            for called in calls or (root,):
-                wrapped.gather_ahead(called, ahead)
+            for module in called:
+                wrapped.gather_ahead(module, ahead)
 
-    def take_gradients(self) -> None:
-        """Give the parts their gradients, after the backward passes of a step."""
+    def take_gradients(self, group: dist.ProcessGroup) -> None:
+        """Give the parts their gradients, after the backward passes of a step.
+
+        What one rank of ``group`` has a gradient of gets one on all of them, which may be zero; the rest gets none.
+        """
         assert self._divided is not None
-        for part, parameter in self._divided.items():
-            if parameter.grad is not None:
+        used, scalars = self.wrapped.take_used(), [scalar for scalar in self.scalars if scalar.requires_grad]
+        divided = [(part, parameter) for part, parameter in self._divided.items() if part.requires_grad]
+        found = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
+        found = found_anywhere(group, found, self._device)
+        for (part, parameter), exists in zip(divided, found, strict=False):
+            if exists:
                 part.grad = self.wrapped.local_part(parameter.grad)
-                parameter.grad = None
+            parameter.grad = None
+        for scalar, exists in zip(scalars, found[len(divided) :], strict=True):
+            if exists and scalar.grad is None:
+                scalar.grad = torch.zeros_like(scalar)
 
     def close(self) -> None:
         """Release everything that refers to the process group. Parts and buffers remain."""

@@ -23,7 +23,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division, size_text
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU
@@ -133,7 +133,9 @@ class FSDP(PartTrainer):
         super().attach()  # frees gradients before the model is divided
         passes.divide(shards)
         self.trained.use([passes.model])
-        sums = PartSums(passes.divided, at_end=False)
+        batch = groups.over(*BATCH)
+        assert batch is not None
+        sums = PartSums(passes.divided, batch, at_end=False)
         self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
@@ -141,7 +143,7 @@ class FSDP(PartTrainer):
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
         wrap = options_of(context.options).wrap
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
+        passes.divided.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
         return Trained(
             self.job,
             context,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import torch.distributed as dist
+
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.divided_model import DividedModel
@@ -12,9 +14,16 @@ from orchestrator.strategies.sharded.divided_model import DividedModel
 class PartSums(Sums):
     """Sums over the ranks that have all parts together, in the backward passes, or once after all of a step."""
 
-    def __init__(self, model: DividedModel, *, at_end: bool):
-        """``at_end``: whether the sums are made after all backward passes."""
+    def __init__(self, model: DividedModel, batch: dist.ProcessGroup, *, at_end: bool):
+        """Prepare for the sums.
+
+        Args:
+            model: has the parts.
+            batch: the ranks that compute the same of the model, of other samples.
+            at_end: whether the sums are made after all backward passes.
+        """
         self._model = model
+        self._batch = batch
         self._at_end = at_end
         self.left = model.distinct
 
@@ -22,7 +31,7 @@ class PartSums(Sums):
         return self._model.wrapped.around_slice(last=last)
 
     def finish(self, waits: WaitTimer) -> None:
-        if self._at_end:
-            with waits.waiting():
+        with waits.waiting():
+            if self._at_end:
                 self._model.wrapped.sum_gradients()
-        self._model.take_gradients()
+            self._model.take_gradients(self._batch)

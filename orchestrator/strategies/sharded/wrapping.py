@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
@@ -14,6 +15,20 @@ from orchestrator.model.blocks import blocks_of
 
 Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenCalls:
+    """The calls that have been seen of modules that are gathered one by one.
+
+    Attributes:
+        inside: the names of the modules that have been called in each other, in their order, by the name of the outer
+            one; by ``""``, of those called outside of all others.
+        complete: whether the forward pass was seen to its end. Otherwise, what it does may depend on numbers.
+    """
+
+    inside: Mapping[str, Sequence[str]]
+    complete: bool
 
 
 def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> list[Group]:
@@ -61,6 +76,43 @@ def parameters_together(model: nn.Module, groups: Sequence[Group]) -> list[list[
         taken.update(own)
         found.append(list(own))
     return found
+
+
+def order_of_calls(
+    model: nn.Module, groups: Sequence[Group], seen: Mapping[str, Sequence[str]], called: Sequence[nn.Module]
+) -> Mapping[nn.Module, Sequence[nn.Module]]:
+    """Return the modules of ``groups`` that are called in each of the ``called`` ones, and in each other, in order.
+
+    A module that no call has been seen of follows the one before it in the model.
+
+    Args:
+        model: the model.
+        groups: modules of it that are gathered together.
+        seen: the calls that have been seen, as in :attr:`SeenCalls.inside`.
+        called: modules that are called as a whole, and have all others.
+    """
+    modules, alone = dict(model.named_modules()), {group[0] for group in groups if len(group) == 1}
+    wrapped = {module for group in groups for module in group}
+    order: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    for outer in (*called, *alone):
+        name = next((name for name, module in modules.items() if module is outer), "") if outer in alone else ""
+        inner = _directly_inside(outer, wrapped, alone)
+        order[outer] = own = [modules[n] for n in seen.get(name, ()) if modules[n] in inner]
+        for before, module in zip([None, *inner], inner, strict=False):
+            if module not in own:
+                own.insert(len(own) - own[::-1].index(before) if before in own else 0, module)
+    return order
+
+
+def _directly_inside(outer: nn.Module, wrapped: Collection[nn.Module], alone: Collection[nn.Module]) -> Group:
+    """Return the ``wrapped`` modules in a module that are not in another one of those that are gathered ``alone``."""
+    found: dict[nn.Module, None] = {}
+    for child in outer.children():
+        if child in wrapped:
+            found[child] = None
+        if child not in alone:
+            found |= dict.fromkeys(_directly_inside(child, wrapped, alone))
+    return tuple(found)
 
 
 def bytes_by_group(model: nn.Module, wrap: Wrap) -> list[int]:

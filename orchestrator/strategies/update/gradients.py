@@ -53,11 +53,11 @@ def weighted_sum_over(
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays None. One that is
     sparse on some ranks and dense on others becomes dense.
     """
-    own = [(p.grad is not None, p.grad is not None and not p.grad.is_sparse) for p in parameters]
-    found = torch.tensor(own, dtype=torch.uint8, device=device).reshape(-1, 2)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    own = [p.grad is not None for p in parameters]
+    own += [p.grad is not None and not p.grad.is_sparse for p in parameters]
+    found = found_anywhere(group, own, device)
     gradients = []
-    for parameter, (exists, dense) in zip(parameters, found.tolist(), strict=True):
+    for parameter, exists, dense in zip(parameters, found, found[len(parameters) :], strict=False):
         if not exists:
             continue
         if parameter.grad is None:
@@ -66,6 +66,14 @@ def weighted_sum_over(
             parameter.grad = parameter.grad.to_dense()
         gradients.append(parameter.grad.mul_(weight))
     sum_over(group, gradients)
+
+
+def found_anywhere(group: dist.ProcessGroup, found: Sequence[bool], device: torch.device) -> Sequence[bool]:
+    """Return what is true on any rank of ``group``. A rank on which all is true does not wait for its device."""
+    everything = all(found)
+    flags = torch.ones(len(found), device=device) if everything else torch.tensor(found, device=device).float()
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return found if everything else flags.bool().tolist()
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

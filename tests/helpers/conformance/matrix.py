@@ -21,6 +21,7 @@ from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
 from helpers.jobs.quick_jobs import MeasuredDigits, SteppedDigits, TinyGPT, digits
+from helpers.jobs.uneven_jobs import Uneven
 from helpers.ranks.streams import StreamToy, Weighed
 from orchestrator.job import Job
 from orchestrator.worker.data.batches import SampleOrder
@@ -154,6 +155,12 @@ SCENARIOS = {
         rtol=5e-4,
         atol=2e-2,
         layouts=("fsdp-3", "fsdp-ZBVZeroBubble-2x2"),
+    ),
+    "samples that use different parameters": Scenario(
+        job=Uneven(adamw=True),
+        train={"steps": 16, "grad_accumulation": 2, "clip_norm": 1.0, "global_batch_size": 16},
+        rtol=ADAMW,
+        layouts=("fsdp-2", "hsdp-2x2", "fsdp-ZBVZeroBubble-2x2"),
     ),
     "stream": Scenario(job=StreamToy(kind="Stateful"), train={"global_batch_size": 48}, want_grad_norm=False),
     "samples drawn by weight": Scenario(job=Weighed(), train={"global_batch_size": 48}, want_grad_norm=False),

@@ -13,6 +13,7 @@ from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.sharded.rehearsal import check_forward
+from orchestrator.strategies.sharded.wrapping import SeenCalls, Wrap
 from orchestrator.user_code.errors import JobError
 
 
@@ -67,9 +68,9 @@ class Using(Toy):
         return Net(self.inner, self.outer)
 
 
-def check(job: Toy) -> None:
+def check(job: Toy, wrap: Wrap = "auto") -> SeenCalls:
     whole = build_fake(job.model, torch.device("cpu"))
-    check_forward(job, whole, job.dataset("train"), precision=Precision.named("fp32", "cpu"), wrap="auto")
+    return check_forward(job, whole, job.dataset("train"), precision=Precision.named("fp32", "cpu"), wrap=wrap)
 
 
 @pytest.mark.parametrize("change", [in_place, through_data, by_assignment])
@@ -94,3 +95,27 @@ def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:
 
     check(Using())
     check(Reading())
+
+
+def test_the_order_of_calls_is_seen() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(Using):
+        def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
+            return model.head(model.blocks[0](model.blocks[2](model.blocks[0](inputs))))
+
+    seen = check(Twice())
+    assert seen.complete
+    assert seen.inside == {"": ["blocks.0", "blocks.2", "blocks.0"], "blocks.0": [], "blocks.2": []}
+    assert check(Using(), ("Linear",)).inside[""] == ["blocks.0.layer", "blocks.1.layer", "blocks.2.layer", "head"]
+
+
+def test_a_pass_that_depends_on_numbers_is_not_seen_to_its_end() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Chosen(Using):
+        def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
+            x = model.blocks[1](inputs)
+            return model.head(model.blocks[2](x) if x.sum() > 0 else x)
+
+    seen = check(Chosen())
+    assert not seen.complete
+    assert seen.inside[""] == ["blocks.1"]

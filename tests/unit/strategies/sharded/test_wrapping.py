@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.strategies.sharded.wrapping import groups_of
+from orchestrator.strategies.sharded.wrapping import groups_of, order_of_calls
 
 
 class Block(nn.Module):
@@ -68,3 +68,28 @@ def test_a_module_that_shares_a_parameter_with_one_around_it_belongs_to_that() -
 def test_a_module_without_parameters_of_its_own_is_no_group() -> None:
     assert names(Model(2), "Block", "Linear")[:2] == [["blocks.0.a"], ["blocks.0.b"]]
     assert ["blocks.0"] not in names(Model(2), "Block", "Linear")
+
+
+def order(model: nn.Module, wrap: tuple[str, ...], seen: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    known = {module: name for name, module in model.named_modules()}
+    calls = order_of_calls(model, groups_of(model, wrap), {"": seen}, [model])
+    return {known[outer]: [known[module] for module in inner] for outer, inner in calls.items() if inner}
+
+
+def test_modules_are_called_in_the_order_that_was_seen_and_others_after_the_one_before_them() -> None:
+    assert order(Model(), ("Block",)) == {"": ["blocks.0", "blocks.1", "blocks.2"]}
+    assert order(Model(), ("Block",), ("blocks.1",)) == {"": ["blocks.0", "blocks.1", "blocks.2"]}
+    seen = ("blocks.2", "blocks.0", "blocks.2", "blocks.0")
+    assert order(Model(), ("Block",), seen) == {"": [*seen, "blocks.1"]}
+
+
+def test_modules_in_others_that_are_gathered_alone_have_an_order_of_their_own() -> None:
+    model = Model(2)
+    for block in model.blocks:
+        block.scale = nn.Parameter(torch.ones(2))
+    first, second = ([f"blocks.{i}.a", f"blocks.{i}.b"] for i in range(2))
+    inside = {"blocks.0": first, "blocks.1": second}
+    assert order(model, ("Block", "Linear")) == {"": ["head", "blocks.0", "blocks.1"], **inside}
+    assert order(model, ("Linear",)) == {"": ["head", *first, *second]}
+    model.blocks[1].scale = model.blocks[0].scale  # gathered together, while others run
+    assert order(model, ("Block", "Linear")) == {"": ["head", "blocks.0", *first, "blocks.1", *second]}
