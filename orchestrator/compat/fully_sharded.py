@@ -7,6 +7,7 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 Timed = Callable[[], contextlib.AbstractContextManager[None]]
@@ -44,19 +46,34 @@ class _Parameter(FSDPParam):
 
     Attributes:
         gathered: the dtype in which its parts are gathered.
+        summed: the dtype in which gradients are summed, the same for all parameters that are gathered together.
     """
 
     gathered: torch.dtype
+    summed: torch.dtype
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        summed = torch.promote_types(self.sharded_param.dtype, torch.float32)
-        super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=summed))
-        self.reduce_dtype = summed  # None in torch 2.11 and 2.13, where both are equal; a group must have one
+        super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=self.summed))
+        self.reduce_dtype = self.summed  # None in torch 2.11 and 2.13, where it equals the dtype of the parameter
 
     def init_unsharded_param(self) -> None:
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         # Before torch 2.15, all gradients of a group must have one dtype, and several passes add up in theirs.
         self._unsharded_param.grad_dtype = self.reduce_dtype
+
+
+class _Group(FSDPParamGroup):
+    """Parameters that are gathered together and have several dtypes, which torch refuses."""
+
+    def _init_mp_dtypes(self) -> None:
+        every = self.fsdp_params
+        trained = {p.sharded_param.dtype for p in every if p.sharded_param.requires_grad}
+        dtypes = dict.fromkeys(p.sharded_param.dtype for p in every)
+        for dtype in sorted(dtypes, key=trained.__contains__):  # what torch notes last is of trained ones
+            self.fsdp_params = [p for p in every if p.sharded_param.dtype == dtype]
+            super()._init_mp_dtypes()
+        self.fsdp_params = every
+        self._orig_dtype = every[0].summed  # up to torch 2.13, that of all gradients
 
 
 class FullySharded:
@@ -85,8 +102,8 @@ class FullySharded:
                 slices before they are summed over the ranks.
             offload: whether parts and their gradients are in host memory, whatever ``device`` is.
             undivided: parameters that stay as they are.
-            dtypes: returns the dtype in which each parameter of a module is gathered. Gradients are then summed in
-                float32, or in float64. None to gather and sum all parameters as they are.
+            dtypes: returns the dtype in which each parameter of a module is gathered; None to gather them as they are.
+                Gradients of what is gathered in several dtypes, or in another one, are summed in float32 or float64.
             gathering: returns a context around each gathering of parameters, on the stream that gathers.
             scattering: the same of each sum of gradients.
         """
@@ -118,11 +135,18 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(self._gather)
             module.set_custom_reduce_scatter(self._scatter)
-        if self._dtypes is not None:
-            dtypes = {p: dtype for module in divided for p, dtype in self._dtypes(module).items()}
-            for parameter in (p for group in _groups_of(divided) for p in group.fsdp_params):
+        dtypes = {p: d for module in divided for p, d in self._dtypes(module).items()} if self._dtypes else {}
+        for group in _groups_of(divided):
+            together = [p.sharded_param for p in group.fsdp_params]
+            if not dtypes and len({parameter.dtype for parameter in together}) == 1:
+                continue
+            trained = (parameter.dtype for parameter in together if parameter.requires_grad)
+            summed = functools.reduce(torch.promote_types, trained, torch.float32)
+            group.__class__ = _Group
+            for parameter in group.fsdp_params:
                 parameter.__class__ = _Parameter
-                parameter.gathered = dtypes[parameter.sharded_param]
+                parameter.gathered = dtypes.get(parameter.sharded_param, parameter.sharded_param.dtype)
+                parameter.summed = parameter.sharded_param.grad_dtype = summed
 
     @staticmethod
     def gather_ahead(root: nn.Module, count: int) -> None:

@@ -167,7 +167,7 @@ class DividedModel:
         assert self._divided is not None
         for part, parameter in self._divided.items():
             if parameter.grad is not None:
-                part.grad = self.wrapped.local_part(parameter.grad)
+                part.grad = self.wrapped.local_part(parameter.grad).to(part.dtype)
                 parameter.grad = None
 
     def close(self) -> None:

@@ -99,11 +99,10 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
             "change the gradient in Job.loss, or use strategy=ddp"
         )
     for parameters in parameters_together(model, groups):
-        kinds = {p.dtype: names[p] for p in parameters if p.requires_grad}  # whose gradients are summed together
-        if len(kinds) > 1:
-            (one, first), (other, second), *_ = kinds.items()
+        trained = sorted((p for p in parameters if p.requires_grad), key=torch.is_complex)
+        if trained and torch.is_complex(trained[-1]) and not torch.is_complex(trained[0]):
             reasons.append(
-                f"{first} is {one} and {second} is {other}, and their gradients are summed together; give them one "
-                "dtype, or put them into modules of different classes and name these in strategy.wrap"
+                f"{names[trained[-1]]} is complex and {names[trained[0]]} is not, and their gradients are summed "
+                "together; keep its real and imaginary parts in a real parameter (torch.view_as_real)"
             )
     return reasons
