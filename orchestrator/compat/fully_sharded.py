@@ -86,6 +86,7 @@ class FullySharded:
         device: torch.device,
         *,
         keep_whole: bool,
+        all_at_once: bool,
         offload: bool,
         undivided: Sequence[nn.Parameter],
         dtypes: Callable[[nn.Module], Mapping[Tensor, torch.dtype]] | None,
@@ -100,6 +101,7 @@ class FullySharded:
             device: where the parameters are.
             keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
                 slices before they are summed over the ranks.
+            all_at_once: whether passes need all parameters and all gradients whole. Only with ``keep_whole``.
             offload: whether parts and their gradients are in host memory, whatever ``device`` is.
             undivided: parameters that stay as they are.
             dtypes: returns the dtype in which each parameter of a module is gathered; None to gather them as they are.
@@ -110,6 +112,7 @@ class FullySharded:
         self._root: Any = root
         self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         self._keep_whole = keep_whole
+        self._all_at_once = all_at_once
         self._offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         self._undivided = set(undivided)
         self._dtypes = dtypes
@@ -168,10 +171,20 @@ class FullySharded:
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:
         """Run the passes of a slice of a step; ``last``: the last one."""
-        if self._keep_whole:
+        if self._all_at_once:
+            self.gather_all()
+            self.keep_gradients()
+        elif self._keep_whole:
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
         yield
+        if self._all_at_once and last:
+            self.sum_gradients()
+
+    def gather_all(self) -> None:
+        """Gather what is not gathered yet before a pass, if it needs all parameters."""
+        for module in self._modules() if self._all_at_once else ():
+            module.unshard()
 
     def keep_gradients(self) -> None:
         """Let backward passes add up gradients on this rank, whole, until :meth:`sum_gradients`."""

@@ -7,9 +7,10 @@ the parts once, after its last backward pass, so that schedules may compute back
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -125,7 +126,10 @@ class FSDPPipeline(Pipeline):
         whole, options = build_fake(builder.constructor, CPU), self.context.options
         assert isinstance(options, FSDPPipelineConfig)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
+        layers = nn.Sequential(*sequence.modules)
+        divided[0].gathers_all = check_forward(
+            self.job, sequence.whole, train_set, precision=self.precision, options=options, layers=layers
+        )
         self.trained = Trained(
             self.job,
             self.context,
@@ -147,7 +151,14 @@ class FSDPPipeline(Pipeline):
     def _whole_parameters(self) -> Collection[nn.Parameter]:
         return self._divided.model.scalars
 
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        with super().around_step(logged=logged):
+            self._divided.model.wrapped.gather_all()
+            yield
+
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        self._divided.model.wrapped.gather_all()
         try:
             return super().evaluate(batch, valid)
         finally:

@@ -21,7 +21,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.planning.plan import Plan
-from orchestrator.state.boxes import Box, Shape
+from orchestrator.state.boxes import Box, Shape, is_divisible
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
@@ -35,7 +35,7 @@ class OptimizerShards:
     """This rank's part of each parameter of a whole model.
 
     A part is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
-    dimension are in the parts of all ranks, which make equal updates of them.
+    dimension or an element are in the parts of all ranks, which make equal updates of them.
 
     Attributes:
         parts: by the first name of the parameter.
@@ -50,7 +50,7 @@ class OptimizerShards:
         self._whole = dict(model.named_parameters())
         self._cuts: dict[str, Sequence[Box]] = {}
         for trained in (True, False):  # so that what the trained ones take is divided evenly
-            shapes = {n: tuple(p.shape) for n, p in self._whole.items() if p.ndim and p.requires_grad == trained}
+            shapes = {name: tuple(p.shape) for name, p in self._whole.items() if p.requires_grad == trained}
             self._cuts |= cut_evenly(shapes, count)
         self.parts = {name: self._part(name, parameter) for name, parameter in self._whole.items()}
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -151,7 +151,7 @@ def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[st
     if errors:
         return ()
     count = plan.mesh.shard
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad and p.ndim}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     held = [sum(math.prod(cut[rank].shape) for cut in cut_evenly(shapes, count).values()) for rank in range(count)]
     return (
         f"{key}: each worker updates at most {max(held):,} of {sum(held):,} elements of parameters, and keeps the "
@@ -160,13 +160,15 @@ def check_optimizer_shards(config: Config, job: Job, plan: Plan, errors: list[st
 
 
 def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Sequence[Box]]:
-    """Divide tensors over ``count`` ranks; the boxes of each tensor are in the order of the ranks.
+    """Divide those tensors over ``count`` ranks that can be; the boxes of each are in the order of the ranks.
 
     The numbers of elements that the ranks have of all tensors differ at most by those of one place of a tensor.
     """
     held = [0] * count
     cuts: dict[str, Sequence[Box]] = {}
     for name, shape in shapes.items():
+        if not is_divisible(shape):
+            continue
         longest = max(range(len(shape)), key=shape.__getitem__)
         axis = next((a for a, places in enumerate(shape) if places >= PLACES * count), longest)
         least, rest = divmod(shape[axis], count)

@@ -15,7 +15,7 @@ from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.state.boxes import Box
+from orchestrator.state.boxes import Box, is_divisible
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
@@ -30,7 +30,8 @@ class DividedModel:
         parts: this rank's part of each parameter, by each of its names. Optimizers update these.
         distinct: the parts, each once.
         boxes: where the parts are, by each name of a parameter.
-        scalars: the parts that are whole parameters, because they have no dimension.
+        scalars: the parts that are whole parameters, because they have no dimension or no element.
+        gathers_all: whether all parameters are gathered before a pass and kept, with their gradients, up to its end.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
     """
@@ -54,7 +55,7 @@ class DividedModel:
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
         def part(shape: torch.Size) -> tuple[slice, ...]:
-            return Box.shard(shape, index, count).slices_in(Box.whole(shape)) if shape else ()
+            return Box.shard(shape, index, count).slices_in(Box.whole(shape)) if is_divisible(shape) else ()
 
         self._options = options_of(context.options)
         self.model, own = build_divided(
@@ -69,14 +70,16 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if named[name].ndim > 0}
+        self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if is_divisible(named[name].shape)}
         self.distinct = list(own.values())
-        self.scalars = [part for part in self.distinct if part.ndim == 0]
+        divided = {self.parts[name] for name in self.boxes}
+        self.scalars = [part for part in self.distinct if part not in divided]
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
         for timer in (self.gathers, self.scatters):
             timer.pause()
+        self.gathers_all = False
         self._build = build
         self._device = context.device
         self._autocast_dtype = precision.autocast_dtype
@@ -121,7 +124,7 @@ class DividedModel:
                 if slot.owner in owners and key not in filled:
                     filled.add(key)
                     own = self.parts[names[key]]
-                    whole = own if own.ndim == 0 else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
+                    whole = own if names[key] not in self.boxes else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
                     memory[key] = whole
             for slot in slots:
                 if id(slot.tensor) in memory:
@@ -137,6 +140,7 @@ class DividedModel:
             group,
             self._device,
             keep_whole=not self._options.reshard_after_forward,
+            all_at_once=self.gathers_all,
             offload=self._options.offloads,
             undivided=self.scalars,
             dtypes=dtypes,
@@ -155,7 +159,8 @@ class DividedModel:
             wrapped.gather_together(modules)
             for slot in slots:
                 part, parameter = self.parts[names[id(slot.tensor)]], own_parameters(slot.owner).get(slot.attribute)
-                if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
+                divisible = names[id(slot.tensor)] in self.boxes
+                if slot.owner in owners and divisible and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
         if (ahead := self._options.prefetch) != 1:  # 1 is what torch does itself

@@ -143,8 +143,9 @@ class FSDP(ShardTrainer):
         context, passes = self.context, self.passes
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
-        wrap = options_of(context.options).wrap
-        check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
+        options = options_of(context.options)
+        gathers_all = check_forward(self.job, whole, train_set, precision=self.precision, options=options)
+        passes.divided.gathers_all = gathers_all
         return Trained(
             self.job,
             context,
@@ -230,11 +231,12 @@ class InParts(Reduction):
 
     def finish(self) -> None:
         self._divided.take_gradients()
+        scalars = self._divided.scalars
         with self.sums.waiting():
             if self._replicas is not None:
-                parts = self._divided.distinct
-                sum_over(self._replicas, [part.grad for part in parts if part.grad is not None and part.ndim > 0])
-            sum_over(_world(), [scalar.grad for scalar in self._divided.scalars if scalar.grad is not None])
+                divided = [part for part in self._divided.distinct if part not in {*scalars}]
+                sum_over(self._replicas, [part.grad for part in divided if part.grad is not None])
+            sum_over(_world(), [scalar.grad for scalar in scalars if scalar.grad is not None])
             broadcast_tensors(self._trained.buffers, source=0, device=self._context.device)
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:

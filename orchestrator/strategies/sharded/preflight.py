@@ -14,6 +14,7 @@ from orchestrator.job import Job
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
+from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import constructor_of
@@ -87,7 +88,19 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
         reasons.append(
             f"{first_few(others, 2)} in the model's state_dict() is no tensor, and only tensors can be saved"
         )
+    scripts = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted := [name or "the model" for name, m in scripts if next(m.parameters(), None) is not None]:
+        reasons.append(
+            f"{first_few(scripted, 2)} is in TorchScript, which keeps its parameters to itself; leave out "
+            "torch.jit.script or torch.jit.trace (train.compile=blocks compiles it), or use strategy=ddp"
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = [s for s in tensor_slots(model) if s.tensor in names and s.attribute in vars(s.owner)]
+    if kept := [slot.name for slot in kept if type(slot.owner).__setattr__ is nn.Module.__setattr__]:
+        reasons.append(
+            f"{first_few(kept, 2)} is a parameter in a plain attribute, which would keep it as it was before it was "
+            "divided; read it from its module in forward(), or use strategy=ddp"
+        )
     if sparse := [names[parameter] for parameter in sparse_parameters([model])]:
         reasons.append(
             f"gradients of {first_few(sparse, 2)} are sparse, and sparse sums cannot be divided; make the embedding "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import own_parameters
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.blocks import blocks_of
+from orchestrator.state.boxes import is_divisible
 
 Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]
@@ -57,7 +58,7 @@ def parameters_together(model: nn.Module, groups: Sequence[Group]) -> list[list[
     taken: set[nn.Parameter] = set()
     found = []
     for modules in (*groups, (model,)):
-        own = dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim and p not in taken)
+        own = dict.fromkeys(p for module in modules for p in module.parameters() if is_divisible(p.shape) and p not in taken)
         taken.update(own)
         found.append(list(own))
     return found
