@@ -138,6 +138,7 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(self._gather)
             module.set_custom_reduce_scatter(self._scatter)
+            module.register_forward_hook(_keep_unfrozen, prepend=True)  # before its parameters are freed
         dtypes = {p: d for module in divided for p, d in self._dtypes(module).items()} if self._dtypes else {}
         for group in _groups_of(divided):
             together = [p.sharded_param for p in group.fsdp_params]
@@ -241,6 +242,13 @@ class FullySharded:
 
     def _groups(self) -> list[Any]:
         return _groups_of(self._modules())
+
+
+def _keep_unfrozen(module: Any, args: Any, out: Any) -> None:
+    """Let divided parameters need a gradient if the forward pass of ``module`` has made that of the gathered ones."""
+    for parameter in (p for group in _groups_of([module]) for p in group.fsdp_params):
+        if not parameter.sharded_param.requires_grad and parameter.unsharded_param.requires_grad:
+            parameter.sharded_param.requires_grad_()
 
 
 def _groups_of(modules: Sequence[FSDPModule]) -> list[Any]:

@@ -200,10 +200,10 @@ def _divide(
 
 
 def _with_fakes(model: nn.Module, wanted: Callable[[str], bool], mode: FakeTensorMode) -> nn.Module:
-    """Replace the tensors of ``model`` that are not wanted under any of their names by fake ones."""
+    """Replace the dense tensors of ``model`` that are not wanted under any of their names by fake ones."""
     slots = list(tensor_slots(model))
     kept = {id(slot.tensor) for slot in slots if wanted(slot.name)}
-    dropped = [slot for slot in slots if id(slot.tensor) not in kept]
+    dropped = [slot for slot in slots if id(slot.tensor) not in kept and slot.tensor.layout is torch.strided]
     fakes = {id(slot.tensor): fake_like(slot.tensor, mode) for slot in dropped}
     for slot in dropped:
         slot.fill(fakes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.torch import own_buffers
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
@@ -19,6 +20,7 @@ from orchestrator.model.meta import on_meta_device
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.partial_init import build_fake
+from orchestrator.model.tensor_slots import sparse_error, tensor_slots
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -181,9 +183,10 @@ class Strategy(LayoutRules, abc.ABC):
             return ()
         if job.carried:
             errors += carried_errors(config, job, model)
-        notes = [*cls.check_job(config, job, plan, errors)]
-        if cls.moves_parameters or plan.mesh.shard > 1:
-            errors += cls._overlap_errors(config, job, model)
+        moves = cls.moves_parameters or plan.mesh.shard > 1
+        in_memory = cls._memory_errors(config, job, plan, model) if moves else []
+        errors += in_memory
+        notes = [] if in_memory else [*cls.check_job(config, job, plan, errors)]
         outline = None if errors else outline_of(job, config.train)
         if outline is not None:
             notes += cls._memory_notes(config, job, plan, outline, errors)
@@ -200,9 +203,14 @@ class Strategy(LayoutRules, abc.ABC):
         return tuple(notes)
 
     @classmethod
-    def _overlap_errors(cls, config: Config, job: Job, model: nn.Module | None) -> list[str]:
-        """Refuse tensors that share memory, given the ``model`` without memory, if it can be built so."""
-        overlap = build_fake(job.model, torch.device("cpu")).overlap if model is None else overlap_in(model)
+    def _memory_errors(cls, config: Config, job: Job, plan: Plan, model: nn.Module | None) -> list[str]:
+        """Refuse tensors that share memory or are sparse, given the ``model`` without memory, if there is one."""
+        whole = None if model is not None else build_fake(job.model, torch.device("cpu"))
+        overlap = overlap_in(model) if whole is None else whole.overlap
+        slots = tensor_slots(model if whole is None else whole.model)
+        sparse = [slot for slot in slots if slot.tensor.layout is not torch.strided]
+        if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
+            return [sparse_error(sent)]
         if overlap is None:
             return []
         by = f"strategy={config.strategy.name}" if cls.moves_parameters else "strategy.shard_optimizer=true"

@@ -70,7 +70,9 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        self.boxes = {name: Box.shard(named[name].shape, index, count) for name in self.parts if is_divisible(named[name].shape)}
+        self.boxes = {
+            name: Box.shard(named[name].shape, index, count) for name in self.parts if is_divisible(named[name].shape)
+        }
         self.distinct = list(own.values())
         divided = {self.parts[name] for name in self.boxes}
         self.scalars = [part for part in self.distinct if part not in divided]
@@ -123,8 +125,12 @@ class DividedModel:
                 fake, key = slot.tensor, id(slot.tensor)
                 if slot.owner in owners and key not in filled:
                     filled.add(key)
-                    own = self.parts[names[key]]
-                    whole = own if names[key] not in self.boxes else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
+                    own: Tensor = self.parts[names[key]]
+                    whole = (
+                        own
+                        if names[key] not in self.boxes
+                        else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
+                    )
                     memory[key] = whole
             for slot in slots:
                 if id(slot.tensor) in memory:
@@ -168,9 +174,10 @@ class DividedModel:
                 wrapped.gather_ahead(called, ahead)
 
     def take_gradients(self) -> None:
-        """Give the parts their gradients, after the backward passes of a step."""
+        """Give the parts their gradients, after the backward passes of a step, and let those need one that now do."""
         assert self._divided is not None
         for part, parameter in self._divided.items():
+            part.requires_grad_(part.requires_grad or parameter.requires_grad)
             if parameter.grad is not None:
                 part.grad = self.wrapped.local_part(parameter.grad).to(part.dtype)
                 parameter.grad = None

@@ -76,8 +76,8 @@ class ShardedModel(WholeModel):
                 raise
             raise ValueError(
                 "strategy.wrap: the model uses parameters of a module that does not run itself, so that they are not "
-                "gathered; the log shows where. Set strategy.reshard_after_forward=false, with which the whole model is "
-                f"gathered for each step, or use strategy=ddp: {e}"
+                "gathered; the log shows where. Set strategy.reshard_after_forward=false, with which the whole model "
+                f"is gathered for each step, or use strategy=ddp: {e}"
             ) from e
 
     def evaluated(self, inputs: Any) -> Any:

@@ -58,7 +58,9 @@ def parameters_together(model: nn.Module, groups: Sequence[Group]) -> list[list[
     taken: set[nn.Parameter] = set()
     found = []
     for modules in (*groups, (model,)):
-        own = dict.fromkeys(p for module in modules for p in module.parameters() if is_divisible(p.shape) and p not in taken)
+        own = dict.fromkeys(
+            p for module in modules for p in module.parameters() if is_divisible(p.shape) and p not in taken
+        )
         taken.update(own)
         found.append(list(own))
     return found
