@@ -236,7 +236,7 @@ def _padding_error(job: Job, split: str, output: Any, target: Any, plan: Plan) -
 
 
 def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
-    """Return what :func:`loss_reads` does of random outputs, or whether there are such tensors if the loss refuses it."""
+    """Return what :func:`loss_reads` does of random outputs; if the loss refuses them, whether such tensors exist."""
     try:
         return loss_reads(job, map_tensors(random_like, output), target, which)
     except Exception:

@@ -187,5 +187,5 @@ class _GivenAway(TorchFunctionMode):
         if getattr(func, "__name__", "") in _MEMORY:
             self._storages.add(storage_key(args[0].untyped_storage()))
             with unset_fake_temporarily():
-                args = (random_like(args[0]).detach(), *args[1:])
+                return func(random_like(args[0]).detach(), *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
