@@ -7,6 +7,7 @@ group of that time, with torch 2.11.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from orchestrator.compat.fully_sharded_calls import Calls, groups_of_state
@@ -46,19 +48,34 @@ class _Parameter(FSDPParam):
 
     Attributes:
         gathered: the dtype in which its parts are gathered.
+        summed: the dtype in which gradients are summed, the same for all parameters that are gathered together.
     """
 
     gathered: torch.dtype
+    summed: torch.dtype
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        summed = torch.promote_types(self.sharded_param.dtype, torch.float32)
-        super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=summed))
-        self.reduce_dtype = summed  # None in torch 2.11 and 2.13, where both are equal; a group must have one
+        super().init_dtype_attrs(MixedPrecisionPolicy(param_dtype=self.gathered, reduce_dtype=self.summed))
+        self.reduce_dtype = self.summed  # None in torch 2.11 and 2.13, where it equals the dtype of the parameter
 
     def init_unsharded_param(self) -> None:
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         # Before torch 2.15, all gradients of a group must have one dtype, and several passes add up in theirs.
         self._unsharded_param.grad_dtype = self.reduce_dtype
+
+
+class _Group(FSDPParamGroup):
+    """Parameters that are gathered together and have several dtypes, which torch refuses."""
+
+    def _init_mp_dtypes(self) -> None:
+        every: list[Any] = self.fsdp_params
+        trained = {p.sharded_param.dtype for p in every if p.sharded_param.requires_grad}
+        dtypes = dict.fromkeys(p.sharded_param.dtype for p in every)
+        for dtype in sorted(dtypes, key=trained.__contains__):  # what torch notes last is of trained ones
+            self.fsdp_params = [p for p in every if p.sharded_param.dtype == dtype]
+            super()._init_mp_dtypes()
+        self.fsdp_params = every
+        self._orig_dtype = every[0].summed  # up to torch 2.13, that of all gradients
 
 
 class FullySharded:
@@ -71,6 +88,7 @@ class FullySharded:
         device: torch.device,
         *,
         keep_whole: bool,
+        all_at_once: bool,
         offload: bool,
         undivided: Sequence[nn.Parameter],
         dtypes: Callable[[nn.Module], Mapping[Tensor, torch.dtype]] | None,
@@ -85,16 +103,18 @@ class FullySharded:
             device: where the parameters are.
             keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
                 slices before they are summed over the ranks.
+            all_at_once: whether passes need all parameters and all gradients whole. Only with ``keep_whole``.
             offload: whether parts and their gradients are in host memory, whatever ``device`` is.
             undivided: parameters that stay as they are.
-            dtypes: returns the dtype in which each parameter of a module is gathered. Gradients are then summed in
-                float32, or in float64. None to gather and sum all parameters as they are.
+            dtypes: returns the dtype in which each parameter of a module is gathered; None to gather them as they are.
+                Gradients of what is gathered in several dtypes, or in another one, are summed in float32 or float64.
             gathering: returns a context around each gathering of parameters, on the stream that gathers.
             scattering: the same of each sum of gradients.
         """
         self._root: Any = root
         self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         self._keep_whole = keep_whole
+        self._all_at_once = all_at_once
         self._offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         self._undivided = set(undivided)
         self._dtypes = dtypes
@@ -121,11 +141,19 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(self._gather)
             module.set_custom_reduce_scatter(self._scatter)
-        if self._dtypes is not None:
-            dtypes = {p: dtype for module in divided for p, dtype in self._dtypes(module).items()}
-            for parameter in (p for group in _groups_of(divided) for p in group.fsdp_params):
+            module.register_forward_hook(_keep_unfrozen, prepend=True)  # before its parameters are freed
+        dtypes = {p: d for module in divided for p, d in self._dtypes(module).items()} if self._dtypes else {}
+        for group in _groups_of(divided):
+            together = [p.sharded_param for p in group.fsdp_params]
+            if not dtypes and len({parameter.dtype for parameter in together}) == 1:
+                continue
+            trained = (parameter.dtype for parameter in together if parameter.requires_grad)
+            summed = functools.reduce(torch.promote_types, trained, torch.float32)
+            group.__class__ = _Group
+            for parameter in group.fsdp_params:
                 parameter.__class__ = _Parameter
-                parameter.gathered = dtypes[parameter.sharded_param]
+                parameter.gathered = dtypes.get(parameter.sharded_param, parameter.sharded_param.dtype)
+                parameter.summed = parameter.sharded_param.grad_dtype = summed
 
     def gather_in_order(
         self,
@@ -171,10 +199,20 @@ class FullySharded:
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:
         """Run the passes of a slice of a step; ``last``: the last one."""
-        if self._keep_whole:
+        if self._all_at_once:
+            self.gather_all()
+            self.keep_gradients()
+        elif self._keep_whole:
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
         yield
+        if self._all_at_once and last:
+            self.sum_gradients()
+
+    def gather_all(self) -> None:
+        """Gather what is not gathered yet before a pass, if it needs all parameters."""
+        for module in self._modules() if self._all_at_once else ():
+            module.unshard()
 
     def keep_gradients(self) -> None:
         """Let backward passes add up gradients on this rank, whole, until :meth:`sum_gradients`."""
@@ -232,6 +270,13 @@ class FullySharded:
 
     def _groups(self) -> list[Any]:
         return _groups_of(self._modules())
+
+
+def _keep_unfrozen(module: Any, args: Any, out: Any) -> None:
+    """Let divided parameters need a gradient if the forward pass of ``module`` has made that of the gathered ones."""
+    for parameter in (p for group in _groups_of([module]) for p in group.fsdp_params):
+        if not parameter.sharded_param.requires_grad and parameter.unsharded_param.requires_grad:
+            parameter.sharded_param.requires_grad_()
 
 
 def _groups_of(modules: Sequence[FSDPModule]) -> list[Any]:

@@ -57,6 +57,7 @@ __all__ = [
     "flop_formula",
     "has_run_compiled_code",
     "is_view",
+    "is_view_operator",
     "loader_exit_codes",
     "loader_failure",
     "loads_through",
@@ -166,6 +167,11 @@ def mutates(operator: Any) -> bool:
 def reads_number(operator: Any) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, gives Python the value of a tensor."""
     return bool(operator is torch.ops.aten._local_scalar_dense.default)
+
+
+def is_view_operator(operator: Any) -> bool:
+    """Return whether an operator, as ``__torch_dispatch__`` receives it, returns its argument in another shape."""
+    return bool(operator.is_view)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

@@ -18,7 +18,12 @@ from orchestrator.model.tensor_slots import new_tensors_dropped
 
 
 def first_modules(
-    whole: FakeModel, inputs: Any, split: Sequence[str], *, largest_share: float | None = None
+    whole: FakeModel,
+    inputs: Any,
+    split: Sequence[str],
+    *,
+    largest_share: float | None = None,
+    closed: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Find the modules that begin a piece, in the order of their calls.
 
@@ -31,6 +36,7 @@ def first_modules(
         split: the names of further modules.
         largest_share: the share of the model's parameters, 0 to 1, above which the modules inside of a module begin
             pieces too; None for no limit.
+        closed: large modules that are left in one piece nevertheless.
 
     Raises:
         ValueError: a module in ``split`` cannot begin a piece, or the forward pass fails with random values.
@@ -46,7 +52,7 @@ def first_modules(
 
         try:
             with calls_through(note):
-                whole.model(map_tensors(whole.fake_like, inputs))
+                whole.model(map_tensors(whole.fake_input, inputs))
         except Exception as e:
             raise ValueError(
                 f"{type(whole.model).__name__}: its forward() fails with random values in place of a batch "
@@ -64,7 +70,8 @@ def first_modules(
         if name not in num_calls:
             raise ValueError(f"{setting}: {name}: no such layer; {did_you_mean(name, once)}")
     if largest_share is not None:
-        split = [*split, *_inside_of_large(whole.model, num_calls, once, largest_share)]
+        inside = _inside_of_large(whole.model, num_calls, once, largest_share)
+        split = [*split, *(name for name in inside if not closed & {*_callers(name, num_calls)})]
     chosen = [name for name in once if _caller(name, num_calls) == "" or name in split]
     # A module and its first child begin at the same point. If split names the child, leave out the module.
     next_call = dict(itertools.pairwise(calls))

@@ -34,7 +34,9 @@ class RealCalls:
 
 @contextlib.contextmanager
 def fake_calls(whole: FakeModel, *, opened: Collection[nn.Module] = ()) -> Iterator[RealCalls]:
-    """Let modules that fail with fake tensors be called with random real ones, for the shapes of their results.
+    """Let modules that fail with fake tensors be called with real ones, for the shapes of their results.
+
+    These are random, but for the inputs of the model.
 
     Such modules use operators that fake tensors lack, or branch on the values of tensors. One of them at a time has
     memory. The random generators are left unchanged.
@@ -58,11 +60,14 @@ def fake_calls(whole: FakeModel, *, opened: Collection[nn.Module] = ()) -> Itera
                 raise
             return call_real(original, module, args, kwargs)
 
+    def real(tensor: Tensor) -> Tensor:
+        return whole.real_input(tensor) if isinstance(tensor, FakeTensor) else tensor
+
     def call_real(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         with unset_fake_temporarily(), kept_generators(), filled(module, random_like):
             was_active, real_calls.active = real_calls.active, True
             try:
-                real_args, real_kwargs = map_tensors(_real, (args, kwargs))
+                real_args, real_kwargs = map_tensors(real, (args, kwargs))
                 out = original(module, *real_args, **real_kwargs)
             finally:
                 real_calls.active = was_active
@@ -70,7 +75,3 @@ def fake_calls(whole: FakeModel, *, opened: Collection[nn.Module] = ()) -> Itera
 
     with calls_through(call), without_fake_tensor_logs():
         yield real_calls
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return random_like(tensor) if isinstance(tensor, FakeTensor) else tensor

@@ -59,7 +59,7 @@ def flow(
         precision: what the forward pass is computed in.
         observer: entered around the forward pass, to see its operations; None for no observer.
     """
-    values = [map_tensors(sequence.whole.fake_like, inputs)]
+    values = [map_tensors(sequence.whole.fake_input, inputs)]
     with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast(), observer or contextlib.nullcontext():
         for layer in sequence.modules:
             values.append(layer(values[-1]))
@@ -108,7 +108,7 @@ def change_their_input(sequence: LayerSequence, layers: Iterable[int], value: An
         value: the input of the first, from the result of :func:`flow`.
         precision: what the forward pass is computed in.
     """
-    fresh = map_tensors(sequence.whole.fake_like, value)
+    fresh = map_tensors(sequence.whole.fake_input, value)
     before = [version_of(tensor) for tensor in tensors_in(fresh)]
     out = fresh
     with sequence.whole.mode, fake_calls(sequence.whole), precision.autocast():

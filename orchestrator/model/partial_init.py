@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from orchestrator.compat.generators import derived_seed, kept_generators, seed_g
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
-from orchestrator.model.tensor_slots import move, tensor_slots
+from orchestrator.model.tensor_slots import move, random_like, tensor_slots
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,28 @@ class FakeModel:
         mode: the mode in which to call the model.
         full_build_reason: why :func:`build_part` has to build the whole model first; None if it need not.
         overlap: the names of two tensors that share their memory where the constructor leaves them; None if none do.
+        inputs: the fake inputs of the model and the real ones, by the ``id`` of the former.
     """
 
     model: nn.Module
     mode: FakeTensorMode
     full_build_reason: str | None = None
     overlap: tuple[str, str] | None = None
+    inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor with the shape, strides, dtype and device of ``tensor``."""
         return fake_like(tensor, self.mode)
+
+    def fake_input(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor for an input of the model, real or fake, whose values modules get that need them."""
+        fake = self.fake_like(tensor)
+        self.inputs[id(fake)] = (fake, self.real_input(tensor) if isinstance(tensor, FakeTensor) else tensor)
+        return fake
+
+    def real_input(self, fake: Tensor) -> Tensor:
+        """Return the real tensor for a fake input of the model, or random numbers for another fake tensor."""
+        return self.inputs[id(fake)][1].clone() if id(fake) in self.inputs else random_like(fake)
 
 
 def build_fake(build: Callable[[], nn.Module], device: torch.device, *, without_memory: bool = False) -> FakeModel:
@@ -203,10 +215,10 @@ def _divide(
 
 
 def _with_fakes(model: nn.Module, wanted: Callable[[str], bool], mode: FakeTensorMode) -> nn.Module:
-    """Replace the tensors of ``model`` that are not wanted under any of their names by fake ones."""
+    """Replace the dense tensors of ``model`` that are not wanted under any of their names by fake ones."""
     slots = list(tensor_slots(model))
     kept = {id(slot.tensor) for slot in slots if wanted(slot.name)}
-    dropped = [slot for slot in slots if id(slot.tensor) not in kept]
+    dropped = [slot for slot in slots if id(slot.tensor) not in kept and slot.tensor.layout is torch.strided]
     fakes = {id(slot.tensor): fake_like(slot.tensor, mode) for slot in dropped}
     for slot in dropped:
         slot.fill(fakes)

@@ -48,14 +48,20 @@ class RecordedLayers(LayerSequence):
     """
 
     def __init__(
-        self, whole: FakeModel, inputs: Any, *, split: Sequence[str], largest_share: float | None = None
+        self,
+        whole: FakeModel,
+        inputs: Any,
+        *,
+        split: Sequence[str],
+        largest_share: float | None = None,
+        closed: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
             whole: the model, of fake tensors.
             inputs: a real micro-batch on the device of the fake model.
             split: the names of layers at which stages are to begin.
-            largest_share: see :func:`~orchestrator.model.calls.first_modules`.
+            largest_share, closed: see :func:`~orchestrator.model.calls.first_modules`.
 
         Raises:
             TapeError: the forward pass cannot be recorded.
@@ -65,7 +71,7 @@ class RecordedLayers(LayerSequence):
             raise ValueError(
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
-        names = first_modules(whole, inputs, split, largest_share=largest_share)
+        names = first_modules(whole, inputs, split, largest_share=largest_share, closed=closed)
         no_layer = TapeError(
             f"{type(whole.model).__name__}: its forward() calls no layer exactly once, and only such a layer can begin "
             "a stage"
@@ -242,7 +248,7 @@ def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bo
     before = [glue_state(module) for module in opened]
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
     with mode, whole.mode, new_tensors_dropped(whole.model), fake_calls(whole, opened=opened):
-        tape = record(whole.model, map_tensors(whole.fake_like, inputs), opened=parents)
+        tape = record(whole.model, map_tensors(whole.fake_input, inputs), opened=parents)
     # An earlier forward pass has set what is set only once, such as a cached shape.
     for module, state in zip(opened, before, strict=True):
         after = glue_state(module)

@@ -108,6 +108,7 @@ class _Shared:
 
     def __init__(self, model: nn.Module):
         self._parameters = {name: (p, p.detach(), _key(p)) for name, p in model.named_parameters() if _has_memory(p)}
+        self._trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
         self._keys = {key for _, _, key in self._parameters.values()}
         self._kept: dict[str, Tensor] = {}
 
@@ -127,7 +128,9 @@ class _Shared:
         }
 
     def restore(self) -> None:
-        """Give the parameters their memory and their values back."""
+        """Give the parameters their memory and their values back, and freeze what the model has unfrozen."""
+        for parameter, trained in self._trained.items():
+            parameter.requires_grad_(trained)
         for name, (parameter, values, key) in self._parameters.items():
             if _key(parameter) != key:
                 parameter.data = values

@@ -122,14 +122,20 @@ def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages
     """Divide a model at ``split``, or else so finely that no layer is larger than a stage, if that is possible."""
     if split:
         return RecordedLayers(whole, inputs, split=split)
-    try:
-        return RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages)
-    except TapeError:
-        # The code inside of a large module cannot be recorded, so it stays in one piece.
-        outermost = RecordedLayers(whole, inputs, split=())
-        if not _has_layers_for(outermost, num_stages):
-            raise
-        return outermost
+    closed, first_error = frozenset[str](), None
+    while True:
+        try:
+            layers = RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages, closed=closed)
+        except TapeError as e:
+            first_error = first_error or e
+            if not e.module or e.module in closed:
+                layers = RecordedLayers(whole, inputs, split=())
+            else:
+                closed |= {e.module}  # the code inside of a large module cannot be recorded, so it stays in one piece
+                continue
+        if first_error is not None and not _has_layers_for(layers, num_stages):
+            raise first_error
+        return layers
 
 
 def _has_layers_for(sequence: LayerSequence, num_stages: int) -> bool:

@@ -32,7 +32,13 @@ _WRITE = frozenset({"__setitem__", "__set__"})
 
 
 class TapeError(ValueError):
-    """The forward pass cannot be recorded; the text says where and why."""
+    """The forward pass cannot be recorded; the text says where and why.
+
+    Attributes:
+        module: the name of the module whose own code cannot be, empty for the model; None if that is not known.
+    """
+
+    module: str | None = None
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,8 @@ class _Recorder(TorchFunctionMode):
         self._open.append(" ".join(filter(None, (type(module).__name__, self._names[module]))))
         try:
             return forward(module, *args, **kwargs)
-        except TapeError:
+        except TapeError as e:
+            e.module = self._names[module] if e.module is None else e.module
             raise
         except Exception as e:
             raise TapeError(

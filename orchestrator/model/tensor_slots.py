@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import FakeTensor, adopt_user_state, own_buffers, own_parameters, pytree
+from orchestrator.config.text import first_few
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -64,6 +65,14 @@ def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
                     yield TensorSlot(name + pytree.keystr(path), module, attribute, leaf)
+
+
+def sparse_error(names: Sequence[str]) -> str:
+    """Return why a model cannot have the sparse tensors of these names."""
+    return (
+        f"job.model: {first_few(names, 2)} is sparse, and only dense tensors can be saved and sent to other workers; "
+        "register its indices and its values as buffers, and make it of them in forward()"
+    )
 
 
 @contextlib.contextmanager

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 Shape = tuple[int, ...]
 
 
+def is_divisible(shape: Sequence[int]) -> bool:
+    """Return whether a tensor of this shape has elements along a dimension, which several ranks may divide."""
+    return len(shape) > 0 and math.prod(shape) > 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Box:
     """A part of a tensor: a range of places in each dimension.

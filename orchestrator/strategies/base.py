@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.compat.torch import own_buffers
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step
+from orchestrator.model.tensor_slots import sparse_error, tensor_slots
 from orchestrator.planning.layout import LayoutRules
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
@@ -178,9 +180,10 @@ class Strategy(LayoutRules, abc.ABC):
             return ()
         if job.carried:
             errors += carried_errors(config, job, model)
-        notes = [*cls.check_job(config, outline, plan, errors)]
-        if cls.moves_parameters or plan.mesh.shard > 1:
-            errors += cls._overlap_errors(config, outline)
+        moves = cls.moves_parameters or plan.mesh.shard > 1
+        in_memory = cls._memory_errors(config, outline, plan) if moves else []
+        errors += in_memory
+        notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         if not errors:
             notes += cls._memory_notes(config, outline, plan, errors)
         if model is not None:
@@ -193,8 +196,11 @@ class Strategy(LayoutRules, abc.ABC):
         return tuple(notes)
 
     @classmethod
-    def _overlap_errors(cls, config: Config, outline: Outline) -> list[str]:
-        """Refuse tensors that share memory."""
+    def _memory_errors(cls, config: Config, outline: Outline, plan: Plan) -> list[str]:
+        """Refuse tensors that share memory or are sparse."""
+        sparse = [slot for slot in tensor_slots(outline.whole.model) if slot.tensor.layout is not torch.strided]
+        if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
+            return [sparse_error(sent)]
         if (overlap := outline.whole.overlap) is None:
             return []
         by = f"strategy={config.strategy.name}" if cls.moves_parameters else "strategy.shard_optimizer=true"

@@ -29,7 +29,7 @@ class Sharing:
         """Share nothing."""
         self.first_names: dict[str, str] = {}
         self.saved_elsewhere: set[str] = set()
-        self._parameters: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class Sharing:
                     names = tensor.names_on(stage_ranks, mesh.coords(global_rank).pipeline)
                     parameter = own[names[0]]
                     if isinstance(parameter, nn.Parameter):
-                        sharing._parameters.append((parameter, groups[holders]))
+                        sharing._shared.append((parameter, groups[holders]))
                     if mesh.coords(global_rank).pipeline != ranks[0]:
                         sharing._leave_to_first(parameter, names, tensor.names_on(stage_ranks, ranks[0]))
         return sharing
@@ -69,7 +69,7 @@ class Sharing:
     @torch.no_grad()
     def sync_initial_state(self) -> None:
         """Copy each shared parameter from the first of its ranks to the others."""
-        for parameter, group in self._parameters:
+        for parameter, group in self._shared:
             dist.broadcast(parameter, group=group, group_src=0)
 
     def add_gradients(self) -> None:
@@ -77,7 +77,7 @@ class Sharing:
 
         The result is dense, because a gradient may be sparse in one stage and dense in another.
         """
-        for parameter, group in self._parameters:
+        for parameter, group in self._shared:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:  # this rank's stages did not use the parameter

@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
+from orchestrator.model.tensor_slots import sparse_error
 from orchestrator.planning.boxes import Box
 from orchestrator.planning.placement import Placement
 from orchestrator.state import train_state
 from orchestrator.state.left_out import checksum
-from orchestrator.state.model_state import dropped_names
+from orchestrator.state.model_state import dropped_names, own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
@@ -83,12 +85,15 @@ class Trained:
                 keep_average(optimizer, train.ema_decay)
         self.module = module or (lambda: modules[0])
         self.modules = modules
+        own = self.module()
         self.placements = placements or {
-            name: Placement(shape=tuple(p.shape)) for name, p in self.module().named_parameters(remove_duplicate=False)
+            name: Placement(shape=tuple(p.shape)) for name, p in own.named_parameters(remove_duplicate=False)
         }
-        own = {n: p.box(context.mesh, context.global_rank) for n, p in self.placements.items() if p.cuts}
-        self.boxes = {name: box for name, box in own.items() if box is not None}
-        self.parameters: Sequence[nn.Parameter] = [p for p in self.module().parameters() if p.requires_grad]
+        boxes = {n: p.box(context.mesh, context.global_rank) for n, p in self.placements.items() if p.cuts}
+        self.boxes = {name: box for name, box in boxes.items() if box is not None}
+        self.parameters: Sequence[nn.Parameter] = [p for p in own.parameters() if p.requires_grad]
+        self._untrained = {name: p for name, p in own.named_parameters() if not p.requires_grad}
+        _refuse_sparse(modules, saved=own_tensors(own), sent=context.mesh.world_size > 1)
         self.optimizer = cast(Optimizer, joined(optimizers))
         to_training(self.optimizer)
         self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
@@ -156,6 +161,19 @@ class Trained:
     @property
     def _changing(self) -> Sequence[Tensor]:
         return [*self.buffers, *(p.detach() for p in self.parameters)] if self.needs_closure else self.buffers
+
+    def check_untrained(self) -> None:
+        """Check, after the backward passes of a step, that what was frozen when the run began still is.
+
+        Raises:
+            JobError: no optimizer updates what is not.
+        """
+        if unfrozen := [name for name, p in self._untrained.items() if p.requires_grad or p.grad is not None]:
+            raise JobError(
+                f"job.model: {first_few(unfrozen, 2)} was frozen when the run began, so no optimizer updates it, and "
+                "now needs a gradient; leave requires_grad on from the start, with a learning rate of 0 at first in "
+                "Job.scheduler, or unfreeze it in Job.model for a new run (start_from)"
+            )
 
     def unscale(self) -> None:
         """Divide the gradients by the factor of the loss."""
@@ -278,3 +296,10 @@ class Trained:
             )
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))
+
+
+def _refuse_sparse(modules: Sequence[nn.Module], *, saved: Collection[str], sent: bool) -> None:
+    """Refuse sparse buffers that are ``saved``, and also others if they are ``sent`` to other ranks."""
+    buffers = [(name, buffer) for module in modules for name, buffer in module.named_buffers()]
+    if sparse := [n for n, buffer in buffers if buffer.layout is not torch.strided and (sent or n in saved)]:
+        raise JobError(sparse_error(sparse))

@@ -198,6 +198,7 @@ class Trainer(Strategy):
         with kept_generators(context.device) if trained.needs_closure else contextlib.nullcontext():
             loss_sum, weight = self.passes.backward(slices, reduction, metrics, context=context, factor=factor)
         reduction.finish()
+        trained.check_untrained()
         trained.unscale()
         return loss_sum, weight
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def warning_about_parts(
         parts = functools.partial(_parts, job, items, number, cut=division.cut, device=device, precision=precision)
         return passed(model, parts, forward, loss_of, in_turn=in_turn, seed=seed)
 
-    tolerance = _tolerance(precision, device)
+    tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
     with kept_generators(device):
         try:
             items = spread(train_set, min(max(division.rows, FEWEST), MOST))
@@ -219,10 +219,15 @@ def _parts(
     return parts
 
 
-def _tolerance(precision: Precision, device: torch.device) -> float:
-    """Return by how much two losses may differ that are computed from the same samples in other shapes."""
-    dtype = precision.autocast_dtype or precision.model_dtype
-    if dtype is not None:
-        return 4 * torch.finfo(dtype).eps
-    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return 4 * torch.finfo(torch.float16).eps if tf32 else TOLERANCE  # TF32 has the digits of float16
+def _tolerance(precision: Precision, device: torch.device, dtypes: Collection[torch.dtype]) -> float:
+    """Return by how much two losses may differ that are computed from the same samples in other shapes.
+
+    Args:
+        precision: what the forward passes are computed in.
+        device: where they are computed.
+        dtypes: those of the parameters.
+    """
+    coarse = {torch.bfloat16, torch.float16} & {*dtypes, precision.autocast_dtype, precision.model_dtype}
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        coarse.add(torch.float16)  # TF32 has its digits
+    return max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in coarse)])

@@ -7,9 +7,10 @@ the parts once, after its last backward pass, so that schedules may compute back
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -115,7 +116,14 @@ class FSDPPipeline(Pipeline):
         own = self._divided = DividedStages(divided[0], built.stages)
         whole, options = build_fake(builder.constructor, CPU), options_of(self.context.options)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
-        own.model.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=options.wrap)
+        own.model.calls = check_forward(
+            self.job,
+            sequence.whole,
+            train_set,
+            precision=self.precision,
+            options=options,
+            layers=nn.Sequential(*sequence.modules),
+        )
         self.trained = Trained(
             self.job,
             self.context,
@@ -139,7 +147,14 @@ class FSDPPipeline(Pipeline):
         self.trained.use([stage.module for stage in self.stages])
         return PartSums(self._divided.model, batch, at_end=True)
 
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        with super().around_step(logged=logged):
+            self._divided.model.wrapped.gather_all()
+            yield
+
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
+        self._divided.model.wrapped.gather_all()
         try:
             return super().evaluate(batch, valid)
         finally:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from orchestrator.compat.torch import BatchNorm, has_accumulation_hooks
 from orchestrator.config.schema import Config
@@ -16,7 +15,7 @@ from orchestrator.model.batch import has_row_per_sample, map_tensors, split_batc
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import balance, cut_at
 from orchestrator.model.layers import change_their_input, flow
-from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.modes import evaluation_mode, note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
@@ -80,7 +79,9 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
                 "computes, would read what the batch was; let Job.model change a copy"
             )
         values = flow(sequence, inputs, precision=precision)
-        layer_errors += _evaluation_errors(config, job, precision.outputs(values[-1]), target, plan)
+        with evaluation_mode(*sequence.modules):
+            *_, evaluated = flow(sequence, inputs, precision=precision)
+        layer_errors += _evaluation_errors(config, job, precision.outputs(evaluated), target, plan)
         starts: Sequence[int] = range(1, len(sequence.names))
         if strategy.split != "auto" and not layer_errors:
             cut, layer_errors = cut_at(sequence.layers, split, layout.num_stages)
@@ -210,20 +211,27 @@ def _padding_error(job: Job, split: str, output: Any, target: Any, plan: Plan) -
     rows = plan.microbatch_rows
     multiple = rows * plan.mesh.data_parallel_size
     remedy = f"or let job.dataset({split!r}) have a multiple of {multiple} samples, or use strategy=ddp"
-    example, error = map_tensors(random_like, output), None
-    with contextlib.suppress(Exception):  # a loss may refuse random outputs
-        if loss_reads(job, example, target, is_scalar):
-            error = (
-                f"strategy={plan.strategy}: the loss has a part that the model has computed over a whole batch, so it "
-                f"would count the padding of the last evaluation batch; compute it in Job.loss, {remedy}"
-            )
-        elif loss_reads(job, example, target, lambda tensor: len(tensor) != rows if tensor.ndim else False):
-            shape = next(list(t.shape) for t in tensors_in(output) if t.ndim and len(t) != rows)
-            error = (
-                f"strategy={plan.strategy}: the model returns a tensor of shape {shape} for {rows} samples, so the "
-                f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
-            )
+    error = None
+    if _loss_may_read(job, output, target, is_scalar):
+        error = (
+            f"strategy={plan.strategy}: the loss has a part that the model has computed over a whole batch, so it "
+            f"would count the padding of the last evaluation batch; compute it in Job.loss, {remedy}"
+        )
+    elif _loss_may_read(job, output, target, lambda tensor: len(tensor) != rows if tensor.ndim else False):
+        shape = next(list(t.shape) for t in tensors_in(output) if t.ndim and len(t) != rows)
+        error = (
+            f"strategy={plan.strategy}: the model returns a tensor of shape {shape} for {rows} samples, so the "
+            f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
+        )
     return error if error is not None and _is_padded(job.dataset(split), plan) else None
+
+
+def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
+    """Return what :func:`loss_reads` does of random outputs; if the loss refuses them, whether such tensors exist."""
+    try:
+        return loss_reads(job, map_tensors(random_like, output), target, which)
+    except Exception:
+        return any(tensor.is_floating_point() and which(tensor) for tensor in tensors_in(output))
 
 
 def _is_padded(dataset: Any, plan: Plan) -> bool:

@@ -204,8 +204,8 @@ class InBackward(GroupReduction):
 
     def finish(self) -> None:
         if not self._options.find_unused_parameters and any(p.grad is None for p in self._parameters):
-            named = self._passes.model.named_parameters()
-            unused = [n for n, p in named if p.requires_grad and p.grad is None]
+            named, own = self._passes.model.named_parameters(), {*self._parameters}
+            unused = [n for n, p in named if p in own and p.grad is None]
             raise ValueError(
                 f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks would wait for "
                 "their gradients. Use them, freeze them (requires_grad=False), or set "

@@ -17,7 +17,7 @@ from orchestrator.compat.process_groups import all_gather_single
 from orchestrator.compat.torch import copy_all
 from orchestrator.config.text import first_few
 from orchestrator.model.stages import module_of
-from orchestrator.planning.boxes import Box, Shape
+from orchestrator.planning.boxes import Box, Shape, is_divisible
 from orchestrator.planning.placement import Cut, Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
@@ -33,7 +33,7 @@ class OptimizerShards:
     """This rank's shard of each parameter of a model, or of stages, that it has whole.
 
     A shard is a view of its parameter where its memory is contiguous, and a copy otherwise. Parameters without a
-    dimension are in the shards of all ranks, which make equal updates of them.
+    dimension or an element are in the shards of all ranks, which make equal updates of them.
 
     Attributes:
         shards: by the first name of the parameter.
@@ -154,7 +154,7 @@ def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> t
     if errors:
         return ()
     count = plan.mesh.shard
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad and p.ndim}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     cuts = cut_evenly(shapes, count)
     held = [
         sum(math.prod(cut.box(shapes[name], index=rank, count=count).shape) for name, cut in cuts.items())
@@ -172,19 +172,20 @@ def cuts_of(model: nn.Module, count: int) -> Mapping[str, Cut]:
     first = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, Cut] = {}
     for trained in (True, False):  # so that what the trained ones take is divided evenly
-        shapes = {n: tuple(p.shape) for p, n in first.items() if p.ndim and p.requires_grad == trained}
-        cuts |= cut_evenly(shapes, count)
-    return {name: cuts[first[parameter]] for name, parameter in named.items() if parameter.ndim}
+        cuts |= cut_evenly({n: tuple(p.shape) for p, n in first.items() if p.requires_grad == trained}, count)
+    return {name: cuts[first[parameter]] for name, parameter in named.items() if first[parameter] in cuts}
 
 
 def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Cut]:
-    """Divide tensors over ``count`` ranks of the dimension ``shard``.
+    """Divide those tensors over ``count`` ranks of the dimension ``shard`` that can be.
 
     The numbers of elements that the ranks have of all tensors differ at most by those of one place of a tensor.
     """
     held = [0] * count
     cuts: dict[str, Cut] = {}
     for name, shape in shapes.items():
+        if not is_divisible(shape):
+            continue
         longest = max(range(len(shape)), key=shape.__getitem__)
         axis = next((a for a, places in enumerate(shape) if places >= PLACES * count), longest)
         least, rest = divmod(shape[axis], count)

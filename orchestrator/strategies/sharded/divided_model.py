@@ -16,7 +16,7 @@ from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.boxes import Box, is_divisible
 from orchestrator.planning.placement import Cut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -36,7 +36,7 @@ class DividedModel:
         parts: this rank's part of each parameter, by each of its names. Optimizers update these.
         distinct: the parts, each once.
         placements: where the parameters are, by each of their names.
-        scalars: the parts that are whole parameters, because they have no dimension.
+        scalars: the parts that are whole parameters, because they have no dimension or no element.
         gathers: the time that gathering parameters takes; paused until a step restarts it.
         scatters: the time that summing gradients into the parts takes; the same.
         calls: what :func:`check_forward` has seen.
@@ -61,7 +61,9 @@ class DividedModel:
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
         def part(shape: torch.Size) -> tuple[slice, ...]:
-            return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape)) if shape else ()
+            if not is_divisible(shape):
+                return ()
+            return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape))
 
         self._options = options_of(context.options)
         self.model, own = build_divided(
@@ -77,11 +79,12 @@ class DividedModel:
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
         self.placements = {
-            name: Placement(shape=tuple(named[name].shape), cuts=(ROWS,) if named[name].ndim > 0 else ())
-            for name in self.parts
+            name: Placement(shape=tuple(shape), cuts=(ROWS,) if is_divisible(shape) else ())
+            for name, shape in ((name, named[name].shape) for name in self.parts)
         }
         self.distinct = list(own.values())
-        self.scalars = [part for part in self.distinct if part.ndim == 0]
+        divided = {self.parts[name] for name, placement in self.placements.items() if placement.cuts}
+        self.scalars = [part for part in self.distinct if part not in divided]
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
         self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
@@ -132,14 +135,15 @@ class DividedModel:
                 fake, key = slot.tensor, id(slot.tensor)
                 if slot.owner in owners and key not in filled:
                     filled.add(key)
-                    own = self.parts[names[key]]
-                    whole = own if own.ndim == 0 else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
-                    memory[key] = whole
+                    whole = names[key] not in divided
+                    like = self.parts[names[key]] if whole else torch.empty(fake.shape, dtype=fake.dtype, device=device)
+                    memory[key] = like
             for slot in slots:
                 if id(slot.tensor) in memory:
                     slot.fill(memory)
 
-        filled: set[int] = set()
+        filled, device = set[int](), self._device
+        divided = {name for name, placement in self.placements.items() if placement.cuts}
         dtypes = None
         if self._autocast_dtype is not None:
             dtypes = functools.partial(gathered_dtypes, autocast_dtype=self._autocast_dtype)
@@ -149,6 +153,7 @@ class DividedModel:
             group,
             self._device,
             keep_whole=not self._options.reshard_after_forward,
+            all_at_once=self.calls.gathers_all,
             offload=self._options.offloads,
             undivided=self.scalars,
             dtypes=dtypes,
@@ -167,7 +172,8 @@ class DividedModel:
             wrapped.gather_together(modules)
             for slot in slots:
                 part, parameter = self.parts[names[id(slot.tensor)]], own_parameters(slot.owner).get(slot.attribute)
-                if slot.owner in owners and part.ndim > 0 and parameter is not None and part not in self._divided:
+                divisible = names[id(slot.tensor)] in divided
+                if slot.owner in owners and divisible and parameter is not None and part not in self._divided:
                     self._divided[part] = parameter
                     part.data = wrapped.local_part(parameter).copy_(part.data)  # frees what the part was
         called, blocks = calls or (root,), blocks_of(self.model) if self._recomputes else ()
@@ -182,18 +188,20 @@ class DividedModel:
                 wrapped.gather_ahead(module, ahead)
 
     def take_gradients(self, group: dist.ProcessGroup) -> None:
-        """Give the parts their gradients, after the backward passes of a step.
+        """Give the parts their gradients, after the backward passes of a step, and let those need one that now do.
 
         What one rank of ``group`` has a gradient of gets one on all of them, which may be zero; the rest gets none.
         """
         assert self._divided is not None
+        for part, parameter in self._divided.items():
+            part.requires_grad_(part.requires_grad or parameter.requires_grad)
         used, scalars = self.wrapped.take_used(), [scalar for scalar in self.scalars if scalar.requires_grad]
         divided = [(part, parameter) for part, parameter in self._divided.items() if part.requires_grad]
-        found = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
-        found = found_anywhere(group, found, self._device)
+        here = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
+        found = found_anywhere(group, here, self._device)
         for (part, parameter), exists in zip(divided, found, strict=False):
-            if exists:
-                part.grad = self.wrapped.local_part(parameter.grad)
+            if exists and parameter.grad is not None:
+                part.grad = self.wrapped.local_part(parameter.grad).to(part.dtype)
             parameter.grad = None
         for scalar, exists in zip(scalars, found[len(divided) :], strict=True):
             if exists and scalar.grad is None:

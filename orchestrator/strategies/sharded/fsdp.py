@@ -142,8 +142,9 @@ class FSDP(PartTrainer):
         context, passes = self.context, self.passes
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
-        wrap = options_of(context.options).wrap
-        passes.divided.calls = check_forward(self.job, whole, train_set, precision=self.precision, wrap=wrap)
+        passes.divided.calls = check_forward(
+            self.job, whole, train_set, precision=self.precision, options=options_of(context.options)
+        )
         return Trained(
             self.job,
             context,

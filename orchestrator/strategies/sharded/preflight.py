@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
@@ -82,7 +84,19 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
         reasons.append(
             f"{first_few(others, 2)} in the model's state_dict() is no tensor, and only tensors can be saved"
         )
+    scripts = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted := [name or "the model" for name, m in scripts if next(m.parameters(), None) is not None]:
+        reasons.append(
+            f"{first_few(scripted, 2)} is in TorchScript, which keeps its parameters to itself; leave out "
+            "torch.jit.script or torch.jit.trace (train.compile=blocks compiles it), or use strategy=ddp"
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
+    plain = [s for s in tensor_slots(model) if s.tensor in names and s.attribute in vars(s.owner)]
+    if kept := [slot.name for slot in plain if type(slot.owner).__setattr__ is nn.Module.__setattr__]:
+        reasons.append(
+            f"{first_few(kept, 2)} is a parameter in a plain attribute, which would keep it as it was before it was "
+            "divided; read it from its module in forward(), or use strategy=ddp"
+        )
     if sparse := [names[parameter] for parameter in sparse_parameters([model])]:
         reasons.append(
             f"gradients of {first_few(sparse, 2)} are sparse, and sparse sums cannot be divided; make the embedding "
@@ -94,11 +108,10 @@ def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:
             "change the gradient in Job.loss, or use strategy=ddp"
         )
     for parameters in parameters_together(model, groups):
-        kinds = {p.dtype: names[p] for p in parameters if p.requires_grad}  # whose gradients are summed together
-        if len(kinds) > 1:
-            (one, first), (other, second), *_ = kinds.items()
+        trained = sorted((p for p in parameters if p.requires_grad), key=torch.is_complex)
+        if trained and torch.is_complex(trained[-1]) and not torch.is_complex(trained[0]):
             reasons.append(
-                f"{first} is {one} and {second} is {other}, and their gradients are summed together; give them one "
-                "dtype, or put them into modules of different classes and name these in strategy.wrap"
+                f"{names[trained[-1]]} is complex and {names[trained[0]]} is not, and their gradients are summed "
+                "together; keep its real and imaginary parts in a real parameter (torch.view_as_real)"
             )
     return reasons

@@ -1,24 +1,29 @@
-"""A forward pass with fake tensors, to see what a model does to its own weights.
+"""A forward pass with fake tensors, to see what a job does with the weights of its model.
 
-Weights that are gathered are copies: what ``forward`` writes into them is lost. Outside of the module for which it is
-gathered, a weight is only a part, and a number that is read from it is that of the part.
+Weights that are gathered are copies: what ``forward`` writes into them is lost, and NumPy may not keep their memory.
+Outside of the module for which it is gathered, a weight is only a part. A gradient that is computed inside of a forward
+pass would free the weights, although another one is still to be computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import (
     TorchDispatchMode,
     calls_through,
+    is_view_operator,
     reads_number,
+    running_node_number,
     storage_key,
+    unset_fake_temporarily,
     version_of,
     written_tensors,
 )
@@ -27,48 +32,90 @@ from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
+from orchestrator.model.tensor_slots import random_like
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.sharded.wrapping import SeenCalls, Wrap, groups_of, parameters_together
+from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, parameters_together
 from orchestrator.user_code.errors import JobError
+
+MOST_NUMBERS = 1000
+"""The numbers that a pass may read, because a loop may wait for one."""
 
 
 def check_forward(
-    job: Job, whole: FakeModel, train_set: Dataset[Any], *, precision: Precision, wrap: Wrap
+    job: Job,
+    whole: FakeModel,
+    train_set: Dataset[Any],
+    *,
+    precision: Precision,
+    options: ShardedConfig,
+    layers: nn.Module | None = None,
 ) -> SeenCalls:
-    """Call the model with one sample, as far as fake tensors lead.
+    """Call the model and the loss with one sample, as far as fake tensors lead.
 
     Args:
         job: calls the model.
         whole: the model, whose buffers may change.
         train_set: provides the sample.
         precision: what the forward pass is computed in.
-        wrap: the modules that are gathered one by one.
+        options: say what is gathered together, and for how long.
+        layers: the layers of ``whole`` in turn, if these are called; None if the job calls the model.
 
     Returns:
-        The calls of these modules. All ranks see the same.
+        The calls of the modules that are gathered one by one. All ranks see the same.
 
     Raises:
-        JobError: the model changes weights, or reads numbers from them where they are not gathered.
+        JobError: the job changes weights, or uses them where they are not gathered.
     """
     model = whole.model
-    before, uses, complete = _identities(model), _Uses(model, wrap), False
+    before, uses, in_loss = _identities(model), _Uses(model, options, layers), _Uses(model, options, layers)
+    ended = False
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
-        inputs, _ = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
-        with whole.mode, calls_through(uses.call), precision.autocast(), uses:
-            job.forward(model, precision.inputs(inputs))
-        complete = True
+        inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
+        with whole.mode, precision.autocast():
+            inputs = precision.inputs(inputs)
+            with uses.watched():
+                output = job.forward(model, inputs) if layers is None else layers(inputs)
+            with in_loss.watched():
+                job.loss(precision.outputs(output), target)
+        ended = True
     after = _identities(model)
+
+    def named(storages: Collection[int]) -> str | None:
+        names = [name for name, seen in before.items() if seen[-1] in storages]
+        return first_few(names, 2) if names else None
+
     if changed := [name for name, seen in before.items() if after.get(name) != seen or seen[-1] in uses.written]:
         raise JobError(
             f"job.model: forward() changes {first_few(changed, 2)}, which is a copy there, gathered from all workers, "
             "so that the change would be lost; use torch.nn.utils.parametrize, or strategy=ddp"
         )
-    if read := [name for name, seen in before.items() if seen[-1] in uses.read]:
+    if names := named(uses.shared):
         raise JobError(
-            f"job.model: forward() reads a number from {first_few(read, 2)} outside of the module that is gathered "
-            "with it, where each worker has only a part; read it in the forward() of that module, or use strategy=ddp"
+            f"job.model: forward() gives the memory of {names} to NumPy, which is a copy there, gathered from all "
+            "workers, and is freed after it; compute with torch, or with a clone() of it, or use strategy=ddp"
         )
-    return SeenCalls(inside=uses.calls, complete=complete)
+    if names := named(in_loss.used | in_loss.shared):
+        raise JobError(
+            f"job.loss uses {names}, which no worker has outside of the forward pass; let forward() of the model "
+            "return the term of the loss that depends on it, or use strategy=ddp"
+        )
+    remedy = (
+        "set strategy.reshard_after_forward=false, with which the whole model is gathered for each step, or use "
+        "strategy=ddp"
+    )
+    if (differentiates := uses.differentiates or in_loss.differentiates) and options.reshard_after_forward:
+        raise JobError(
+            f"job.model: a gradient is computed in forward() or Job.loss, for which weights have to stay; {remedy}"
+        )
+    if (names := named(uses.used & uses.parts)) and options.reshard_after_forward:
+        raise JobError(
+            f"job.model: forward() uses {names} outside of the module that is gathered with it, where each worker has "
+            f"only a part; {remedy}"
+        )
+    gathers_all = not options.reshard_after_forward and (differentiates or names is not None or not ended)
+    # A number that is read is arbitrary here, and so may be what the pass does then.
+    return SeenCalls(inside=uses.calls, complete=ended and not uses.numbers, gathers_all=gathers_all)
 
 
 def _identities(model: nn.Module) -> Mapping[str, tuple[int, int, int]]:
@@ -76,51 +123,82 @@ def _identities(model: nn.Module) -> Mapping[str, tuple[int, int, int]]:
 
 
 class _Uses(TorchDispatchMode):
-    """Collects the storages of weights that operations write, and of those from which they read numbers as parts.
+    """Collects what is done with the storages of weights.
 
     Attributes:
+        written: those that operations write.
+        used: those that operations read, except while they are gathered for a module below the root.
+        parts: those that are not gathered for the root.
+        shared: those whose memory is given away, also of other tensors.
+        differentiates: whether a gradient is computed.
+        numbers: how many numbers have been read.
         calls: the names of the modules that are called in each other, as in :class:`SeenCalls`.
     """
 
-    def __init__(self, model: nn.Module, wrap: Wrap) -> None:
+    def __init__(self, model: nn.Module, options: ShardedConfig, root: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
-        self.read: set[int] = set()
-        groups = groups_of(model, wrap)
-        together = [{storage_key(p.untyped_storage()) for p in own} for own in parameters_together(model, groups)]
+        groups = groups_of(model, options.wrap, root)
+        together = [
+            {storage_key(p.untyped_storage()) for p in own} for own in parameters_together(root or model, groups)
+        ]
+        self.written, self.used, self.shared = set[int](), set[int](), set[int]()
+        self.parts = set[int]().union(*together[:-1])
+        self.differentiates = False
         self._gathered_by = {m: keys for group, keys in zip(groups, together, strict=False) for m in group}
-        self._parts = set[int]().union(*together[:-1])  # which are not gathered at this moment
-        self._made_of = {key: {key} for own in together for key in own}
-        self._made: list[Tensor] = []  # kept, because another tensor could get the number of its storage
+        self._left = self.parts | together[-1]
+        self.numbers = 0
         self._names = {module: name for name, module in model.named_modules() if module in self._gathered_by}
         self._alone = {group[0] for group in groups if len(group) == 1}
         self.calls: dict[str, list[str]] = {"": []}
         self._inside = self.calls[""]
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch what runs in the block."""
+        with calls_through(self.call), _GivenAway(self.shared), self:
+            yield
+
     def call(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, for which weights are gathered."""
-        parts, outside = self._parts, self._inside
-        self._parts = parts - self._gathered_by.get(module, set())
+        left, outside = self._left, self._inside
+        self._left = left - self._gathered_by.get(module, set())
         if (name := self._names.get(module)) is not None:
             outside.append(name)
             if module in self._alone:
                 self._inside = []
                 self.calls.setdefault(name, self._inside)
-        out = original(module, *args, **kwargs)
-        self._parts, self._inside = parts, outside
-        return out
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._left, self._inside = left, outside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        in_backward = running_node_number() is not None
+        self.differentiates |= in_backward
         self.written |= {storage_key(t.untyped_storage()) for t in written_tensors(func, args, kwargs)}
-        given = [(self._made_of.get(storage_key(t.untyped_storage())), t) for t in tensors_in((args, kwargs))]
-        of_weights = all(keys is not None or not t.ndim for keys, t in given)
-        keys = set[int]().union(*(keys for keys, _ in given if keys)) if of_weights else set()
-        if keys and reads_number(func):
-            self.read |= keys & self._parts
+        if not in_backward and not is_view_operator(func):
+            self.used |= self._left & {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        if reads_number(func) and self.numbers < MOST_NUMBERS:
+            self.numbers += 1
             return 1  # any number, so that the pass goes on
-        out = func(*args, **kwargs)
-        for made in tensors_in(out) if keys else ():
-            self._made_of.setdefault(storage_key(made.untyped_storage()), keys)
-            self._made.append(made)
-        return out
+        return func(*args, **kwargs)
+
+
+_MEMORY = ("numpy", "__array__", "__dlpack__", "data_ptr")
+"""Functions of torch that give away the memory of a tensor."""
+
+
+class _GivenAway(TorchFunctionMode):
+    """Adds the storages whose memory is given away to ``storages``."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _MEMORY:
+            self._storages.add(storage_key(args[0].untyped_storage()))
+            with unset_fake_temporarily():
+                return func(random_like(args[0]).detach(), *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

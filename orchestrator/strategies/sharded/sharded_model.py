@@ -47,6 +47,7 @@ class ShardedModel(WholeModel):
 
     def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
         """Compute what :class:`WholeModel` does, also of no samples, because all ranks gather together."""
+        self.divided.wrapped.gather_all()
         try:
             if valid > 0:
                 return super().evaluate(batch, valid, measure)
@@ -74,9 +75,9 @@ class ShardedModel(WholeModel):
             if "mixed torch.Tensor and DTensor" not in str(e):
                 raise
             raise ValueError(
-                "strategy.wrap: the model calls a part of a module that does not run itself, so its parameters are not "
-                "gathered; the log shows where. Name classes in strategy.wrap whose parts are called by them alone, or "
-                f"use strategy=ddp: {e}"
+                "strategy.wrap: the model uses parameters of a module that does not run itself, so that they are not "
+                "gathered; the log shows where. Set strategy.reshard_after_forward=false, with which the whole model "
+                f"is gathered for each step, or use strategy=ddp: {e}"
             ) from e
 
     def evaluated(self, inputs: Any) -> Any:

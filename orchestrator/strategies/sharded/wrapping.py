@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import own_parameters
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.blocks import blocks_of
+from orchestrator.planning.boxes import is_divisible
 
 Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]
@@ -24,11 +25,14 @@ class SeenCalls:
     Attributes:
         inside: the names of the modules that have been called in each other, in their order, by the name of the outer
             one; by ``""``, of those called outside of all others.
-        complete: whether the forward pass was seen to its end. Otherwise, what it does may depend on numbers.
+        complete: whether the forward pass was seen to its end, and read no numbers, on which it may depend.
+        gathers_all: whether all parameters have to be gathered before a pass and kept, with their gradients, up to the
+            end of the step.
     """
 
     inside: Mapping[str, Sequence[str]]
     complete: bool
+    gathers_all: bool = False
 
 
 def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> list[Group]:
@@ -72,7 +76,9 @@ def parameters_together(model: nn.Module, groups: Sequence[Group]) -> list[list[
     taken: set[nn.Parameter] = set()
     found = []
     for modules in (*groups, (model,)):
-        own = dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim and p not in taken)
+        own = dict.fromkeys(
+            p for module in modules for p in module.parameters() if is_divisible(p.shape) and p not in taken
+        )
         taken.update(own)
         found.append(list(own))
     return found

@@ -24,7 +24,7 @@ SHORT = [
 CAUSES = {
     "llama_with_cache": ("changes an object that it is called with (DynamicCache)", "use_cache=False"),
     "clip": ("parameters that take no part in the loss: ", "logit_scale", "freeze them (requires_grad=False)"),
-    "dit": ("the model calls a part of a module that does not run itself", "strategy.wrap"),
+    "dit": ("outside of the module that is gathered with it", "strategy.reshard_after_forward=false"),
 }
 """Words of the reason why a model is refused, with the remedy."""
 REFUSED = {

@@ -331,6 +331,103 @@ def test_adapters_of_a_frozen_model_in_another_dtype(gang: Gang, precision: str)
     assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=2e-3, want_grad_norm=True)
 
 
+class InFloat64(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+class OfTwoTypes(Odd):
+    """Trains norms in float64 beside weights in float32, and has parameters without an element."""
+
+    def __init__(self) -> None:
+        super().__init__(counts=False)
+        for block in self.blocks:
+            block.norm = InFloat64(10, dtype=torch.float64)
+        self.blocks[1].none = nn.Parameter(torch.empty(0, 3))
+        self.nothing = nn.Linear(0, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.nothing(x[:, :0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTwoTypesToy(OddToy):
+    def model(self) -> nn.Module:
+        return OfTwoTypes()
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_parameters_of_two_types_and_without_elements(gang: Gang, adamw: bool) -> None:
+    case = Case(job=OfTwoTypesToy(adamw=adamw, lr=0.02), train=having(global_batch_size=32, steps=8, clip_norm=0.5))
+    rtol = ADAMW if adamw else SGD
+    assert_as_alone(gang, case, "fsdp-2", "fsdp-1F1B-2x2", rtol=rtol, want_grad_norm=True)
+    assert_as_alone(gang, case, "sharded-ddp-3", rtol=rtol, want_grad_norm=True, find_unused_parameters=True)
+
+
+class Penalised(nn.Module):
+    """Returns a gradient of its output and a norm of all its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Odd(counts=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        decay = torch.stack([p.square().sum() for p in self.net.blocks.parameters()]).sum()
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = self.net(x)
+            (slopes,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out, slopes.square().sum(1) + 0.1 * decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenalisedToy(OddToy):
+    def model(self) -> nn.Module:
+        return Penalised()
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return super().loss(output[0], target) + 0.01 * output[1].mean()
+
+
+@pytest.mark.parametrize("adamw", [False, True])
+def test_gradients_in_the_forward_pass_and_norms_of_all_weights(gang: Gang, adamw: bool) -> None:
+    """The whole model is gathered for a step."""
+    case = Case(
+        job=PenalisedToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, grad_accumulation=2, steps=8)
+    )
+    keys = {"reshard_after_forward": False}
+    assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=ADAMW if adamw else SGD, want_grad_norm=True, **keys)
+
+
+class Unfreezing(nn.Module):
+    """A block that unfreezes a layer in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.first.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.first.requires_grad_(self.calls > 2)
+        return self.last(self.first(x).tanh())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfreezingToy(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Unfreezing(), Unfreezing(), nn.Linear(10, 4))
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2"])
+def test_what_is_unfrozen_during_training_is_found(gang: Gang, name: str) -> None:
+    case = LAYOUTS[name].of(Case(job=UnfreezingToy(), train=having(global_batch_size=8, steps=4)))
+    answers = gang.ask(train, case, world_size=LAYOUTS[name].world_size)
+    assert "0.first.weight, 0.first.bias" in str(answers[0].error)
+    assert "was frozen when the run began, so no optimizer updates it" in str(answers[0].error)
+
+
 class Backwards(nn.Sequential):
     """Runs its layers in the other order than it has them."""
 

@@ -382,7 +382,7 @@ model[0].scale = torch.nn.Parameter(torch.ones(()))
 group = dist.group.WORLD
 timed = {"gathering": contextlib.nullcontext, "scattering": contextlib.nullcontext}
 dtypes = lambda module: {p: p.dtype for p in module.parameters()}
-kept = {"keep_whole": True, "offload": True, "undivided": [model[0].scale], "dtypes": dtypes}
+kept = {"keep_whole": True, "all_at_once": False, "offload": True, "undivided": [model[0].scale], "dtypes": dtypes}
 sharded = FullySharded(model, group, torch.device("cpu"), **kept, **timed)
 sharded.gather_together([model[1]])
 sharded.gather_together([model])

@@ -222,6 +222,34 @@ def test_outputs_from_which_padding_cannot_be_cut_are_refused_before_training(jo
     assert errors == [] if said is None else said in errors[0]
 
 
+class ScalarInEvaluation(TimeMajor):
+    def forward(self, x: Tensor) -> Any:
+        out, scalar = super().forward(x)
+        return out, (scalar.expand(len(x)) if self.training else scalar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Particular(Views):
+    """Its loss refuses random outputs, or it has a scalar only in evaluation."""
+
+    checks: bool
+
+    def model(self) -> nn.Module:
+        return super().model() if self.checks else ScalarInEvaluation(scalar=True)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        if self.checks and bool((output[0] > 0).all()):
+            raise ValueError("no logits")
+        return F.cross_entropy(output[0], target) + output[1].mean()
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_scalars_that_random_outputs_do_not_show_are_refused_too(checks: bool) -> None:
+    [error] = errors_of(Particular(scalar=True, checks=checks, samples=201), pipeline("1F1B", 2))
+    assert "the loss has a part that the model has computed over a whole batch" in error
+    assert errors_of(Particular(scalar=True, checks=checks, samples=192), pipeline("1F1B", 2)) == []
+
+
 class Texts(IterableDataset[Any]):
     """A stream of pairs, without a length."""
 

@@ -90,6 +90,28 @@ def test_nobody_else_is_accused(name: str) -> None:
     assert warnings(EQUAL[name], DDP, accumulation=2) == ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Coarse(OfBatches):
+    """Its loss has the digits of its weights."""
+
+    dtype: torch.dtype
+
+    def model(self) -> nn.Module:
+        return super().model().to(self.dtype)
+
+    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        out: Tensor = model(inputs.to(self.dtype))
+        return out
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return 1 + 0.002 * (output.new_tensor(len(output)) - 4).float()
+
+
+def test_rounding_of_coarse_weights_is_no_difference() -> None:
+    assert "the mean over" in warnings(Coarse(dtype=torch.float32), DDP)
+    assert warnings(Coarse(dtype=torch.bfloat16), DDP) == ""
+
+
 @pytest.mark.parametrize("name", DEPEND)
 def test_nothing_is_said_where_nothing_is_divided(name: str) -> None:
     assert warnings(DEPEND[name][0], SINGLE, replicas=1) == ""

@@ -1,14 +1,16 @@
-"""What ``fsdp`` finds in a pass with fake tensors: weights that a model changes, or reads where they are parts."""
+"""What ``fsdp`` finds in a pass with fake tensors: what a job does with weights that are gathered, or are parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.conformance.layouts import FSDP
 from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
@@ -34,24 +36,28 @@ def scale_of(layer: nn.Linear) -> float:
     return float(layer.weight.detach().abs().max() / torch.tensor(127.0))
 
 
+def decay_of(layer: nn.Linear) -> Tensor:
+    return layer.weight.square().mean()
+
+
 class Block(nn.Module):
-    def __init__(self, use: Callable[[nn.Linear], float | None]) -> None:
+    def __init__(self, use: Callable[[nn.Linear], Any]) -> None:
         super().__init__()
         self.layer, self.use = nn.Linear(10, 10), use
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh() * (self.use(self.layer) or 1.0)
+        return self.layer(x).tanh() * (1.0 if (used := self.use(self.layer)) is None else used)
 
 
 class Net(nn.Module):
-    def __init__(self, inner: Callable[[nn.Linear], float | None], outer: Callable[[nn.Linear], float | None]) -> None:
+    def __init__(self, inner: Callable[[nn.Linear], Any], outer: Callable[[nn.Linear], Any]) -> None:
         super().__init__()
         self.blocks, self.outer = nn.ModuleList(Block(inner) for _ in range(3)), outer
         self.head = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x) * (self.outer(block.layer) or 1.0)  # type: ignore[arg-type]
+            x = block(x) * (1.0 if (used := self.outer(block.layer)) is None else used)  # type: ignore[arg-type]
         return self.head(x)
 
 
@@ -61,16 +67,16 @@ def nothing(layer: nn.Linear) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Using(Toy):
-    inner: Callable[[nn.Linear], float | None] = nothing
-    outer: Callable[[nn.Linear], float | None] = nothing
+    inner: Callable[[nn.Linear], Any] = nothing
+    outer: Callable[[nn.Linear], Any] = nothing
 
     def model(self) -> nn.Module:
         return Net(self.inner, self.outer)
 
 
-def check(job: Toy, wrap: Wrap = "auto") -> SeenCalls:
-    whole = build_fake(job.model, torch.device("cpu"))
-    return check_forward(job, whole, job.dataset("train"), precision=Precision.named("fp32", "cpu"), wrap=wrap)
+def check(job: Toy, wrap: Wrap = "auto", *, reshard: bool = True) -> SeenCalls:
+    whole, options = build_fake(job.model, torch.device("cpu")), replace(FSDP, wrap=wrap, reshard_after_forward=reshard)
+    return check_forward(job, whole, job.dataset("train"), precision=Precision.named("fp32", "cpu"), options=options)
 
 
 @pytest.mark.parametrize("change", [in_place, through_data, by_assignment])
@@ -80,11 +86,69 @@ def test_a_forward_that_changes_weights_is_refused(change: Callable[[nn.Linear],
             check(job)
 
 
-def test_a_number_is_read_where_the_weight_is_whole() -> None:
-    check(Using(inner=scale_of))
-    for job in (Using(outer=scale_of), Using(inner=scale_of, outer=scale_of)):
-        with pytest.raises(JobError, match=r"forward\(\) reads a number from blocks\.0\.layer\.weight.* outside"):
+@pytest.mark.parametrize("use", [scale_of, decay_of])
+def test_a_weight_is_used_where_it_is_whole(use: Callable[[nn.Linear], Any]) -> None:
+    assert not check(Using(inner=use)).gathers_all
+    for job in (Using(outer=use), Using(inner=use, outer=use)):
+        with pytest.raises(JobError, match=r"forward\(\) uses blocks\.0\.layer\.weight.* outside .*forward=false"):
             check(job)
+        assert check(job, reshard=False).gathers_all, "the whole model is gathered"
+
+
+def largest_in_numpy(layer: nn.Linear) -> float:
+    return float(layer.weight.detach().numpy().max())
+
+
+def test_numpy_does_not_get_the_memory_of_a_gathered_weight() -> None:
+    for job in (Using(inner=largest_in_numpy), Using(outer=largest_in_numpy)):
+        with pytest.raises(JobError, match=r"gives the memory of blocks\.0\.layer\.weight, .* to NumPy"):
+            check(job, reshard=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping(Using):
+    """Its loss reads the weights of the model that it has made last."""
+
+    kept: list[nn.Module] = field(default_factory=list)
+
+    def model(self) -> nn.Module:
+        self.kept[:] = [super().model()]
+        return self.kept[0]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, target) + sum(p.square().sum() for p in self.kept[0].parameters())
+
+
+def test_a_loss_of_weights_is_refused() -> None:
+    with pytest.raises(JobError, match=r"job\.loss uses blocks\.0\.layer\.weight, .*let forward\(\) .* return"):
+        check(Keeping(), reshard=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalised(Using):
+    """Differentiates in the forward pass, or in the loss."""
+
+    in_loss: bool
+
+    def forward(self, model: nn.Module, inputs: Tensor) -> Any:
+        inputs = inputs.requires_grad_()
+        out = model(inputs)
+        return (out, inputs) if self.in_loss else (out, self.slopes(out, inputs))
+
+    def slopes(self, out: Tensor, inputs: Tensor) -> Tensor:
+        (slopes,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        return slopes
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        out, other = output
+        return super().loss(out, target) + (self.slopes(out, other) if self.in_loss else other).square().mean()
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_gradients_of_gradients_need_weights_that_stay(in_loss: bool) -> None:
+    with pytest.raises(JobError, match=r"a gradient is computed in forward\(\) or Job\.loss, .*forward=false"):
+        check(Penalised(in_loss=in_loss))
+    assert check(Penalised(in_loss=in_loss), reshard=False).gathers_all
 
 
 def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:

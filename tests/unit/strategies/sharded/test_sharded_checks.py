@@ -46,9 +46,27 @@ def hooked() -> nn.Module:
     return model
 
 
-def mixed() -> nn.Module:
+def partly_complex() -> nn.Module:
     model = blocks()
-    model[1].norm.double()
+    model[1].filter = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+    return model
+
+
+def scripted() -> nn.Module:
+    model = blocks()
+    model[1] = torch.jit.script(model[1])  # type: ignore[no-untyped-call]
+    return model
+
+
+def listed() -> nn.Module:
+    model = blocks()
+    model[1].decayed = [model[1].layer.weight]
+    return model
+
+
+def sparse_buffer() -> nn.Module:
+    model = blocks()
+    model[1].register_buffer("adjacency", torch.eye(10).to_sparse_csr())
     return model
 
 
@@ -98,12 +116,16 @@ def test_blocks_that_are_larger_than_the_part_of_a_worker_are_said() -> None:
     [
         (sparse, "gradients of 0.table.weight are sparse"),
         (hooked, "the gradient hooks of 2.bias would not be called"),
-        (mixed, "1.norm.bias is torch.float64"),
+        (partly_complex, "1.filter is complex and 1.layer.weight is not"),
+        (scripted, "1, 1.layer, and 1 more is in TorchScript"),
+        (listed, "1.decayed[0] is a parameter in a plain attribute"),
+        (sparse_buffer, "1.adjacency is sparse"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*(torch.jit.script|Sparse CSR).*")
 def test_parameters_that_cannot_be_divided_are_named(build: Callable[[], nn.Module], said: str) -> None:
     [error], _ = checked(Built(build=build))
-    assert error.startswith("strategy=fsdp: ")
+    assert error.startswith(("strategy=fsdp: ", "job.model: "))
     assert said in error
 
 
