@@ -97,7 +97,8 @@ def completed(pending: Collection[Any], timeout_s: float, *, gather_s: float = 0
         All that have completed by then.
     """
     references = list(pending)
-    ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s)
+    # Ray rounds down to whole milliseconds, so a caller that waits until a given time would have to call several times.
+    ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s + 1e-3)
     if ready and rest:
         ready += ray.wait(rest, num_returns=len(rest), timeout=gather_s)[0]
     return ready

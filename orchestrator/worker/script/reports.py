@@ -51,12 +51,12 @@ class ReportSocket:
 
 
 def ask(path: Path, *, timeout_s: float) -> str | None:
-    """Return what a script sends to those who connect to its socket ``path``; None if it does not answer in time."""
+    """Return what a script sends to those who connect to its socket ``path``; None if nothing comes in time."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
         with connection.makefile() as answer:
-            return answer.read()
+            return answer.read() or None
     return None
 
 

@@ -29,7 +29,7 @@ def _answer(listener: socket.socket) -> None:
     """Send the flight record of the script, as JSON, to everyone who connects; an empty one if it has no group."""
     while True:
         connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):  # it has waited no longer
+        with connection, contextlib.suppress(Exception):  # no record, which the script must not notice
             connection.sendall(_record().encode())
 
 
@@ -50,4 +50,4 @@ if __name__ == "sitecustomize":
     listener.listen()
     _thread.start_new_thread(_answer, (listener,))
     del sys.modules[__name__]
-    __import__(__name__)
+    __import__(__name__)  # Python goes on if there is no other
