@@ -64,7 +64,7 @@ RULES = {
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
-    "driver.preflight": ("user_code job storage config planning records compat state model strategies "
+    "driver.preflight": ("user_code job storage config planning records compat state strategies "
                        "strategies.data strategies.update policy tracking driver.process "
                        "driver.code",                                                          "torch"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
@@ -72,7 +72,7 @@ RULES = {
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "
                        "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
                        "driver.queue driver.gang",                                             "ray"),
-    "driver.auto":    ("job config planning timeline records compat state model tuning strategies policy display "
+    "driver.auto":    ("job config planning timeline records compat state tuning strategies policy display "
                        "driver.process driver.preflight",                                      "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),

@@ -24,8 +24,8 @@ from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
 
-def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2) -> list[str]:
-    config = config_of(Case(job=job, options=options), world_size)
+def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2, **train: Any) -> list[str]:
+    config = config_of(Case(job=job, options=options, train=having(**train)), world_size)
     errors: list[str] = []
     registry.load(config.strategy.name).check(config, job, plan_of(config), errors)
     return errors
@@ -80,7 +80,7 @@ def calls_of(layout: str, *, plan: bool) -> list[str]:
 
 
 class TiedByData(nn.Sequential):
-    """Two parameters in the same memory; ``reads``: whether building it needs values, which the meta device lacks."""
+    """Two parameters in the same memory; ``reads``: whether building it needs memory, which fake tensors lack."""
 
     def __init__(self, *, reads: bool) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
@@ -116,6 +116,8 @@ def test_parameters_in_the_same_memory_are_refused_where_they_would_be_apart(
     options: StrategyConfig, world_size: int, reads: bool
 ) -> None:
     [error] = errors_of(Tied(reads=reads), options, world_size=world_size)
+    if options is FSDP:
+        assert errors_of(Tied(reads=reads), options, precision="bf16-true") == [error]  # which would part them silently
     by = "strategy.shard_optimizer=true" if options is SHARDED_OPTIMIZER else f"strategy={options.name}"
     assert error.startswith(f"job.model(): 2.weight and 3.weight share memory, and {by} would train them apart")
 

@@ -32,7 +32,10 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
     config = config_of(case, chosen.world_size)
     model = Outline(job, config.train).model
     assert model is not None
-    return optimizer_errors(config, job, plan_of(config), model)
+    before = dict(model.named_parameters())
+    found = optimizer_errors(config, job, plan_of(config), model)
+    assert all(p is before[name] for name, p in model.named_parameters()), "other checks see the model too"
+    return found
 
 
 @pytest.mark.parametrize("layout", ["single", "1F1B-2"])

@@ -43,6 +43,12 @@ class NeedsValues(Norms):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadsNumbers(Norms):
+    def model(self) -> nn.Module:
+        return super().model().requires_grad_(torch.linspace(0, 1, 3)[1].item() == 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrozenNorms(Norms):
     """``frozen``: which BatchNorms are in eval mode, in which they use their running statistics."""
 
@@ -163,6 +169,10 @@ def test_a_batchnorm_of_another_class_is_an_error_of_the_plan() -> None:
     assert error.startswith("strategy.sync_batchnorm=true: 1 is a WithActivation")
     ((note,), _) = notes(Norms(norm=WithActivation))
     assert note.startswith("BatchNorm (1, 3)")
+
+
+def test_a_model_whose_constructor_reads_numbers_is_known() -> None:
+    assert notes(ReadsNumbers()) == notes(Norms())
 
 
 def test_a_model_that_cannot_be_built_without_memory_is_not_passed_over_in_silence() -> None:
