@@ -51,7 +51,7 @@ def check_forward(
     options: ShardedConfig,
     layers: nn.Module | None = None,
 ) -> SeenCalls:
-    """Call the model and the loss with one sample, as far as fake tensors lead.
+    """Call the model and the loss with one sample, forward and backward, as far as fake tensors lead.
 
     Args:
         job: calls the model.
@@ -68,7 +68,8 @@ def check_forward(
         JobError: the job changes weights, or uses them where they are not gathered.
     """
     model = whole.model
-    before, uses, in_loss = _identities(model), _Uses(model, options, layers), _Uses(model, options, layers)
+    before = _identities(model)
+    uses, in_loss, in_backward = (_Uses(model, options, layers) for _ in range(3))
     ended = False
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
         inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
@@ -77,7 +78,9 @@ def check_forward(
             with uses.watched():
                 output = job.forward(model, inputs) if layers is None else layers(inputs)
             with in_loss.watched():
-                job.loss(precision.outputs(output), target)
+                loss = job.loss(precision.outputs(output), target)
+        with whole.mode, in_backward.watched():
+            loss.backward()
         ended = True
     after = _identities(model)
 
@@ -108,7 +111,8 @@ def check_forward(
         raise JobError(
             f"job.model: a gradient is computed in forward() or Job.loss, for which weights have to stay; {remedy}"
         )
-    if (names := named(uses.used & uses.parts)) and options.reshard_after_forward:
+    in_parts = uses.parts & (uses.used | in_backward.used - uses.needed_again)
+    if (names := named(in_parts)) and options.reshard_after_forward:
         raise JobError(
             f"job.model: forward() uses {names} outside of the module that is gathered with it, where each worker has "
             f"only a part; {remedy}"
@@ -127,8 +131,10 @@ class _Uses(TorchDispatchMode):
 
     Attributes:
         written: those that operations write.
-        used: those that operations read, except while they are gathered for a module below the root.
+        used: those that operations read, except while they are gathered for a module below the root, and by autograd
+            alone, as outside of all modules in a backward pass.
         parts: those that are not gathered for the root.
+        needed_again: those that are gathered for the backward pass of a module too.
         shared: those whose memory is given away, also of other tensors.
         differentiates: whether a gradient is computed.
         numbers: how many numbers have been read.
@@ -141,16 +147,16 @@ class _Uses(TorchDispatchMode):
         together = [
             {storage_key(p.untyped_storage()) for p in own} for own in parameters_together(root or model, groups)
         ]
-        self.written, self.used, self.shared = set[int](), set[int](), set[int]()
+        self.written, self.used, self.shared, self.needed_again = (set[int]() for _ in range(4))
         self.parts = set[int]().union(*together[:-1])
         self.differentiates = False
         self._gathered_by = {m: keys for group, keys in zip(groups, together, strict=False) for m in group}
         self._left = self.parts | together[-1]
-        self.numbers = 0
         self._names = {module: name for name, module in model.named_modules() if module in self._gathered_by}
         self._alone = {group[0] for group in groups if len(group) == 1}
         self.calls: dict[str, list[str]] = {"": []}
         self._inside = self.calls[""]
+        self.numbers = self._calls = 0
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -160,24 +166,29 @@ class _Uses(TorchDispatchMode):
 
     def call(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, for which weights are gathered."""
-        left, outside = self._left, self._inside
-        self._left = left - self._gathered_by.get(module, set())
+        left, outside, gathered = self._left, self._inside, self._gathered_by.get(module, set())
+        self._left = left - gathered
+        self._calls += 1
         if (name := self._names.get(module)) is not None:
             outside.append(name)
             if module in self._alone:
                 self._inside = []
                 self.calls.setdefault(name, self._inside)
         try:
-            return original(module, *args, **kwargs)
+            out = original(module, *args, **kwargs)
         finally:
             self._left, self._inside = left, outside
+            self._calls -= 1
+        if any(tensor.requires_grad for tensor in tensors_in(out)):
+            self.needed_again |= gathered
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         in_backward = running_node_number() is not None
         self.differentiates |= in_backward
         self.written |= {storage_key(t.untyped_storage()) for t in written_tensors(func, args, kwargs)}
-        if not in_backward and not is_view_operator(func):
+        if (self._calls or not in_backward) and not is_view_operator(func):
             self.used |= self._left & {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
         if reads_number(func) and self.numbers < MOST_NUMBERS:
             self.numbers += 1

@@ -108,7 +108,7 @@ def _ddp() -> None:
 OPERATIONS: dict[str, Callable[[], object]] = {
     "sum": lambda: dist.all_reduce(torch.ones(1)),
     "several sums": lambda: all_reduce_together([torch.ones(1)], dist.group.WORLD).wait(),  # type: ignore[arg-type]
-    "gathering": lambda: all_gather_single(torch.ones(1), torch.ones(1), world()),
+    "gathering": lambda: all_gather_single(torch.ones(1), torch.ones(1), dist.group.WORLD),  # type: ignore[arg-type]
     "broadcast": lambda: dist.broadcast(torch.ones(1), src=0),
     "scattering": lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(1)),
     "barrier": dist.barrier,

@@ -182,4 +182,61 @@ def test_a_pass_that_depends_on_numbers_is_not_seen_to_its_end() -> None:
 
     seen = check(Chosen())
     assert not seen.complete
-    assert seen.inside[""] == ["blocks.1"]
+    assert seen.inside[""] == ["blocks.1", "blocks.2"]
+
+
+class Recomputed(torch.autograd.Function):
+    """Calls layers without a graph, and again in the backward pass, as reversible ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: list[nn.Module]) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            out = x = ctx.saved_tensors[0].detach().requires_grad_()
+            for layer in ctx.layers:
+                out = layer.layer(out).tanh()
+        out.backward(gradient)
+        return x.grad, None
+
+
+class Reversible(Net):
+    """Calls all blocks in one function, or each in one of its own."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__(nothing, nothing)
+        self.first = nn.Linear(10, 10)
+        if not together:
+            for block in self.blocks:
+                block.layer = nn.ModuleDict({"inner": Block(nothing)})
+                block.forward = lambda x, block=block: Recomputed.apply(x, [block.layer["inner"]])  # type: ignore[assignment]
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.together:
+            return self.head(Recomputed.apply(x, [*self.blocks]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReversibleToy(Toy):
+    together: bool
+
+    def model(self) -> nn.Module:
+        return Reversible(together=self.together)
+
+
+def test_a_weight_that_a_function_uses_again_is_gathered_with_the_module_that_calls_the_function() -> None:
+    assert not check(ReversibleToy(together=False)).gathers_all
+    with pytest.raises(JobError, match=r"forward\(\) uses blocks\.0\.layer\.weight.* outside"):
+        check(ReversibleToy(together=True))
+    assert check(ReversibleToy(together=True), reshard=False).gathers_all
