@@ -182,8 +182,8 @@ class DividedModel:
         assert self._divided is not None
         used, scalars = self.wrapped.take_used(), [scalar for scalar in self.scalars if scalar.requires_grad]
         divided = [(part, parameter) for part, parameter in self._divided.items() if part.requires_grad]
-        found = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
-        found = found_anywhere(group, found, self._device)
+        own = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
+        found = found_anywhere(group, own, self._device)
         for (part, parameter), exists in zip(divided, found, strict=False):
             if exists:
                 part.grad = self.wrapped.local_part(parameter.grad)
