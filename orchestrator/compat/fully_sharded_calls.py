@@ -316,20 +316,20 @@ class _Group(_Summed):
     def is_trained(self) -> bool:
         return any(parameter.sharded_param.requires_grad for parameter in self.fsdp_params)
 
-    def pre_forward(self, *args: Any) -> Any:
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._training_state != TrainingState.FORWARD and not is_bw():
             self.calls.enter(self)
-        return super().pre_forward(*args)
+        return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if not is_bw():
             self.calls.leave(self, output)
         return super().post_forward(module, input, output)
 
-    def pre_backward(self, *args: Any) -> None:
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if self._training_state != TrainingState.PRE_BACKWARD:
             self.calls.turn_back(self)
-        super().pre_backward(*args)
+        super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
         self.calls.pass_by(self)

@@ -197,8 +197,8 @@ class DividedModel:
             part.requires_grad_(part.requires_grad or parameter.requires_grad)
         used, scalars = self.wrapped.take_used(), [scalar for scalar in self.scalars if scalar.requires_grad]
         divided = [(part, parameter) for part, parameter in self._divided.items() if part.requires_grad]
-        here = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
-        found = found_anywhere(group, here, self._device)
+        own = [*(parameter in used for _, parameter in divided), *(scalar.grad is not None for scalar in scalars)]
+        found = found_anywhere(group, own, self._device)
         for (part, parameter), exists in zip(divided, found, strict=False):
             if exists and parameter.grad is not None:
                 part.grad = self.wrapped.local_part(parameter.grad).to(part.dtype)

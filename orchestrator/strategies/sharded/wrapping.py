@@ -97,16 +97,17 @@ def order_of_calls(
         seen: the calls that have been seen, as in :attr:`SeenCalls.inside`.
         called: modules that are called as a whole, and have all others.
     """
-    modules, alone = dict(model.named_modules()), {group[0] for group in groups if len(group) == 1}
-    wrapped = {module for group in groups for module in group}
-    order: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
+    wrapped, alone = {module for group in groups for module in group}, {group[0] for group in groups if len(group) == 1}
+    order = {}
     for outer in (*called, *alone):
-        name = next((name for name, module in modules.items() if module is outer), "") if outer in alone else ""
         inner = _directly_inside(outer, wrapped, alone)
-        order[outer] = own = [modules[n] for n in seen.get(name, ()) if modules[n] in inner]
+        own = [modules[n] for n in seen.get(names[outer] if outer in alone else "", ()) if modules[n] in inner]
         for before, module in zip([None, *inner], inner, strict=False):
             if module not in own:
                 own.insert(len(own) - own[::-1].index(before) if before in own else 0, module)
+        order[outer] = own
     return order
 
 
