@@ -44,9 +44,7 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
         return self.divided(modules, whole, cuts_of(whole, self.context.mesh.shard), train_set)
 
     def _sums(self, groups: MeshGroups) -> Sums:
-        group = groups.over("shard")
-        assert group is not None
-        self.shards.group = group
+        self.shards.group = groups.over("shard")
         return _SumsOfShards(groups.over(*BATCH), *self.summed(), shards=self.shards)
 
     def sync_initial_state(self) -> None:

@@ -35,6 +35,7 @@ from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -149,7 +150,8 @@ class DDP(Trainer):
     def close(self) -> None:
         if self._buckets is not None:
             self._buckets.close()
-            self._buckets = None
+            self._buckets, self.reduction = None, Reduction()
+        super().close()
 
 
 class InBackward(GroupReduction):
@@ -253,9 +255,7 @@ class InBackwardShards(InBackward):
         super().__init__(passes, trained, context, None)
         self.settles = context.mesh.replicate > 1
         self._shards = shards
-        group = self.groups.over("shard")
-        assert group is not None
-        shards.group = group
+        shards.group = self.groups.over("shard")
 
     def finish(self) -> None:
         super().finish()

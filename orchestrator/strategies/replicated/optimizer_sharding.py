@@ -91,3 +91,8 @@ class OptimizerSharding(PartTrainer):
         of_parts = [size for size in super().tensor_sizes() if size.kind == "optimizer state"]
         whole = sizes_of(self.undivided(), self.trained.optimizer)
         return [*of_parts, *(s for s in whole if s not in of_parts)]
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "shards"):  # otherwise setup() has failed, or nothing is built yet
+            self.shards.group = None

@@ -39,10 +39,10 @@ class OptimizerShards:
         shards: by the first name of the parameter.
         placements: where the parameters are, by each of their names.
         whole: the parameters, by their first names.
-        group: the ranks that have all shards together, in a generation.
+        group: the ranks that have all shards together; None between two generations.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None = None
 
     def __init__(self, model: Callable[[], nn.Module], cuts: Mapping[str, Cut], *, index: int, count: int):
         """Divide parameters over ``count`` ranks, of which this one is number ``index``.
@@ -110,6 +110,7 @@ class OptimizerShards:
         packed = torch.cat([self.shards[name].reshape(-1) for name in names])
         packed = nn.functional.pad(packed, (0, most - packed.numel()))
         everyone = packed.new_empty(len(sizes), most)
+        assert self.group is not None
         # As bytes, because not every backend supports every dtype.
         all_gather_single(everyone.view(torch.uint8).view(-1), packed.view(torch.uint8), self.group)
         values, places = [], []
