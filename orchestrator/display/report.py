@@ -73,12 +73,6 @@ def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
 
 def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
     accumulation = f", gradients accumulated over {plan.grad_accumulation} slices" if plan.grad_accumulation > 1 else ""
-    grid = f"data parallel {plan.mesh.data_parallel_size}"
-    if plan.mesh.shard > 1:
-        divided = "the optimizer's state" if plan.strategy == "ddp" else "each tensor"
-        grid += f", {divided} divided over {plan.mesh.shard}"
-    if plan.mesh.pipeline > 1:
-        grid += f" x pipeline {plan.mesh.pipeline}"
     return [
         (
             "request",
@@ -89,7 +83,7 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
         ("cluster", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (
             "workers",
-            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {grid}",
+            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {plan.describe()}",
         ),
         *_servers(plan),
         *_pipeline(plan),

@@ -104,6 +104,16 @@ class Mesh:
         """Return what tells a worker's part of the model from others: its place, but for the replica that it is in."""
         return self.coords(global_rank)._replace(replicate=0)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether no worker has the whole model and all of its training state."""
+        return self.num_workers > self.replicate
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether workers have shards of tensors, or of their training state."""
+        return self.num_workers > self.replicate * self.pipeline
+
     def has_parts_of(self, other: Mesh) -> bool:
         """Return whether two meshes divide the model in the same way, and differ in its replicas alone."""
         return all(self.size(d) == other.size(d) for d in DIMENSIONS if d != "replicate")

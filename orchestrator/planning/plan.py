@@ -71,6 +71,7 @@ class Plan:
         steps: the steps of the run; 0 if they are unknown.
         workers: an entry for each rank, in order.
         split: the layers at which the stages after the first begin; None to balance them by measured time.
+        divides_parameters: whether shards are of the parameters too, and not of the optimizer's state alone.
         processes_per_core: counts servers and spares, too.
         memory: what a worker has.
         node: the host memory that workers of a node share.
@@ -96,6 +97,7 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
     split: tuple[str, ...] | None = None
+    divides_parameters: bool = True
     processes_per_core: float = 1.0
     memory: MemoryLimit = UNKNOWN
     node: NodeShare = field(default_factory=NodeShare)
@@ -106,6 +108,14 @@ class Plan:
     def world_size(self) -> int:
         """The number of workers and servers."""
         return self.mesh.world_size
+
+    def describe(self) -> str:
+        """Return how the model and the batch are divided, for users."""
+        text = f"data parallel {self.mesh.data_parallel_size}"
+        if self.mesh.divides_tensors:
+            divided = "each tensor" if self.divides_parameters else "the optimizer's state"
+            text += f", {divided} divided over {self.mesh.shard}"
+        return text + (f" x pipeline {self.mesh.pipeline}" if self.mesh.pipeline > 1 else "")
 
     @property
     def microbatch_rows(self) -> int:
@@ -184,6 +194,7 @@ def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...],
         workers=_worker_plans(layout, samples),
         pipeline=layout.pipeline,
         split=layout.split,
+        divides_parameters=division is None or division.parameters == layout.mesh.shard,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=_memory(config, nodes, device),
         node=_tightest_node(nodes, found.room, num_processes),

@@ -60,7 +60,7 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
     if mesh.replicas_close:
         flow, groups = "gradients", "stages"
     else:
-        flow, groups = ("parameters", "replicas") if mesh.shard > 1 else ("activations", "pipelines")
+        flow, groups = ("parameters", "replicas") if mesh.divides_tensors else ("activations", "pipelines")
     return (
         f"{flow} go through the network in {len(crossing)} of {len(mesh.close_groups)} {groups}: "
         f"{first_few(crossing, MAX_GROUPS_LISTED)}"

@@ -180,18 +180,18 @@ class Strategy(LayoutRules, abc.ABC):
             return ()
         if job.carried:
             errors += carried_errors(config, job, model)
-        moves = cls.moves_parameters or plan.mesh.shard > 1
+        moves = cls.moves_parameters or plan.mesh.divides_tensors
         in_memory = cls._memory_errors(config, outline, plan) if moves else []
         errors += in_memory
         notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         if not errors:
             notes += cls._memory_notes(config, outline, plan, errors)
         if model is not None:
-            errors += saving_errors(model, in_parts=plan.mesh.shard * plan.mesh.pipeline > 1)
+            errors += saving_errors(model, in_parts=plan.mesh.is_divided)
             if not errors and config.evaluate is None:
                 errors += optimizer_errors(config, job, plan, model)
             notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
-        if config.train.init == "fast" and plan.mesh.shard == 1:
+        if config.train.init == "fast" and not plan.mesh.divides_tensors:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
         return tuple(notes)
 

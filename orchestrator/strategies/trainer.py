@@ -81,7 +81,7 @@ class Trainer(Strategy):
         super().__init__(context, job)
         prepare_device(context.train.precision, context.device)
         precision = Precision.named(context.train.precision, context.device.type)
-        self.precision = replace(precision, keeps_casts=context.mesh.shard == 1)
+        self.precision = replace(precision, keeps_casts=not context.mesh.divides_tensors)
         self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, job))
         self._eval_metrics = SumCheck("metrics", functools.partial(evaluation_metrics, job))
 

@@ -96,7 +96,7 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             tensors=_tensor_sizes(loop),
             gathered_bytes=_gathered_bytes(loop),
             train=assignment.config.train,
-            is_divided=assignment.plan.pipeline is not None or assignment.plan.mesh.shard > 1,
+            is_divided=assignment.plan.mesh.is_divided,
             has_training_step=loop is not None and has_training_step(loop.job),
         )
     text = str(error) if isinstance(error, EXPLAINED) else error_text(error)
@@ -130,7 +130,7 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
 def _gathered_bytes(loop: Loop | None) -> float:
     """Return the most that this rank has of the shards of other ranks; 0 if it is unknown."""
     try:
-        if loop is None or loop.strategy.context.mesh.shard == 1:
+        if loop is None or not loop.strategy.context.mesh.divides_tensors:
             return 0.0
         model = Outline(loop.job, loop.config.train).model
         return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)

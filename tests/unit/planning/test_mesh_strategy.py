@@ -29,7 +29,7 @@ def mesh_of(**sizes: Any) -> Mesh:
     config, _ = compose(words, errors, registry.config_class)
     if config is None:
         raise ConfigError(errors)
-    return find_layout(config, registry.load("mesh"), NODES, oversubscribe_cpus=True).mesh
+    return find_layout(config, registry.load("mesh"), NODES, oversubscribe_cpus=True).layout.mesh
 
 
 @pytest.mark.parametrize(
