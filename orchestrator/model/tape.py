@@ -27,6 +27,7 @@ from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor_slots import tensor_slots
 
 _READ_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
+_DIFFERENTIATE = frozenset({"grad", "backward"})
 _WRITE = frozenset({"__setitem__", "__set__"})
 """Functions that return nothing and change a tensor."""
 
@@ -172,6 +173,8 @@ class _Recorder(TorchFunctionMode):
             raise TapeError(
                 f"{self._open[-1]}: its forward() reads the values of a tensor ({name}) outside of the layers"
             )
+        if name in _DIFFERENTIATE and any(self._is_computed(tensor) for tensor in tensors_in(args)):
+            raise TapeError(f"{self._open[-1]}: its forward() computes a gradient outside of the layers")
         arguments = None
         out = None
         try:

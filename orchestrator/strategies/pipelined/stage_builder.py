@@ -198,7 +198,15 @@ class StageBuilder:
     def _loss(self, output: Any) -> Tensor:
         output, weight = self.precision.outputs(output), self.job.weight(self.target)
         if weight is None or weight > 0:
-            return loss_of(self.job, output, self.target)
+            try:
+                return loss_of(self.job, output, self.target)
+            except RuntimeError as e:
+                if "differentiated Tensor" not in str(e):
+                    raise
+                raise ValueError(
+                    "Job.loss computes a gradient through the model, of which the worker that computes the loss has "
+                    "only the last stage; compute it in the forward() of one layer, or use strategy=ddp"
+                ) from e
         # The sample has no label. A mean over nothing is NaN, and so in pieces that train otherwise, too.
         squares = [tensor.square().mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
         return sum(squares, torch.zeros((), device=self.device))

@@ -88,6 +88,20 @@ class WarmsUp(Model):
         return super().forward(x) * (1.0 if self.schedule.step < 100 else 0.5)
 
 
+class DifferentiatesInGlue(Model):
+    """Its own ``forward`` computes a gradient, as for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            hidden = self.first(x)
+            out = self.third(self.special(hidden).tanh())
+            (slopes,) = torch.autograd.grad(out.sum(), hidden, create_graph=True)
+        return self.head(out * slopes)
+
+
 class CalledThrice(nn.Module):
     """As for a triplet loss."""
 
@@ -163,6 +177,7 @@ def scripted_root() -> nn.Module:
         (PassesADataclass, "the arguments of third: the dataclass Hidden holds tensors"),
         (GivesALayer, "the arguments of special: a Linear is passed on"),
         (CustomFunctionInGlue, "the whole model; if code of forward() between the layers uses an autograd function"),
+        (DifferentiatesInGlue, "DifferentiatesInGlue: its forward() computes a gradient outside of the layers"),
         (CountsInGlue, "CountsInGlue: each forward pass changes calls"),
         (WarmsUp, "WarmsUp: each forward pass changes schedule.step"),
     ],

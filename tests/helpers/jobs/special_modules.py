@@ -303,6 +303,24 @@ class Scripted(nn.Module):
         return self.head(self.middle(self.first(x)) * 2)
 
 
+class Particular(nn.Sequential):
+    """Refuses inputs that are no samples, as a vision-language model refuses texts without images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0.2).all()):
+            raise ValueError("no sample")
+        return super().forward(x)
+
+
+class NeedsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Particular(*_layers()[:4]), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
 class Teacher(nn.Module):
     """A frozen copy of a layer follows the layer in ``forward``, as in BYOL and MoCo."""
 
@@ -336,4 +354,5 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
     "cached tensors": CachesMask,
     "batch changed in place": ChangesBatch,
     "TorchScript layer": Scripted,
+    "layer that needs values": NeedsValues,
 }

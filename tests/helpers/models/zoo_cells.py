@@ -160,7 +160,7 @@ def finite(ranks: list[Any], expected: list[Any]) -> Cell:
 
 def refusal(answers: list[Answer]) -> Cell:
     """A ValueError in words of ours is a refusal; anything else is wrong."""
-    reasons = [answer.error for answer in answers if answer.error and answer.error.startswith("ValueError: ")]
-    if reasons:
-        return Cell(outcome="refused", detail=reasons[0].removeprefix("ValueError: "))
+    errors = [answer.error.partition(": ") for answer in answers if answer.error]
+    if reasons := [text for kind, _, text in errors if kind in ("ValueError", "JobError")]:
+        return Cell(outcome="refused", detail=reasons[0])
     return Cell(outcome="wrong", detail=next(answer.trace for answer in answers if answer.error))
