@@ -83,7 +83,8 @@ def _facts(plan: Plan, nodes: tuple[Node, ...]) -> list[tuple[str, str]]:
         ("cluster", f"{count(len(nodes), 'node')}: {first_few(_inventory(nodes))}"),
         (
             "workers",
-            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; {plan.describe()}",
+            f"{count(plan.mesh.num_workers, 'worker')} on {plan.device}, {' and '.join(_of_each(plan))} each; "
+            f"{plan.describe()}",
         ),
         *_servers(plan),
         *_pipeline(plan),
