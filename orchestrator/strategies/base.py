@@ -205,10 +205,12 @@ class Strategy(LayoutRules, abc.ABC):
     @classmethod
     def _memory_errors(cls, config: Config, job: Job, plan: Plan, model: nn.Module | None) -> list[str]:
         """Refuse tensors that share memory or are sparse, given the ``model`` without memory, if there is one."""
-        whole = None if model is not None else build_fake(job.model, torch.device("cpu"))
-        overlap = overlap_in(model) if whole is None else whole.overlap
-        slots = tensor_slots(model if whole is None else whole.model)
-        sparse = [slot for slot in slots if slot.tensor.layout is not torch.strided]
+        if model is None:
+            whole = build_fake(job.model, torch.device("cpu"))
+            model, overlap = whole.model, whole.overlap
+        else:
+            overlap = overlap_in(model)
+        sparse = [slot for slot in tensor_slots(model) if slot.tensor.layout is not torch.strided]
         if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
             return [sparse_error(sent)]
         if overlap is None:

@@ -70,9 +70,8 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        self.boxes = {
-            name: Box.shard(named[name].shape, index, count) for name in self.parts if is_divisible(named[name].shape)
-        }
+        shapes = {name: named[name].shape for name in self.parts}
+        self.boxes = {name: Box.shard(shape, index, count) for name, shape in shapes.items() if is_divisible(shape)}
         self.distinct = list(own.values())
         divided = {self.parts[name] for name in self.boxes}
         self.scalars = [part for part in self.distinct if part not in divided]
@@ -125,13 +124,9 @@ class DividedModel:
                 fake, key = slot.tensor, id(slot.tensor)
                 if slot.owner in owners and key not in filled:
                     filled.add(key)
-                    own: Tensor = self.parts[names[key]]
-                    whole = (
-                        own
-                        if names[key] not in self.boxes
-                        else torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
-                    )
-                    memory[key] = whole
+                    memory[key] = self.parts[names[key]]
+                    if names[key] in self.boxes:
+                        memory[key] = torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
             for slot in slots:
                 if id(slot.tensor) in memory:
                     slot.fill(memory)
