@@ -122,7 +122,8 @@ def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages
     """Divide a model at ``split``, or else so finely that no layer is larger than a stage, if that is possible."""
     if split:
         return RecordedLayers(whole, inputs, split=split)
-    closed, first_error = frozenset[str](), None
+    closed = frozenset[str]()
+    first_error: TapeError | None = None
     while True:
         try:
             layers = RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages, closed=closed)

@@ -225,10 +225,12 @@ class _Recorder(TorchFunctionMode):
             e.module = self._names[module] if e.module is None else e.module
             raise
         except Exception as e:
-            raise TapeError(
+            error = TapeError(
                 f"{self._open[-1]}: its forward() fails with tensors that have a shape and no values, outside of the "
                 f"layers ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
-            ) from e
+            )
+            error.module = self._names[module]
+            raise error from e
         finally:
             self._open.pop()
 

@@ -253,7 +253,6 @@ class InBackwardShards(InBackward):
     def __init__(self, passes: WholeModel, trained: Trained, context: Context, shards: OptimizerShards):
         """Wrap the model. Collective."""
         super().__init__(passes, trained, context, None)
-        self.settles = context.mesh.replicate > 1
         self._shards = shards
         shards.group = self.groups.over("shard")
 

@@ -54,6 +54,11 @@ class OptimizerSharding(PartTrainer):
             placements=self.placed(self.shards.placements),
         )
 
+    def attach(self) -> None:
+        super().attach()
+        # An update that one replica has made is not made by another alone: the exchange that follows needs its peers.
+        self.reduction.settles = False
+
     def sync_initial_state(self) -> None:
         assert isinstance(self.reduction, GroupReduction)
         self.reduction.share([*self.shards.whole.values(), *self.trained.buffers])

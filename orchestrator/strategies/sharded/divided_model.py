@@ -78,10 +78,8 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        self.placements = {
-            name: Placement(shape=tuple(shape), cuts=(ROWS,) if is_divisible(shape) else ())
-            for name, shape in ((name, named[name].shape) for name in self.parts)
-        }
+        shapes = {name: tuple(named[name].shape) for name in self.parts}
+        self.placements = {n: Placement(shape=s, cuts=(ROWS,) if is_divisible(s) else ()) for n, s in shapes.items()}
         self.distinct = list(own.values())
         divided = {self.parts[name] for name, placement in self.placements.items() if placement.cuts}
         self.scalars = [part for part in self.distinct if part not in divided]
@@ -135,14 +133,14 @@ class DividedModel:
                 fake, key = slot.tensor, id(slot.tensor)
                 if slot.owner in owners and key not in filled:
                     filled.add(key)
-                    whole = names[key] not in divided
-                    like = self.parts[names[key]] if whole else torch.empty(fake.shape, dtype=fake.dtype, device=device)
-                    memory[key] = like
+                    memory[key] = self.parts[names[key]]
+                    if names[key] in divided:
+                        memory[key] = torch.empty(fake.shape, dtype=fake.dtype, device=self._device)
             for slot in slots:
                 if id(slot.tensor) in memory:
                     slot.fill(memory)
 
-        filled, device = set[int](), self._device
+        filled: set[int] = set()
         divided = {name for name, placement in self.placements.items() if placement.cuts}
         dtypes = None
         if self._autocast_dtype is not None:
