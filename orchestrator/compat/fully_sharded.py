@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from orchestrator.compat.fully_sharded_calls import Calls, groups_of_state
@@ -62,20 +61,6 @@ class _Parameter(FSDPParam):
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         # Before torch 2.15, all gradients of a group must have one dtype, and several passes add up in theirs.
         self._unsharded_param.grad_dtype = self.reduce_dtype
-
-
-class _Group(FSDPParamGroup):
-    """Parameters that are gathered together and have several dtypes, which torch refuses."""
-
-    def _init_mp_dtypes(self) -> None:
-        every: list[Any] = self.fsdp_params
-        trained = {p.sharded_param.dtype for p in every if p.sharded_param.requires_grad}
-        dtypes = dict.fromkeys(p.sharded_param.dtype for p in every)
-        for dtype in sorted(dtypes, key=trained.__contains__):  # what torch notes last is of trained ones
-            self.fsdp_params = [p for p in every if p.sharded_param.dtype == dtype]
-            super()._init_mp_dtypes()
-        self.fsdp_params = every
-        self._orig_dtype = every[0].summed  # up to torch 2.13, that of all gradients
 
 
 class FullySharded:
@@ -149,7 +134,6 @@ class FullySharded:
                 continue
             trained = (parameter.dtype for parameter in together if parameter.requires_grad)
             summed = functools.reduce(torch.promote_types, trained, torch.float32)
-            group.__class__ = _Group
             for parameter in group.fsdp_params:
                 parameter.__class__ = _Parameter
                 parameter.gathered = dtypes.get(parameter.sharded_param, parameter.sharded_param.dtype)

@@ -264,7 +264,24 @@ class Calls:
             )
 
 
-class _Summed(FSDPParamGroup):
+class _OfSeveralTypes(FSDPParamGroup):
+    """Parameters that are gathered together, and may have several dtypes, which torch refuses."""
+
+    def _init_mp_dtypes(self) -> None:
+        every: list[Any] = self.fsdp_params
+        if not hasattr(every[0], "summed"):  # they have one dtype
+            super()._init_mp_dtypes()
+            return
+        trained = {p.sharded_param.dtype for p in every if p.sharded_param.requires_grad}
+        dtypes = dict.fromkeys(p.sharded_param.dtype for p in every)
+        for dtype in sorted(dtypes, key=trained.__contains__):  # what torch notes last is of trained ones
+            self.fsdp_params = [p for p in every if p.sharded_param.dtype == dtype]
+            super()._init_mp_dtypes()
+        self.fsdp_params = every
+        self._orig_dtype = every[0].summed  # up to torch 2.13, that of all gradients
+
+
+class _Summed(_OfSeveralTypes):
     """Parameters that are gathered together, and whose gradients exist on all ranks when they are summed.
 
     Attributes:

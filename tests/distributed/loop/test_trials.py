@@ -105,12 +105,6 @@ class Failing(Toy):
 
     what: str
 
-    def model(self) -> nn.Module:
-        model = super().model()
-        if self.what == "sparse":
-            model.register_buffer("mask", torch.eye(3).to_sparse())
-        return model
-
     def dataset(self, split: Split) -> Dataset[Any]:
         rows = super().dataset(split)
         if split == "train":
@@ -139,7 +133,6 @@ class Failing(Toy):
         ("name", "job.metrics: the run itself logs a metric named 'loss'"),
         ("shape", "job.metrics: 'hits' is a tensor of shape (6,)"),
         ("best", "checkpoint.best=val/acc: no evaluation reports it; "),
-        ("sparse", "ValueError: mask is a tensor of the kind sparse_coo, which cannot be saved"),
     ],
 )
 def test_what_would_fail_later_ends_the_run_after_the_first_step(tmp_path, what, message):

@@ -57,7 +57,7 @@ def assert_as_expected(gang: Gang, name: str, strategy: str, *, split: Any = Non
 
 
 def test_every_strategy_is_in_the_table() -> None:
-    assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")} - {"auto", "script"}
+    assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")} - {"auto", "script", "mesh"}
 
 
 @pytest.mark.parametrize(("name", "strategy"), SHORT)
