@@ -90,7 +90,7 @@ class Mesh:
         return Coords(**found)
 
     def group(self, axes: Dimension | Axes, global_rank: int) -> list[int]:
-        """Return the global ranks that differ from a worker's at most in these dimensions, in the order of both."""
+        """Return the ranks that differ from a worker's at most in ``axes``, ordered by these, the last one fastest."""
         own, chosen = self.coords(global_rank), (axes,) if isinstance(axes, str) else axes
         places = itertools.product(*(range(self.size(dimension)) for dimension in chosen))
         return [self._rank(own._replace(**dict(zip(chosen, place, strict=True)))) for place in places]
@@ -101,7 +101,7 @@ class Mesh:
         return [self.group(axes, self._rank(Coords(*first))) for first in itertools.product(*places)]
 
     def part(self, global_rank: int) -> Coords:
-        """Return what tells a worker's part of the model from others: its place, but for the replica that it is in."""
+        """Return the coordinates that identify a worker's part of the model: all but ``replicate``."""
         return self.coords(global_rank)._replace(replicate=0)
 
     @property

@@ -13,7 +13,7 @@ from orchestrator.planning.mesh import BATCH, DIMENSIONS, Axes, Dimension, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class AxisCut:
     """A division of a tensor along one of its axes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Placement:
     """
 
     shape: Shape
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[AxisCut, ...] = ()
     stages: tuple[int, ...] = (0,)
 
     def box(self, mesh: Mesh, rank: int) -> Box | None:

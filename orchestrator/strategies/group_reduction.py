@@ -34,7 +34,6 @@ class GroupReduction(Reduction):
         self.trained = trained
         self.groups = groups
         self.batch = groups.over(*BATCH)
-        groups.over("replicate")  # on all ranks, also on those that will not ask for it
         named = trained.module().named_parameters(remove_duplicate=False)
         self._named = dict(named)
         self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
@@ -84,10 +83,10 @@ class Sums:
     Each step calls these methods in this order.
 
     Attributes:
-        left: the parameters whose gradients have to be summed over other ranks afterwards.
+        remaining: the parameters whose gradients have to be summed over other ranks afterwards.
     """
 
-    left: Sequence[nn.Parameter] = ()
+    remaining: Sequence[nn.Parameter] = ()
 
     def begin_step(self, *, passes: int) -> None:
         """Begin a step with so many backward passes through each stage."""
@@ -125,7 +124,7 @@ class PartReduction(GroupReduction):
         self.waits = WaitTimer(context.device)
         self._sums = sums
         self._sharing = sharing
-        self._left = self.by_group(sums.left)
+        self._remaining = self.by_group(sums.remaining)
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:
@@ -138,7 +137,7 @@ class PartReduction(GroupReduction):
     def finish(self) -> None:
         self._sums.finish(self.waits)
         with self.waits.waiting():
-            for group, parameters in self._left:
+            for group, parameters in self._remaining:
                 if group is not None:
                     sum_over(group, [p.grad for p in parameters if p.grad is not None])
             self._sharing.add_gradients()

@@ -112,13 +112,14 @@ class PartTrainer(Trainer):
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
         wanted = {*self.trained.module().state_dict(), *self._sharing.first_names.values()}
+        has_all = self.context.mesh.pipeline == 1  # so that a tensor that is not wanted is of another model
         return self.restore_part(
             broadcast_state(
                 state,
                 source=source,
                 rank=self.context.global_rank,
                 device=self.context.device,
-                keep=wanted.__contains__,
+                keep=lambda name: has_all or name in wanted,
                 boxes=self.trained.boxes,
             )
         )
@@ -188,7 +189,7 @@ class PartTrainer(Trainer):
         return self._copies.own(wanted) if is_own else self._copies.neighbours(wanted)
 
     def close(self) -> None:
-        """Stop to exchange copies; those that there are remain."""
+        """Stop exchanging copies. Existing copies are kept."""
         super().close()
         if self._copies is not None:
             self._copies.detach()
@@ -205,7 +206,7 @@ class PartTrainer(Trainer):
         dist.all_gather(norms, own)
         self.confirm()
         if trained.settled and source_step == step + 1:
-            self.end_step(next(norm for known, norm in norms if known))
+            super().end_step(next(norm for known, norm in norms if known))  # what follows an update needs all ranks
             self._ahead += 1
         elif trained.in_step:
             trained.undo_step()

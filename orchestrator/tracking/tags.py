@@ -42,6 +42,7 @@ _COLORS = {
     "pipeline": "#d97706",
     "ddp_pipeline": "#92400e",
     "fsdp_pipeline": "#a16207",
+    "mesh": "#4338ca",
     "parameter_server": "#15803d",
     "hogwild": "#0d9488",
     "locked_sgd": "#db2777",

@@ -93,7 +93,7 @@ class _PlannedSizes:
             refused: is set to the reasons against the last number that is not possible.
         """
         meshes: list[Mesh] = []
-        job_errors: dict[int, list[str]] = {}  # by the number of stages
+        job_errors: dict[tuple[int, bool], list[str]] = {}  # by the number of stages, and whether tensors are divided
         for number in numbers:
             layout_errors: list[str] = []
             layout = self._layout(number, layout_errors)
@@ -101,11 +101,11 @@ class _PlannedSizes:
                 refused[:] = layout_errors
                 continue
             self._largest = self._largest or layout
-            num_stages = layout.pipeline.num_stages if layout.pipeline else 1
-            if num_stages not in job_errors:
-                _, job_errors[num_stages] = self._job_check(number)
-            if job_errors[num_stages]:
-                refused[:] = job_errors[num_stages]
+            kind = layout.pipeline.num_stages if layout.pipeline else 1, layout.mesh.divides_tensors
+            if kind not in job_errors:
+                _, job_errors[kind] = self._job_check(number)
+            if job_errors[kind]:
+                refused[:] = job_errors[kind]
             else:
                 meshes.append(layout.mesh)
         return meshes

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
@@ -124,6 +125,7 @@ class ComposedMesh(Strategy):
                 "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
                 "workers over which the optimizer's state is divided"
             )
+        errors += _unused_keys(options, mesh)
         if mesh.pipeline == 1:
             return Layout(mesh=mesh)
         if mesh.shard > 1 and not options.shard_optimizer and options.reshard_after_forward:
@@ -134,14 +136,16 @@ class ComposedMesh(Strategy):
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:
-        """Keep the parts: a run loses and gains whole replicas, unless ``shard`` or ``pipeline`` is auto."""
+        """Keep the parts, so that a run loses and gains whole replicas. Without replicas, divide the model again."""
         own = _options(options)
-        if "auto" in (own.shard, own.pipeline):
+        if "auto" in (own.shard, own.pipeline) and mesh.replicate == 1:
             return dataclasses.replace(own, num_workers=num_workers)
         replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard)
         if rest or not replicas:
             return None
-        of_size = dataclasses.replace(own, num_workers=num_workers, replicate=replicas)
+        of_size = dataclasses.replace(
+            own, num_workers=num_workers, pipeline=mesh.pipeline, shard=mesh.shard, replicate=replicas
+        )
         return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
 
 
@@ -158,6 +162,23 @@ def _mesh(options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
         )
     pipeline, replicate, shard = (others or 1 if size == "auto" else size for size in options.sizes.values())
     return Mesh(pipeline=pipeline, replicate=replicate, shard=shard, replicas_close=shard > 1 and replicate == 1)
+
+
+def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
+    """Return an error for each key that is set and would have no effect in this mesh."""
+    reasons: dict[str, Mapping[str, object]] = {}
+    if mesh.pipeline == 1:
+        of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
+        reasons["strategy.pipeline=1 has no stages"] = of_stages
+    if ComposedMesh.case(options, mesh) is not DDP:
+        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
+        reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
+    return [
+        f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
+        for reason, keys in reasons.items()
+        for key, unset in keys.items()
+        if (value := getattr(options, key)) != unset
+    ]
 
 
 def _options(options: StrategyConfig) -> MeshConfig:

@@ -140,6 +140,7 @@ class FSDPPipeline(Pipeline):
 
     def _sums(self, groups: MeshGroups) -> Sums:
         shards, batch = groups.over("shard"), groups.over(*BATCH)
+        groups.over("replicate")  # on all ranks, although a stage may have nothing that is divided
         assert shards is not None
         assert batch is not None
         self._divided.divide(shards, self.context.train)

@@ -252,8 +252,8 @@ class Pipeline(PartTrainer):
         """Release everything that refers to the process group."""
         if isinstance(self.reduction, PartReduction):
             self.passes.close()
-            self._host = None
-            self.reduction, self._sharing = Reduction(), NOTHING_SHARED
+        self._host = None
+        self.reduction, self._sharing = Reduction(), NOTHING_SHARED
         super().close()
 
     @property

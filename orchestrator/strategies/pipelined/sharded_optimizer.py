@@ -41,7 +41,7 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
 
     def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
         # Divided as in the whole model, so that stages that share a tensor have the same part of it on each rank.
-        return self.divided(modules, whole, cuts_of(whole, self.context.mesh.shard), train_set)
+        return self.trained_part_of(modules, whole, cuts_of(whole, self.context.mesh.shard), train_set)
 
     def _sums(self, groups: MeshGroups) -> Sums:
         self.shards.group = groups.over("shard")

@@ -230,7 +230,7 @@ class ShardedDDP(OptimizerSharding, DDP):
     """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part."""
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        return self.divided([model], model, cuts_of(model, self.context.mesh.shard), train_set)
+        return self.trained_part_of([model], model, cuts_of(model, self.context.mesh.shard), train_set)
 
     def undivided(self) -> nn.Module:
         return self.passes.model
@@ -253,6 +253,7 @@ class InBackwardShards(InBackward):
     def __init__(self, passes: WholeModel, trained: Trained, context: Context, shards: OptimizerShards):
         """Wrap the model. Collective."""
         super().__init__(passes, trained, context, None)
+        self.settles = context.mesh.replicate > 1
         self._shards = shards
         shards.group = self.groups.over("shard")
 

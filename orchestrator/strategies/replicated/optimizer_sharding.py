@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.planning.placement import Cut
+from orchestrator.planning.placement import AxisCut
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
@@ -27,11 +27,11 @@ class OptimizerSharding(PartTrainer):
 
     shards: OptimizerShards
 
-    def divided(
+    def trained_part_of(
         self,
         modules: Sequence[nn.Module],
         whole: nn.Module,
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, AxisCut],
         train_set: Dataset[Any],
     ) -> Trained:
         """Return what this rank trains of its part.
@@ -54,22 +54,18 @@ class OptimizerSharding(PartTrainer):
             placements=self.placed(self.shards.placements),
         )
 
-    def attach(self) -> None:
-        super().attach()
-        # An update that one replica has made is not made by another alone: the exchange that follows needs its peers.
-        self.reduction.settles = False
-
     def sync_initial_state(self) -> None:
         assert isinstance(self.reduction, GroupReduction)
         self.reduction.share([*self.shards.whole.values(), *self.trained.buffers])
         self.shards.take()
 
-    def apply(self) -> None:
-        super().apply()
-        # If the exchange fails, the step is not counted, but this rank's part has been updated.
-        self.trained.in_step, self._ahead = False, 1
-        self.shards.exchange(self.shards.trained)
-        self._ahead = 0
+    def end_step(self, norm: Tensor | None) -> bool:
+        admitted = super().end_step(norm)
+        if admitted:
+            self._ahead = 1  # if the exchange fails, the step is not counted, but this rank's part has been updated
+            self.shards.exchange(self.shards.trained)
+            self._ahead = 0
+        return admitted
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from orchestrator.compat.torch import copy_all
 from orchestrator.config.text import first_few
 from orchestrator.model.stages import module_of
 from orchestrator.planning.boxes import Box, Shape, is_divisible
-from orchestrator.planning.placement import Cut, Placement
+from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.update.elementwise import elementwise_errors
@@ -44,7 +44,7 @@ class OptimizerShards:
 
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, model: Callable[[], nn.Module], cuts: Mapping[str, Cut], *, index: int, count: int):
+    def __init__(self, model: Callable[[], nn.Module], cuts: Mapping[str, AxisCut], *, index: int, count: int):
         """Divide parameters over ``count`` ranks, of which this one is number ``index``.
 
         Args:
@@ -167,23 +167,23 @@ def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> t
     )
 
 
-def cuts_of(model: nn.Module, count: int) -> Mapping[str, Cut]:
+def cuts_of(model: nn.Module, count: int) -> Mapping[str, AxisCut]:
     """Return how the parameters of a model, by each of their names, are divided over ``count`` ranks."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {parameter: name for name, parameter in model.named_parameters()}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, AxisCut] = {}
     for trained in (True, False):  # so that what the trained ones take is divided evenly
         cuts |= cut_evenly({n: tuple(p.shape) for p, n in first.items() if p.requires_grad == trained}, count)
     return {name: cuts[first[parameter]] for name, parameter in named.items() if first[parameter] in cuts}
 
 
-def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Cut]:
+def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, AxisCut]:
     """Divide those tensors over ``count`` ranks of the dimension ``shard`` that can be.
 
     The numbers of elements that the ranks have of all tensors differ at most by those of one place of a tensor.
     """
     held = [0] * count
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, AxisCut] = {}
     for name, shape in shapes.items():
         if not is_divisible(shape):
             continue
@@ -192,7 +192,7 @@ def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, Cut]:
         least, rest = divmod(shape[axis], count)
         more = sorted(range(count), key=held.__getitem__)[:rest]
         sizes = tuple(least + (rank in more) for rank in range(count))
-        cuts[name] = Cut(over="shard", axis=axis, sizes=sizes)
+        cuts[name] = AxisCut(over="shard", axis=axis, sizes=sizes)
         place = math.prod(shape) // max(1, shape[axis])
         held = [had + size * place for had, size in zip(held, sizes, strict=True)]
     return cuts

@@ -17,14 +17,14 @@ from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.boxes import Box, is_divisible
-from orchestrator.planning.placement import Cut, Placement
+from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 
-ROWS = Cut(over="shard", axis=0)
+ROWS = AxisCut(over="shard", axis=0)
 """As ``fully_shard`` divides a tensor."""
 
 

@@ -133,7 +133,7 @@ class FSDP(PartTrainer):
         super().attach()  # frees gradients before the model is divided
         passes.divide(shards)
         self.trained.use([passes.model])
-        batch = groups.over(*BATCH)
+        batch, _ = groups.over(*BATCH), groups.over("replicate")  # formed here, on all ranks
         assert batch is not None
         sums = PartSums(passes.divided, batch, at_end=False)
         self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
@@ -157,7 +157,7 @@ class FSDP(PartTrainer):
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
-        """Count what a step waits for, if it is logged; evaluations gather too, and nobody reads that."""
+        """Count what a step waits for, if it is logged; evaluations gather too, and those times are not reported."""
         timers = self._timers.values()
         for timer in timers:
             timer.restart(counts=logged)

@@ -25,7 +25,7 @@ class PartSums(Sums):
         self._model = model
         self._batch = batch
         self._at_end = at_end
-        self.left = model.distinct
+        self.remaining = model.distinct
 
     def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return self._model.wrapped.around_slice(last=last)

@@ -132,6 +132,8 @@ class Centred(Toy):
         return nn.Sequential(Mean(), nn.Linear(10, 4))
 
 
+OTHER_BUCKETS = 1e-5
+"""``DistributedDataParallel`` orders its buckets anew after its first step, and with them the sums of four numbers."""
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
@@ -150,8 +152,7 @@ def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: 
     world_size = 4 if name.startswith("replicas") else 2
     expected = gang.run(train, CASES[name], world_size=world_size)
     found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
-    # DistributedDataParallel orders its buckets anew after its first step, and the sum of four numbers by that order.
-    rtol = 1e-5 if name == "replicas of parts that are updated" else 0.0
+    rtol = OTHER_BUCKETS if name == "replicas of parts that are updated" else 0.0
     for (offered, seen), undisturbed in zip(found, expected, strict=True):
         assert offered
         assert all(2 in of_rank for key, of_rank in offered.items() if key != PENDING)
@@ -272,6 +273,9 @@ TORN = {
     "parts, clipped, in slices": replace(
         CASES["replicas of parts"], train=replace(SHORT, grad_accumulation=2, clip_norm=0.05)
     ),
+    "parts that are updated": replace(
+        CASES["replicas of parts that are updated"], train=replace(SHORT, clip_norm=0.05)
+    ),
     "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
     "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
     "skipped": replace(
@@ -288,13 +292,16 @@ def test_a_step_that_some_ranks_have_made_is_made_by_the_others(gang: Gang, name
     case = TORN[name]
     expected = gang.run(train, case, world_size=4)
     assert [steps.skipped[2] for steps in expected] == [name == "skipped"] * 4
-    for lost, unconfirmed in ((3, (1,)), (0, (2, 3)), (1, (0, 2, 3))):
+    moments, rtol = ((3, (1,)), (0, (2, 3)), (1, (0, 2, 3))), 0.0
+    if name == "parts that are updated":  # nobody ends a step without the peers of its exchange
+        moments, rtol = ((3, (2,)), (1, (0, 2, 3))), OTHER_BUCKETS
+    for lost, unconfirmed in moments:
         ranks = gang.run(torn, case, lost, unconfirmed, world_size=4)
         made = len(unconfirmed) < 3
         for (step, seen), undisturbed in zip(ranks, expected, strict=True):
             assert step == (3 if made else 2)
-            np.testing.assert_array_equal(seen.loss_sums, undisturbed.loss_sums[step:])  # a NaN equals itself
-            assert all(torch.equal(seen.model[n], tensor) for n, tensor in undisturbed.model.items())
+            np.testing.assert_allclose(seen.loss_sums, undisturbed.loss_sums[step:], rtol=rtol)  # a NaN equals itself
+            torch.testing.assert_close(seen.model, undisturbed.model, rtol=rtol, atol=rtol / 100)
 
 
 @pytest.mark.parametrize(("call", "offered"), [(1, {ANY_RANK: (2,)}), (2, {}), (3, {})])

@@ -69,7 +69,8 @@ def test_a_random_mesh_trains_as_plain_torch(gang: Gang, seed: int) -> None:
     rows = 8 * sizes.data_parallel_size  # two slices of four micro-batches of one sample
     declared = SCENARIOS[PLAIN[0]]
     case = Case(job=declared.job, train=having(declared.case.train, steps=4, global_batch_size=rows))
-    layout = mesh_layout(sizes, schedule, num_microbatches=4, shard_optimizer=divides_optimizer)
+    of_stages = {"num_microbatches": 4} if sizes.pipeline > 1 else {}
+    layout = mesh_layout(sizes, schedule, shard_optimizer=divides_optimizer, **of_stages)
     ranks = gang.run(train, layout.of(case), True, world_size=layout.world_size)
     expected = trained_plainly(case).steps
     assert_equal_curves(ranks, expected, rtol=declared.rtol)

@@ -98,8 +98,12 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
         **{f.name: getattr(DDP, f.name) for f in fields(DDP)}
         | {f.name: getattr(HSDP, f.name) for f in fields(HSDP) if f.name != "shard_size"}
         | {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name in Coords._fields}
-        | {"name": "mesh", "num_workers": "auto", "expert": 1, "num_microbatches": 2, "stages_per_rank": "auto"}
-        | {"split": "auto", "schedule": schedule, "reshard_after_forward": schedule == "1F1B"}
+        | {"name": "mesh", "num_workers": "auto", "expert": 1, "stages_per_rank": "auto", "split": "auto"}
+        | {
+            "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
+            "schedule": schedule,
+            "reshard_after_forward": schedule == "1F1B",
+        }
         | changes,
     )
     return layout(options, sizes.num_workers)

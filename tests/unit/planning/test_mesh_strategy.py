@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,10 +81,31 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             "strategy.reshard_after_forward=true: ZBVZeroBubble computes the gradients of parameters in passes of "
             "their own, which gather nothing; set it to false, or use strategy.schedule=1F1B or Interleaved1F1B",
         ),
+        (
+            {"shard": 2, "num_workers": 4, "sync_batchnorm": "true"},
+            "strategy.sync_batchnorm=true: only whole models on each worker have it; set it to false",
+        ),
+        (
+            {"num_microbatches": 4},
+            "strategy.num_microbatches=4: strategy.pipeline=1 has no stages; set it to auto",
+        ),
     ],
 )
 def test_other_sizes_are_refused_with_what_to_set(sizes: dict[str, Any], error: str) -> None:
     assert errors_of(**sizes) == [error]
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": "auto", "shard": 2}, {"replicate": 2, "shard": "auto"}])
+def test_an_elastic_run_keeps_the_parts_if_it_has_replicas(sizes: dict[str, Any]) -> None:
+    errors: list[str] = []
+    words = ["strategy=mesh", "strategy.num_workers=4", *(f"strategy.{n}={s}" for n, s in sizes.items())]
+    config, _ = compose(words, errors, registry.config_class)
+    assert config is not None
+    rules, largest = registry.load("mesh"), Mesh(replicate=2, shard=2)
+    options = rules.resized(config.strategy, 2, mesh=largest, pipeline=None)
+    assert options is not None
+    found = find_layout(replace(config, strategy=options), rules, NODES, oversubscribe_cpus=True).layout.mesh
+    assert found.has_parts_of(largest)
 
 
 def test_a_dimension_of_another_strategy_is_a_key_of_mesh() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.planning.boxes import Box, first_overlap, has_hole
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
-from orchestrator.planning.placement import Cut, Placement
+from orchestrator.planning.placement import AxisCut, Placement
 
 MOST_RANKS = 64
 
@@ -30,7 +30,7 @@ def random_placement(draw: random.Random, mesh: Mesh) -> Placement:
         if not cuts and draw.random() < 0.5:
             borders = sorted(draw.choices(range(shape[axis] + 1), k=mesh.size(dimension) - 1))
             sizes = tuple(b - a for a, b in zip((0, *borders), (*borders, shape[axis]), strict=True))
-        cuts.append(Cut(over=dimension, axis=axis, sizes=sizes))
+        cuts.append(AxisCut(over=dimension, axis=axis, sizes=sizes))
     stages = tuple(draw.sample(range(mesh.pipeline), draw.randint(1, min(2, mesh.pipeline))))
     return Placement(shape=shape, cuts=tuple(cuts), stages=stages)
 
@@ -59,7 +59,7 @@ def test_rules_of_every_placement(seed: int) -> None:
 
 
 def test_an_inner_cut_is_one_of_the_outer_shard() -> None:
-    placement = Placement(shape=(8, 3), cuts=(Cut(over="tensor"), Cut(over="shard")))
+    placement = Placement(shape=(8, 3), cuts=(AxisCut(over="tensor"), AxisCut(over="shard")))
     mesh = Mesh(shard=2, tensor=2)
     found = {mesh.coords(rank): placement.box(mesh, rank) for rank in range(4)}
     assert {(c.shard, c.tensor): box and box.offset[0] for c, box in found.items()} == {
@@ -68,7 +68,7 @@ def test_an_inner_cut_is_one_of_the_outer_shard() -> None:
 
 
 def test_who_has_what_of_common_layouts() -> None:
-    rows = Placement(shape=(6,), cuts=(Cut(over="shard"),))
+    rows = Placement(shape=(6,), cuts=(AxisCut(over="shard"),))
     hsdp = Mesh(replicate=2, shard=3)
     assert [rows.box(hsdp, rank) for rank in range(3)] == [Box.shard((6,), i, 3) for i in range(3)]
     assert rows.holders(hsdp, 4) == [1, 4]
