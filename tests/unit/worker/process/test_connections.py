@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from orchestrator.worker.process.interfaces import shut_down
+from orchestrator.worker.process.interfaces import shut_down_connections
 
 
 def connected(host: str) -> tuple[socket.socket, socket.socket]:
@@ -22,7 +22,7 @@ def test_a_wait_for_a_lost_node_ends() -> None:
         received: list[bytes] = []
         waiting = threading.Thread(target=lambda: received.append(lost.recv(1)))
         waiting.start()
-        shut_down({"127.0.0.2"})
+        shut_down_connections({"127.0.0.2"})
         waiting.join(60)
         assert received == [b""]
         kept.send(b"x")
