@@ -35,7 +35,7 @@ def random_placement(draw: random.Random, mesh: Mesh) -> Placement:
     return Placement(shape=shape, cuts=tuple(cuts), stages=stages)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_rules_of_every_placement(seed: int) -> None:
     draw = random.Random(seed)
     mesh = random_mesh(draw)
@@ -47,12 +47,13 @@ def test_rules_of_every_placement(seed: int) -> None:
     assert not has_hole(saved), "an element is saved by nobody"
     assert first_overlap([box for box in saved if math.prod(box.shape)]) is None, "an element is saved twice"
 
-    for rank, box in boxes.items():
-        holders = placement.holders(mesh, rank)
+    holders_of = {rank: placement.holders(mesh, rank) for rank in boxes}
+    savers = {rank for rank in boxes if placement.saves(mesh, rank)}
+    for rank, holders in holders_of.items():
         assert rank in holders
         assert len(holders) == placement.copies(mesh)
-        assert all(boxes[other] == box and placement.holders(mesh, other) == holders for other in holders)
-        assert sum(placement.saves(mesh, other) for other in holders) == 1
+        assert all(boxes[other] == boxes[rank] and holders_of[other] == holders for other in holders)
+        assert len(savers & {*holders}) == 1
         # What the holders lack for the sum over the batch is on the others along these dimensions.
         assert {*mesh.group(placement.summed_over, rank)} <= {*holders}
     assert all(placement.holders(mesh, rank) == [] for rank in range(mesh.world_size) if rank not in boxes)
