@@ -1,7 +1,7 @@
-"""``fsdp``: each worker keeps a part of every parameter, of its gradient and of its optimizer state.
+"""``fsdp``: each worker keeps a shard of every parameter, of its gradient and of its optimizer state.
 
 The blocks of the model are gathered one after another, in the forward and again in the backward pass, and freed after
-it; gradients are summed into the parts. Rajbhandari et al., SC 2020, "ZeRO"; Zhao et al., VLDB 2023, "PyTorch FSDP".
+it; gradients are summed into the shards. Rajbhandari et al., SC 2020, "ZeRO"; Zhao et al., VLDB 2023, "PyTorch FSDP".
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FSDPConfig(ShardedConfig):
 
     name: Literal["fsdp"]
     cpu_offload: bool = option(
-        "keep parts, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
+        "keep shards, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
         "what it has gathered, and activations"
     )
 
@@ -73,7 +73,7 @@ class FSDPConfig(ShardedConfig):
 
 @register("fsdp")
 class FSDP(PartTrainer):
-    """A part of each tensor of the model on every worker, and replicas of the parts if the mesh has them."""
+    """A shard of each tensor of the model on every worker, and replicas of the shards if the mesh has them."""
 
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
     divides_model = True

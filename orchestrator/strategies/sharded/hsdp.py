@@ -37,7 +37,7 @@ class HSDPConfig(ShardedConfig):
 
 @register("hsdp")
 class HSDP(FSDP):
-    """A part of each tensor of one of the replicas of the model."""
+    """A shard of each tensor of one of the replicas of the model."""
 
     config_class: ClassVar[type[StrategyConfig]] = HSDPConfig
 
@@ -79,7 +79,7 @@ class HSDP(FSDP):
     def resized(
         cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
     ) -> StrategyConfig | None:
-        """Keep the parts: a run loses and gains whole replicas."""
+        """Keep the shards: a run loses and gains whole replicas."""
         return replace(_options(options), num_workers=num_workers, shard_size=mesh.shard)
 
     @classmethod
@@ -88,7 +88,7 @@ class HSDP(FSDP):
         replicas, rest = divmod(num_workers, size)
         if rest or replicas < 2:
             nearest = [str(number * size) for number in (replicas, replicas + 1) if number >= 2] or [str(2 * size)]
-            reason = f"not divisible by strategy.shard_size={size}" if rest else "makes no replicas of the parts"
+            reason = f"not divisible by strategy.shard_size={size}" if rest else "makes no replicas of the shards"
             if _options(config.strategy).shard_size == "auto":
                 reason = "cannot be divided into replicas of two or more workers"
             errors.append(

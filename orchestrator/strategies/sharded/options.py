@@ -36,7 +36,7 @@ class ShardedConfig(StrategyConfig):
 
     @property
     def offloads(self) -> bool:
-        """Whether parts, their gradients and their optimizer state are in host memory."""
+        """Whether shards, their gradients and their optimizer state are in host memory."""
         return False
 
     def gathered_bytes(self, model: nn.Module, *, share: float) -> float:

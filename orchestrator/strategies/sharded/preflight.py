@@ -36,7 +36,7 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     options, before = options_of(config.strategy), len(errors)
     if options.offloads and plan.device == "cpu":
         errors.append(
-            "strategy.cpu_offload=true: workers compute on CPUs, so their parts are in host memory anyway; set it to "
+            "strategy.cpu_offload=true: workers compute on CPUs, so their shards are in host memory anyway; set it to "
             "false"
         )
     name, whole = f"strategy={config.strategy.name}", outline.whole
@@ -64,13 +64,13 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
         largest = max(sum(p.nbytes for p in parameters) for parameters in parameters_together(whole.model, groups)[:-1])
         notes.append(
             f"the model has {len(groups)} groups of modules for {plan.mesh.shard} workers: a worker gathers up to "
-            f"{size_text(largest)} at once, more than its own part, and more workers do not change that; name classes "
+            f"{size_text(largest)} at once, more than its own shard, and more workers do not change that; name classes "
             "of smaller modules in strategy.wrap"
         )
     if whole.full_build_reason is not None:
         notes.append(
             f"job.model() cannot build a part of the model ({whole.full_build_reason}): each worker builds all of it "
-            "at the start, which needs memory for the whole model, and then keeps its part"
+            "at the start, which needs memory for the whole model, and then keeps its shard"
         )
     if (note := note_on_dropout(whole.model)) is not None:
         notes.append(note)

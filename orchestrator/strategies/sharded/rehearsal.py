@@ -1,7 +1,7 @@
 """A forward pass with fake tensors, to see what a job does with the weights of its model.
 
 Weights that are gathered are copies: what ``forward`` writes into them is lost, and NumPy may not keep their memory.
-Outside of the module for which it is gathered, a weight is only a part. A gradient that is computed inside of a forward
+Outside of the module for which it is gathered, a weight is only a shard. A gradient that is computed inside of a forward
 pass would free the weights, although another one is still to be computed.
 """
 
@@ -115,7 +115,7 @@ def check_forward(
     if (names := named(in_parts)) and options.reshard_after_forward:
         raise JobError(
             f"job.model: forward() uses {names} outside of the module that is gathered with it, where each worker has "
-            f"only a part; {remedy}"
+            f"only a shard; {remedy}"
         )
     gathers_all = not options.reshard_after_forward and (differentiates or names is not None or not ended)
     # A number that is read is arbitrary here, and so may be what the pass does then.

@@ -21,7 +21,7 @@ from orchestrator.strategies.whole_model import WholeModel
 
 
 class ShardedModel(WholeModel):
-    """The model, of whose parameters this rank has a part. They are gathered group by group while they are used.
+    """The model, of whose parameters this rank has a shard. They are gathered group by group while they are used.
 
     Attributes:
         divided: the parts.
@@ -29,7 +29,7 @@ class ShardedModel(WholeModel):
     """
 
     def __init__(self, job: Job, context: Context, precision: Precision):
-        """Compute this rank's part of the initial values of the whole model, without other ranks."""
+        """Compute this rank's shards of the initial values of the whole model, without other ranks."""
         self.job = job
         self.precision = precision
         self._device = context.device
@@ -85,10 +85,10 @@ class ShardedModel(WholeModel):
         return self.forward(inputs)
 
     def module(self) -> nn.Module:
-        """Return a bare module with this rank's parts, and the buffers that are saved, under the model's own names."""
+        """Return a bare module with this rank's shards, and the buffers that are saved, under the model's own names."""
         parts = self.divided.parts
         return module_of({n: parts[n] if n in parts else self.model.get_buffer(n) for n in self.saved_names})
 
     def close(self) -> None:
-        """Release everything that refers to the process group. It cannot run then; parts and buffers remain."""
+        """Release everything that refers to the process group. It cannot run then; shards and buffers remain."""
         self.divided.close()

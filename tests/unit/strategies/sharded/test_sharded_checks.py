@@ -163,7 +163,7 @@ def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., 
 def test_offloading_is_for_gpus_and_leaves_them_what_is_gathered() -> None:
     [error], _ = checked(Built(), replace(FSDP, cpu_offload=True))
     assert error == (
-        "strategy.cpu_offload=true: workers compute on CPUs, so their parts are in host memory anyway; set it to false"
+        "strategy.cpu_offload=true: workers compute on CPUs, so their shards are in host memory anyway; set it to false"
     )
     errors, notes = checked(Built(), replace(FSDP, cpu_offload=True), device="cuda")
     assert errors == []
