@@ -1,8 +1,8 @@
 """A forward pass with fake tensors, to see what a job does with the weights of its model.
 
 Weights that are gathered are copies: what ``forward`` writes into them is lost, and NumPy may not keep their memory.
-Outside of the module for which it is gathered, a weight is only a shard. A gradient that is computed inside of a forward
-pass would free the weights, although another one is still to be computed.
+Outside of the module for which it is gathered, a weight is only a shard. A gradient that is computed inside of a
+forward pass would free the weights, although another one is still to be computed.
 """
 
 from __future__ import annotations
