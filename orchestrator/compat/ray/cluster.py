@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 10.0
 """After this, an answer of the GCS server counts as lost; a busy one takes less."""
+ATTEMPTS = 6
+"""How often the GCS server is asked."""
 NODE_HAS_DIED = "its node has died"
 """Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
 
@@ -129,21 +132,27 @@ def _describe_job(job: Any) -> str:
 
 
 def _answer(ask: Callable[[], T]) -> T:
-    """Return what ``ask`` returns. If that takes long, ask again over another connection to the GCS server.
+    """Return what ``ask`` returns. If that takes long, ask again with another client of the GCS server.
 
-    Ray waits for an answer without a limit, and Ray 2.60 has lost one of a GCS server that was idle.
+    Ray waits for an answer without a limit. Ray 2.60 has lost answers of an idle GCS server, and once two in a row.
+
+    Raises:
+        ConnectionError: no answer has come.
     """
-    answer: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as e:
-            answer.set_exception(e)
-
-    threading.Thread(target=work, name="ask-gcs", daemon=True).start()
-    try:
-        return answer.result(ANSWER_TIMEOUT_S)
-    except TimeoutError:
+    for _ in range(ATTEMPTS):
+        answer: Future[T] = Future()
+        threading.Thread(target=_work, args=(ask, answer), name="ask-gcs", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            return answer.result(ANSWER_TIMEOUT_S)
         find_internal(Internal.GCS_STATE)._global_state_accessor = None
-        return ask()
+    raise ConnectionError(
+        f"Ray's GCS server has not answered {ATTEMPTS} questions in {ANSWER_TIMEOUT_S * ATTEMPTS:g} s; see "
+        "`ray status`, and start the run again"
+    )
+
+
+def _work(ask: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(ask())
+    except Exception as e:
+        answer.set_exception(e)
