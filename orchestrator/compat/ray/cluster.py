@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
+from orchestrator.compat.ray.connection import known_nodes
 from orchestrator.compat.ray.internals import Internal, find_internal
 
 T = TypeVar("T")
@@ -42,9 +43,16 @@ def draining_nodes() -> Collection[str]:
     return ids
 
 
-def all_nodes() -> Sequence[Mapping[str, Any]]:
-    """Return what ``ray.nodes()`` does: all nodes that the cluster has had."""
-    return _answer(ray.nodes)
+def all_nodes() -> Sequence[Any]:
+    """Return all nodes that the cluster has had, as :func:`known_nodes` does.
+
+    ``ray.nodes()`` has no limit of time, and its answer was lost several times.
+
+    Raises:
+        ConnectionError: the GCS server does not answer.
+    """
+    address = ray.get_runtime_context().gcs_address
+    return known_nodes(address, timeout_s=ANSWER_TIMEOUT_S * ATTEMPTS, outlives=True)
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:

@@ -184,15 +184,21 @@ def raylets_here() -> dict[str, dict[str, str]]:
     return found
 
 
-def known_nodes(address: str, *, timeout_s: float) -> list[Any]:
+def known_nodes(address: str, *, timeout_s: float, outlives: bool = False) -> list[Any]:
     """Return what a GCS server knows of the nodes of its cluster, dead ones too, without joining that.
+
+    Args:
+        address: ``host:port``.
+        timeout_s: how long to wait for the answer.
+        outlives: whether to wait as long for a server that does not run, because it is started again.
 
     Raises:
         ConnectionError: the server does not answer.
     """
     stub = find_internal(Internal.GCS_STUB)(find_internal(Internal.OPEN_CHANNEL)(address))
+    request = find_internal(Internal.GCS_NODES_REQUEST)()
     try:
-        answer = stub.GetAllNodeInfo(find_internal(Internal.GCS_NODES_REQUEST)(), timeout=timeout_s)
+        answer = stub.GetAllNodeInfo(request, timeout=timeout_s, wait_for_ready=outlives)
     except grpc.RpcError as e:
         raise ConnectionError(f"the GCS server at {address} does not answer ({e.code().name.lower()})") from e
     return list(answer.node_info_list)

@@ -141,7 +141,7 @@ class Gang:
         """
         placed = self._reserve(sizes)
         slots, plan = list(placed), self._plan
-        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in all_nodes()}
+        hosts = {node.node_id.hex(): node.node_manager_hostname for node in all_nodes()}
         infos = wait_for_actors(
             {self._slots.start(slot): hosts[node_id] for slot, node_id in placed.items()},
             timeout_s=self._config.start_timeout_s,

@@ -149,7 +149,7 @@ class NodeWatch:
 
     def note_dead(self) -> None:
         """Add the nodes that Ray has found dead to those that are lost."""
-        self.lost.update(n["NodeID"] for n in all_nodes() if not n["Alive"])
+        self.lost.update(n.node_id.hex() for n in all_nodes() if n.state != n.ALIVE)
 
     def is_stopped(self, worker: WorkerInfo) -> bool:
         """Return whether a signal has stopped the process of ``worker``; False if this is not known."""
@@ -163,7 +163,7 @@ class NodeWatch:
         probe = self._probes.get(node_id)
         if probe is None or (probe.ping is None and now - probe.started_at > PROBE_RESTART_S):
             if node_id not in self._raylets:
-                self._raylets = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in all_nodes()}
+                self._raylets = {n.node_id.hex(): (n.node_manager_address, n.node_manager_port) for n in all_nodes()}
             self._probes[node_id] = _started(node_id, answers, now)
             return
         if probe.ping is not None and ray.wait([probe.ping], timeout=0)[0]:

@@ -244,16 +244,20 @@ def version_error(text: str) -> str | None:
 
 def nodes() -> tuple[Node, ...]:
     """Return the living nodes with all their resources, whether free or in use."""
+    return _living(all_nodes())
+
+
+def _living(found: Sequence[Any]) -> tuple[Node, ...]:
     return tuple(
         Node(
-            node_id=n["NodeID"],
-            name=n["NodeManagerHostname"],
-            cpus=n["Resources"].get("CPU", 0.0),
-            gpus=int(n["Resources"].get("GPU", 0)),
-            address=n["NodeManagerAddress"],
+            node_id=n.node_id.hex(),
+            name=n.node_manager_hostname,
+            cpus=n.resources_total.get("CPU", 0.0),
+            gpus=int(n.resources_total.get("GPU", 0)),
+            address=n.node_manager_address,
         )
-        for n in all_nodes()
-        if n["Alive"]
+        for n in found
+        if n.state == n.ALIVE
     )
 
 
@@ -271,18 +275,7 @@ def nodes_without_joining(config: ClusterConfig, address: str) -> tuple[Node, ..
         found = known_nodes(str(gcs_address(address)), timeout_s=BUSY_TIMEOUT_S)
     except ConnectionError as e:
         raise ConfigError([f"{_to_cli(address)}: {e}"]) from e
-    present = tuple(
-        Node(
-            node_id=n.node_id.hex(),
-            name=n.node_manager_hostname,
-            cpus=n.resources_total.get("CPU", 0.0),
-            gpus=int(n.resources_total.get("GPU", 0)),
-            address=n.node_manager_address,
-        )
-        for n in found
-        if n.state == n.ALIVE
-    )
-    return without_excluded(present, config.exclude_nodes)
+    return without_excluded(_living(found), config.exclude_nodes)
 
 
 def allowed_nodes(config: ClusterConfig) -> tuple[Node, ...]:

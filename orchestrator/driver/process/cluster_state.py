@@ -22,15 +22,15 @@ def cluster_state(*, own_label: str = "", trouble: Mapping[str, str] | None = No
     free = free_resources()
     nodes = [
         NodeState(
-            node_id=n["NodeID"],
-            name=n["NodeManagerHostname"],
-            address=n["NodeManagerAddress"],
-            total=n["Resources"],
-            free=free.get(n["NodeID"], {}),
-            trouble=(trouble or {}).get(n["NodeID"], ""),
+            node_id=(node_id := n.node_id.hex()),
+            name=n.node_manager_hostname,
+            address=n.node_manager_address,
+            total=dict(n.resources_total),
+            free=free.get(node_id, {}),
+            trouble=(trouble or {}).get(node_id, ""),
         )
         for n in all_nodes()
-        if n["Alive"]
+        if n.state == n.ALIVE
     ]
     holdings = [
         Holding(

@@ -42,27 +42,27 @@ def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(state, "_global_state_accessor", "the connection")
     lost, asked = threading.Event(), list[str | None]()
 
-    def nodes() -> list[dict[str, str]]:
+    def free() -> dict[str, dict[str, float]]:
         asked.append(state._global_state_accessor)
         if len(asked) in (1, 2, *range(4, 20)):
             lost.wait(60)
-        return [{"NodeID": "one"}]
+        return {"one": {"CPU": 1.0}}
 
-    monkeypatch.setattr(ray, "nodes", nodes)
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", free)
     try:
-        assert cluster.all_nodes() == [{"NodeID": "one"}]
+        assert cluster.free_resources() == {"one": {"CPU": 1.0}}
         assert asked == ["the connection", None, None]
         with pytest.raises(ConnectionError, match=r"has not answered 6 questions in 1\.2 s"):
-            cluster.all_nodes()
+            cluster.free_resources()
     finally:
         lost.set()
 
     def fail() -> None:
         raise ray.exceptions.RaySystemError("not connected")
 
-    monkeypatch.setattr(ray, "nodes", fail)
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", fail)
     with pytest.raises(ray.exceptions.RaySystemError, match="not connected"):
-        cluster.all_nodes()
+        cluster.free_resources()
 
 
 def test_ray_sets_the_variable_of_a_submitted_job() -> None:
