@@ -91,13 +91,14 @@ class Mesh:
 
     def group(self, axes: Dimension | Axes, global_rank: int) -> list[int]:
         """Return the ranks that differ from a worker's at most in ``axes``, ordered by these, the last one fastest."""
-        own, chosen = self.coords(global_rank), (axes,) if isinstance(axes, str) else axes
-        places = itertools.product(*(range(self.size(dimension)) for dimension in chosen))
-        return [self._rank(own._replace(**dict(zip(chosen, place, strict=True)))) for place in places]
+        own, axes = self.coords(global_rank), _several(axes)
+        places = itertools.product(*(range(self.size(dimension)) for dimension in axes))
+        return [self._rank(own._replace(**dict(zip(axes, place, strict=True)))) for place in places]
 
     def groups(self, axes: Dimension | Axes) -> list[list[int]]:
         """Return the groups of all workers along ``axes``, in the order of their places in the other dimensions."""
-        places = (range(1 if other in axes or other == axes else self.size(other)) for other in DIMENSIONS)
+        axes = _several(axes)
+        places = (range(1 if other in axes else self.size(other)) for other in DIMENSIONS)
         return [self.group(axes, self._rank(Coords(*first))) for first in itertools.product(*places)]
 
     def part(self, global_rank: int) -> Coords:
@@ -166,6 +167,10 @@ class Mesh:
         for dimension in self._order:
             rank = rank * self.size(dimension) + getattr(coords, dimension)
         return rank
+
+
+def _several(axes: Dimension | Axes) -> Axes:
+    return (axes,) if isinstance(axes, str) else axes
 
 
 def recorded_mesh(record: Mapping[str, Any]) -> Mesh:

@@ -38,9 +38,8 @@ from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, r
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.divided_model import DividedModel
+from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.options import ShardedConfig, options_of
-from orchestrator.strategies.sharded.part_sums import PartSums
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -45,7 +44,9 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
 
     def _sums(self, groups: MeshGroups) -> Sums:
         self.shards.group = groups.over("shard")
-        return _SumsOfShards(groups.over(*BATCH), *self.summed(), shards=self.shards)
+        sums = _SumsOfShards(groups.over(*BATCH), *self.summed())
+        sums.shards = self.shards
+        return sums
 
     def sync_initial_state(self) -> None:
         super().sync_initial_state()
@@ -54,19 +55,10 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
 
 
 class _SumsOfShards(ReplicaSums):
-    """Sums of whole gradients, of which each rank then keeps its part."""
+    """Sums of whole gradients, of which each rank then keeps its ``shards``."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        stages: Mapping[int, Sequence[nn.Parameter]],
-        needed: Mapping[nn.Parameter, str],
-        *,
-        shards: OptimizerShards,
-    ):
-        super().__init__(group, stages, needed)
-        self._shards = shards
+    shards: OptimizerShards
 
     def finish(self, waits: WaitTimer) -> None:
         super().finish(waits)
-        self._shards.take_gradients()
+        self.shards.take_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 
@@ -19,6 +20,7 @@ from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.boxes import Box, is_divisible
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
@@ -210,3 +212,29 @@ class DividedModel:
         if self._wrapped is not None:
             self._wrapped.release()
             self._wrapped = None
+
+
+class PartSums(Sums):
+    """Sums over the ranks that have all parts together, in the backward passes, or once after all of a step."""
+
+    def __init__(self, model: DividedModel, batch: dist.ProcessGroup, *, at_end: bool):
+        """Prepare for the sums.
+
+        Args:
+            model: has the parts.
+            batch: the ranks that compute the same of the model, of other samples.
+            at_end: whether the sums are made after all backward passes.
+        """
+        self._model = model
+        self._batch = batch
+        self._at_end = at_end
+        self.remaining = model.distinct
+
+    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return self._model.wrapped.around_slice(last=last)
+
+    def finish(self, waits: WaitTimer) -> None:
+        with waits.waiting():
+            if self._at_end:
+                self._model.wrapped.sum_gradients()
+            self._model.take_gradients(self._batch)

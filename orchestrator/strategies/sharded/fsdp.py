@@ -36,8 +36,8 @@ from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.sharded.divided_model import PartSums
 from orchestrator.strategies.sharded.options import ShardedConfig, options_of
-from orchestrator.strategies.sharded.part_sums import PartSums
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
