@@ -16,9 +16,10 @@ import pytest
 import ray
 import ray.exceptions
 
+from helpers.servers.ports import free_port
 from orchestrator.compat.ray import cluster, idle_agent, process
 from orchestrator.compat.ray.cluster import NODE_HAS_DIED, died_with_node
-from orchestrator.compat.ray.connection import own_ray_has_died, probe_gcs
+from orchestrator.compat.ray.connection import known_nodes, own_ray_has_died, probe_gcs
 from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
 from orchestrator.compat.ray.key_values import add_job_metadata
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
@@ -63,6 +64,14 @@ def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.Monk
     monkeypatch.setattr("ray._private.state.available_resources_per_node", fail)
     with pytest.raises(ray.exceptions.RaySystemError, match="not connected"):
         cluster.free_resources()
+
+
+def test_a_server_that_is_started_again_is_waited_for_and_not_for_ever() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match="unavailable"):
+        known_nodes(address, timeout_s=30)
+    with pytest.raises(ConnectionError, match="deadline_exceeded"):
+        known_nodes(address, timeout_s=0.2, outlives=True)
 
 
 def test_ray_sets_the_variable_of_a_submitted_job() -> None:
