@@ -118,6 +118,13 @@ class Plan:
         return text + (f" x pipeline {self.mesh.pipeline}" if self.mesh.pipeline > 1 else "")
 
     @property
+    def rows_of_pass(self) -> float:
+        """The number of samples in a forward pass of a worker, in the mean."""
+        if self.pipeline is not None:
+            return self.microbatch_rows
+        return self.workers[0].samples_per_step / self.grad_accumulation
+
+    @property
     def microbatch_rows(self) -> int:
         """The number of samples in a micro-batch of a pipeline, the same in all its replicas."""
         assert self.pipeline is not None
