@@ -125,9 +125,11 @@ class _Search:
         self._model = model
         self._sizes: list[ParameterSize] = parameter_sizes(config, job, model)
         memory = int(cluster.device.memory_gib * GIB)
+        # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
+        merged = isinstance(config.strategy, MeshConfig)
+        nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
         self._nodes = tuple(
-            Node(node_id=str(i), name=f"node{i}", cpus=1024, gpus=cluster.per_node, gpu_memory_bytes=memory)
-            for i in range(cluster.nodes)
+            Node(node_id=str(i), name=f"node{i}", cpus=gpus, gpus=gpus, gpu_memory_bytes=memory) for i in range(nodes)
         )
         self._gathered: dict[tuple[Any, ...], float] = {}
 
