@@ -22,6 +22,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.composed.tensor_parallel import TensorParallel
 from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, at_other_size, reshard_errors, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
@@ -31,10 +32,11 @@ from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.replicated.ddp_options import DDPConfig
 from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.transforms.tensor import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig):
+class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig, TensorConfig):
     """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
 
     name: Literal["mesh"]  # type: ignore[assignment]
@@ -42,7 +44,6 @@ class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig):
     replicate: int | Literal["auto"] = option("copies of the model; auto: as many as the other sizes leave", minimum=1)
     shard: int | Literal["auto"] = option("workers that each tensor is divided over", minimum=1)
     context: int = option("workers that the positions of a sample are divided over; 1 for now", minimum=1)
-    tensor: int = option("workers that the computation of a layer is divided over; 1 for now", minimum=1)
     expert: int = option("workers that the experts of a layer are divided over; 1 for now", minimum=1)
 
     size_key: ClassVar[str] = "strategy.pipeline"
@@ -55,7 +56,7 @@ class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig):
                 f"{' and '.join(f'strategy.{name}=auto' for name in automatic)}: one size follows from the others and "
                 "strategy.num_workers; give a number for all but one"
             )
-        for name in ("context", "tensor", "expert"):
+        for name in ("context", "expert"):
             if (size := getattr(self, name)) > 1:
                 raise ValueError(
                     f"strategy.{name}={size}: this dimension comes with a later version; set it to 1, and use "
@@ -65,7 +66,7 @@ class MeshConfig(DDPConfig, PipelinedConfig, ShardedConfig):
     @property
     def sizes(self) -> dict[str, int | Literal["auto"]]:
         """The sizes by the names of their dimensions."""
-        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
     @property
     def known_size(self) -> int:
@@ -84,11 +85,12 @@ class ComposedMesh(Strategy):
     config_class: ClassVar[type[StrategyConfig]] = MeshConfig
 
     @classmethod
-    def case(cls, options: StrategyConfig, mesh: Mesh) -> type[DDP | FSDP | Pipeline]:
+    def case(cls, options: StrategyConfig, mesh: Mesh) -> type[DDP | FSDP | Pipeline | TensorParallel]:
         """Return the strategy with the passes and the sums of a mesh."""
         divides_optimizer = _options(options).shard_optimizer
         if mesh.pipeline == 1:
-            return FSDP if mesh.shard > 1 and not divides_optimizer else DDP
+            whole = TensorParallel if mesh.tensor > 1 else DDP
+            return FSDP if mesh.shard > 1 and not divides_optimizer else whole
         if mesh.shard == 1:
             return Pipeline
         return ShardedOptimizerPipeline if divides_optimizer else FSDPPipeline
@@ -126,6 +128,12 @@ class ComposedMesh(Strategy):
                 "workers over which the optimizer's state is divided"
             )
         errors += _unused_keys(options, mesh)
+        if mesh.tensor > 1 and (mesh.pipeline > 1 or options.shard_optimizer):
+            other = f"strategy.pipeline={mesh.pipeline}" if mesh.pipeline > 1 else "strategy.shard_optimizer=true"
+            errors.append(
+                f"strategy.tensor={mesh.tensor} with {other}: this product comes with a later version; set "
+                "strategy.tensor to 1, or divide the model by strategy.tensor and strategy.shard alone"
+            )
         if mesh.pipeline == 1:
             return Layout(mesh=mesh)
         if mesh.shard > 1 and not options.shard_optimizer and options.reshard_after_forward:
@@ -140,7 +148,7 @@ class ComposedMesh(Strategy):
         own = _options(options)
         if "auto" in (own.shard, own.pipeline) and mesh.replicate == 1:
             return dataclasses.replace(own, num_workers=num_workers)
-        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard)
+        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard * mesh.tensor)
         if rest or not replicas:
             return None
         of_size = dataclasses.replace(
@@ -160,8 +168,8 @@ def _mesh(options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
             f"strategy.num_workers={num_workers}: {product or 'every size 1'} makes {options.known_size}; set it to "
             f"{' or '.join(nearest) or f'{options.known_size}, or one size to auto'}"
         )
-    pipeline, replicate, shard = (others or 1 if size == "auto" else size for size in options.sizes.values())
-    return Mesh(pipeline=pipeline, replicate=replicate, shard=shard, replicas_close=shard > 1 and replicate == 1)
+    sizes = {name: others or 1 if size == "auto" else size for name, size in options.sizes.items()}
+    return Mesh(**sizes, replicas_close=sizes["shard"] > 1 and sizes["replicate"] == 1)
 
 
 def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
