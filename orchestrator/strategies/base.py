@@ -63,6 +63,11 @@ class Context:
         return self.mesh.dp_rank(self.global_rank)
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether this rank reports the samples that it computes, as the first of those that do so together."""
+        return self.mesh.coords(self.global_rank).tensor == 0
+
+    @property
     def pp_rank(self) -> int:
         """The position of this rank in its pipeline."""
         return self.mesh.coords(self.global_rank).pipeline

@@ -1,15 +1,14 @@
-"""``mesh``: any product of pipeline stages, replicas and shards. The other synchronous strategies are cases of it."""
+"""``mesh``: any product of the dimensions. The other synchronous strategies are cases of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from orchestrator.config.schema import StrategyConfig, option
-from orchestrator.config.text import to_cli
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, at_other_size
@@ -17,10 +16,11 @@ from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
+class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig, TensorConfig):
     """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
 
     name: Literal["mesh"]
@@ -28,7 +28,6 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
     replicate: int | Literal["auto"] = option("copies of the model; auto: as many as the other sizes leave", minimum=1)
     shard: int | Literal["auto"] = option("workers that each tensor is divided over", minimum=1)
     context: int = option("workers that the positions of a sample are divided over; 1 for now", minimum=1)
-    tensor: int = option("workers that the computation of a layer is divided over; 1 for now", minimum=1)
     expert: int = option("workers that the experts of a layer are divided over; 1 for now", minimum=1)
 
     size_key: ClassVar[str] = "strategy.pipeline"
@@ -41,7 +40,7 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
                 f"{' and '.join(f'strategy.{name}=auto' for name in automatic)}: one size follows from the others and "
                 "strategy.num_workers; give a number for all but one"
             )
-        for name in ("context", "tensor", "expert"):
+        for name in ("context", "expert"):
             if (size := getattr(self, name)) > 1:
                 raise ValueError(
                     f"strategy.{name}={size}: this dimension comes with a later version; set it to 1, and use "
@@ -51,7 +50,7 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
     @property
     def sizes(self) -> dict[str, int | Literal["auto"]]:
         """The sizes by the names of their dimensions."""
-        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
     @property
     def known_size(self) -> int:
@@ -65,7 +64,7 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
 
 @register("mesh")
 class Product(Synchronous[MeshConfig]):
-    """Any product of stages, replicas and shards."""
+    """Any product of stages, replicas, shards and parts of layers."""
 
     config_class: ClassVar[type[StrategyConfig]] = MeshConfig
 
@@ -92,14 +91,13 @@ class Product(Synchronous[MeshConfig]):
                 f"strategy.num_workers={num_workers}: {product or 'every size 1'} makes {options.known_size}; set it "
                 f"to {' or '.join(nearest) or f'{options.known_size}, or one size to auto'}"
             )
-        pipeline, replicate, shard = (others or 1 if size == "auto" else size for size in options.sizes.values())
-        mesh = Mesh(pipeline=pipeline, replicate=replicate, shard=shard, replicas_close=shard > 1 and replicate == 1)
+        sizes = {name: others or 1 if size == "auto" else size for name, size in options.sizes.items()}
+        mesh = Mesh(**sizes, replicas_close=sizes["shard"] > 1 and sizes["replicate"] == 1)
         if mesh.shard == 1 and options.shard_optimizer and len(errors) == before:
             errors.append(
                 "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
                 "workers over which the optimizer's state is divided"
             )
-        errors += _unused_keys(options, mesh)
         return mesh
 
     @classmethod
@@ -109,27 +107,10 @@ class Product(Synchronous[MeshConfig]):
         """Keep the parts, so that a run loses and gains whole replicas. Without replicas, divide the model again."""
         if "auto" in (options.shard, options.pipeline) and mesh.replicate == 1:
             return dataclasses.replace(options, num_workers=num_workers)
-        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard)
+        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard * mesh.tensor)
         if rest or not replicas:
             return None
         of_size = dataclasses.replace(
             options, num_workers=num_workers, pipeline=mesh.pipeline, shard=mesh.shard, replicate=replicas
         )
         return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
-
-
-def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
-    """Return an error for each key that is set and would have no effect in this mesh."""
-    reasons: dict[str, Mapping[str, object]] = {}
-    if mesh.pipeline == 1:
-        of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
-        reasons["strategy.pipeline=1 has no stages"] = of_stages
-    if mesh.is_divided and (mesh.pipeline > 1 or not options.shard_optimizer):
-        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
-        reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
-    return [
-        f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
-        for reason, keys in reasons.items()
-        for key, unset in keys.items()
-        if (value := getattr(options, key)) != unset
-    ]

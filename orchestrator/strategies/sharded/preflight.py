@@ -50,8 +50,7 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     except ValueError as e:
         errors.append(str(e))
         return ()
-    errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    errors += elementwise_errors(name, outline.job, whole.model, otherwise="use strategy=ddp")
+    errors += part_errors(config, outline, groups)
     if len(errors) > before:
         return ()
     notes = []
@@ -75,6 +74,13 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     if (note := note_on_dropout(whole.model)) is not None:
         notes.append(note)
     return tuple(notes)
+
+
+def part_errors(config: Config, outline: Outline, groups: Sequence[Group] = ()) -> list[str]:
+    """Return why workers cannot train parts of the parameters of the job's model; ``groups`` are gathered together."""
+    name, model = f"strategy={config.strategy.name}", outline.whole.model
+    errors = [f"{name}: {reason}" for reason in _reasons(model, groups)]
+    return errors + elementwise_errors(name, outline.job, model, otherwise="use strategy=ddp")
 
 
 def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:

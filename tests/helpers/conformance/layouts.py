@@ -89,8 +89,26 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
     )
 
 
-FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False)
-HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True, prefetch=1)
+FSDP = FSDPConfig(
+    name="fsdp",
+    num_workers=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+    cpu_offload=False,
+)
+HSDP = HSDPConfig(
+    name="hsdp",
+    num_workers=4,
+    shard_size=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+)
 
 
 def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
@@ -99,7 +117,14 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
         **{f.name: getattr(DDP, f.name) for f in fields(DDP)}
         | {f.name: getattr(HSDP, f.name) for f in fields(HSDP) if f.name != "shard_size"}
         | {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name in Coords._fields}
-        | {"name": "mesh", "num_workers": "auto", "expert": 1, "stages_per_rank": "auto", "split": "auto"}
+        | {
+            "name": "mesh",
+            "num_workers": "auto",
+            "expert": 1,
+            "tensor_pairs": "auto",
+            "stages_per_rank": "auto",
+            "split": "auto",
+        }
         | {
             "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
             "schedule": schedule,
@@ -157,6 +182,12 @@ LAYOUTS = {
     "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
     "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
 }
+TENSOR = {
+    "mesh-tensor-2": mesh(Mesh(tensor=2)),
+    "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
+    "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
+}
+"""Those that need a model with blocks whose layers can be divided."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,
