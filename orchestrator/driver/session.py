@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from orchestrator.compat.ray.key_values import add_job_metadata
+from orchestrator.compat.ray.cluster import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config

@@ -19,8 +19,7 @@ from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.data.job_data import JobData
-from orchestrator.worker.reports.improvement import Improvement
-from orchestrator.worker.reports.steering import Steered
+from orchestrator.worker.reports.after_evaluation import Improvement, Steered
 
 
 @dataclass

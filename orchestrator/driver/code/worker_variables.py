@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from orchestrator.config.build import ConfigError
 from orchestrator.protocol.messages import Variables
-from orchestrator.worker.process import interfaces
+from orchestrator.worker.process import network
 
 FORWARDED_PREFIXES = (
     "FI_",
@@ -20,7 +20,7 @@ FORWARDED_PREFIXES = (
     "UCX_",
 )
 """Variables of the driver with these prefixes need not be named in ``cluster.env``."""
-OF_A_NODE = frozenset({interfaces.GLOO})
+OF_A_NODE = frozenset({network.GLOO})
 """Variables that each worker sets for its own node, where a value of the driver's may be wrong, unless it is named."""
 
 

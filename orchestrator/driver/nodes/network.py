@@ -16,7 +16,7 @@ from orchestrator.planning.plan import Node
 from orchestrator.policy.node_health import AllReduce, ClockOffset
 from orchestrator.worker.control.network_probe import LARGE_BYTES, NetworkProbe
 from orchestrator.worker.process import node_facts
-from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process.network import LOOPBACK
 
 MOST_NODES = 8
 """Nodes that take part in the all-reduce."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from orchestrator.compat.ray.key_values import add_job_metadata
+from orchestrator.compat.ray.cluster import add_job_metadata
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.protocol.events import (

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from orchestrator.compat.ray.cluster import cluster_values, put_cluster_value
 from orchestrator.compat.ray.connection import is_own_ray
-from orchestrator.compat.ray.key_values import cluster_values, put_cluster_value
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process import cluster

@@ -35,7 +35,7 @@ from orchestrator.records.rank_log import crash_report
 from orchestrator.storage.remote import Remote
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
-from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process.network import LOOPBACK
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""

@@ -26,8 +26,7 @@ from orchestrator.state.manifest import KINDS, CheckpointError
 from orchestrator.state.part_writers import JointSave, Store, Writers
 from orchestrator.state.tensor_file import header_text
 from orchestrator.strategies.base import Strategy
-from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, Warner
 from orchestrator.worker.measure.metrics import NonFiniteError
 
 BUSY_WAIT_S = 2.0
