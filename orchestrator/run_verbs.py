@@ -67,7 +67,7 @@ def _resume_uploads(search: RunSearch) -> None:
 
 def _outputs_of(address: str) -> list[str]:
     """The output directories of the runs on the cluster of which this machine is a node, as far as it can read them."""
-    from orchestrator.driver.reporting.known_outputs import known_outputs, readable
+    from orchestrator.driver.reporting.cluster_records import known_outputs, readable
 
     directories, notes = readable(known_outputs(address))
     for note in notes:

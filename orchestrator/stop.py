@@ -73,7 +73,7 @@ def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
 
 def _stop_by_queue(options: argparse.Namespace, unreachable: Exception) -> int:
     """Cancel the run in the queue of the cluster; ``unreachable`` says why its directory cannot be used."""
-    from orchestrator.driver.queue.queue_control import QueueControl, QueueError
+    from orchestrator.driver.queue.run_queue import QueueControl, QueueError
 
     try:
         with QueueControl(options.address) as queue:

@@ -23,8 +23,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.code import packages
-from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_job
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors

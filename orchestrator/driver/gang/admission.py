@@ -14,7 +14,7 @@ from orchestrator.driver.nodes.node_reports import ask_nodes, driver_report, rep
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import check_ray
-from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.run_context import RunSpec
 from orchestrator.driver.process.waiting import WaitMonitor
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import differences, fault_lines

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd

@@ -17,10 +17,9 @@ from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
-from orchestrator.driver.process.run_spec import RunContext
-from orchestrator.driver.run.abandonment import abandon
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
-from orchestrator.driver.run.pause import Pause
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import Fault

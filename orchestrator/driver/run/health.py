@@ -11,7 +11,7 @@ import ray.exceptions
 
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.process.calls import describe_error
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.driver.run.workforce import Workforce
 from orchestrator.planning.plan import Plan

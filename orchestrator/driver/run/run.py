@@ -13,7 +13,7 @@ import ray.exceptions
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.course import Course, worker_failed, worker_lost

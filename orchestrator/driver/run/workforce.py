@@ -13,12 +13,11 @@ from pathlib import Path
 import ray
 
 from orchestrator.display.text import count
-from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.gang import Gang
 from orchestrator.driver.nodes.node_watch import NodeWatch
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
 from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.policy.devices import with_common_precision

@@ -198,10 +198,10 @@ class Teardown:
 
     With NCCL, it always aborts them, because a rank that has ended in order cannot know that its peers have. The word
     of the driver comes before any abort. What an aborted rank sends and computes is garbage, so all ranks have to know
-    first that the generation has ended (see ``driver/run/abandonment.py``). The control thread then aborts the groups
-    at once, because nothing else frees a rank that waits for a lost one. The beginning of another generation is the
-    word too: the driver begins it when every rank has ended or is lost. Without a word, a rank that has failed ends its
-    process, which posts no garbage.
+    first that the generation has ended (see ``driver/run/generation_end.py``). The control thread then aborts the
+    groups at once, because nothing else frees a rank that waits for a lost one. The beginning of another generation is
+    the word too: the driver begins it when every rank has ended or is lost. Without a word, a rank that has failed ends
+    its process, which posts no garbage.
 
     The destructor of a group joins threads of torch, which may be waiting for a device that has failed. So the groups
     of NCCL are dropped on a thread that nothing waits for.

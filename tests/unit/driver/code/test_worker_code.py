@@ -16,7 +16,7 @@ from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.code.packages import module_paths, requirements
 from orchestrator.driver.code.worker_code import code_files
-from orchestrator.driver.gang.start_wait import start_failure
+from orchestrator.driver.gang.slots import start_failure
 from orchestrator.policy.patience import with_patience
 
 

@@ -13,7 +13,7 @@ from helpers.conformance.cases import CLUSTER, assignment
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.protocol.messages import Variables
 from orchestrator.strategies import registry
 from orchestrator.worker.process import network

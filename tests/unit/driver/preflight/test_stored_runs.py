@@ -21,9 +21,9 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
-from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
