@@ -20,8 +20,8 @@ from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, che
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
+from orchestrator.driver.run.run_workers import Held, RunWorkers
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
-from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import Fault
 from orchestrator.policy.failure import cannot_leave_nccl, death, no_store
 from orchestrator.policy.hang import WatchedTime
@@ -81,7 +81,7 @@ class Generation:
         self,
         number: int,
         context: RunContext,
-        workers: Workforce,
+        workers: RunWorkers,
         start: Start,
         *,
         telemetry: Telemetry,

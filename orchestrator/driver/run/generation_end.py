@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from orchestrator.driver.gang.gang import Gang
 from orchestrator.driver.process.run_context import RunContext
-from orchestrator.driver.run.workforce import Workforce
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.protocol.events import EndReason, PauseReason, StopRequested
 from orchestrator.protocol.messages import Heartbeat
 from orchestrator.worker.base_actor import BaseWorker
@@ -60,7 +60,7 @@ class Pause:
         draining: the ranks to replace then.
     """
 
-    def __init__(self, generation: int, context: RunContext, workers: Workforce, *, check: Callable[[], None]):
+    def __init__(self, generation: int, context: RunContext, workers: RunWorkers, *, check: Callable[[], None]):
         self.reason: EndReason | None = None
         self.began = 0.0
         self.draining: tuple[int, ...] = ()

@@ -12,8 +12,8 @@ import ray.exceptions
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.process.calls import describe_error
 from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.telemetry import Telemetry
-from orchestrator.driver.run.workforce import Workforce
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.failure import (
     failed_call,
@@ -47,7 +47,7 @@ class Health:
         self,
         generation: int,
         context: RunContext,
-        workers: Workforce,
+        workers: RunWorkers,
         *,
         telemetry: Telemetry,
         outcomes: Outcomes,

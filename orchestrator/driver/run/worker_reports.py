@@ -21,10 +21,10 @@ from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting.cluster_records import add_tracking_page
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.course import Course
+from orchestrator.driver.run.run_recorder import RunRecorder
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.telemetry import Telemetry
-from orchestrator.driver.run.workforce import Workforce
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
@@ -57,8 +57,8 @@ class WorkerReports:
     def __init__(
         self,
         context: RunContext,
-        workers: Workforce,
-        course: Course,
+        workers: RunWorkers,
+        recorder: RunRecorder,
         checkpoints: SavedCheckpoints,
         *,
         uploader: Uploader,
@@ -68,7 +68,7 @@ class WorkerReports:
         self._spec = spec = context.spec
         self._events = context.events
         self._workers = workers
-        self._course = course
+        self._recorder = recorder
         self._checkpoints = checkpoints
         self._node_id = ray.get_runtime_context().get_node_id()
         self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
@@ -88,9 +88,9 @@ class WorkerReports:
                     self._checkpoints.record(event)
                 case BestFound():
                     self._best = event
-                    self._course.record(best={"metric": event.metric, "step": event.step, "value": event.value})
+                    self._recorder.record(best={"metric": event.metric, "step": event.step, "value": event.value})
                 case FirstStepDone():
-                    self._course.begin_training(event)
+                    self._recorder.begin_training(event)
                     self._workers.refill()
 
     def collect_last(self, outcomes: Outcomes) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.run.course import worker_failed, worker_lost
+from orchestrator.driver.run.run_recorder import worker_failed, worker_lost
 from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.messages import Failure

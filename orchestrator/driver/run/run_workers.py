@@ -32,7 +32,7 @@ Held = Mapping[int, RecoverableSteps]
 """By rank, the state that its worker holds."""
 
 
-class Workforce:
+class RunWorkers:
     """The workers of a run. Use as a context manager, which releases all of them on exit.
 
     Attributes:
@@ -85,7 +85,7 @@ class Workforce:
         self._entered = contextlib.ExitStack()
         self._placement_note: str | None = None
 
-    def __enter__(self) -> Workforce:
+    def __enter__(self) -> RunWorkers:
         with contextlib.ExitStack() as entered:
             for part in (self.nodes, self.queue, self.gang):
                 entered.enter_context(part)
