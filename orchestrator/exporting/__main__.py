@@ -42,9 +42,8 @@ from orchestrator.state import tensor_file
 from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT
-from orchestrator.state.model_state import own_tensors
-from orchestrator.state.stored_tensors import StoredTensors
+from orchestrator.state.model_state import LEFT_OUT, own_tensors
+from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream
 from orchestrator.user_code.exits import error_text, exits_refused
 

@@ -39,7 +39,7 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records import staged
+from orchestrator.records import staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.exits import exits_refused, readable
@@ -236,7 +236,7 @@ class BaseWorker(abc.ABC):
                 run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
             )
         else:
-            staged.enter(run_dir)
+            staging.prepare(run_dir)
         if (log := run_dir.log_file(assignment.global_rank)) != self.log:
             self.output.redirect(log)
             self.log = log

@@ -15,7 +15,7 @@ from orchestrator.config.schema import TrainConfig
 from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
-from orchestrator.state.left_out import FrozenError
+from orchestrator.state.model_state import FrozenError
 from orchestrator.state.schedule import ScheduleError
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError

@@ -19,7 +19,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.left_out import total
+from orchestrator.state.model_state import total
 from orchestrator.state.part_writers import Store
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy

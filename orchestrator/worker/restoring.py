@@ -12,7 +12,7 @@ from orchestrator.protocol.messages import Assignment
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT, check_built, total
+from orchestrator.state.model_state import LEFT_OUT, check_built, total
 from orchestrator.state.schedule import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json

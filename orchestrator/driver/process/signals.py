@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 
 from orchestrator.protocol.events import Sink
-from orchestrator.records.run_dir import RunDir
-from orchestrator.records.stop_request import stop_requested_by
+from orchestrator.records.run_dir import RunDir, stop_requested_by
 
 SAME_SIGNAL_S = 0.2
 """On the command line, the same signal within this time is the first one again: Ctrl-C reaches every process of a

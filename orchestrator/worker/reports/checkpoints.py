@@ -18,8 +18,8 @@ from orchestrator.records.lease import restored_within_s
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import path_of
-from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import KINDS, CheckpointError
