@@ -13,11 +13,10 @@ import torch
 
 from orchestrator.config.arguments import field_values, too_large
 from orchestrator.config.build import ConfigError, collect_errors
-from orchestrator.config.callback_loader import load_callbacks
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.evaluated import unknown_split
 from orchestrator.config.files import Files
-from orchestrator.config.job_loader import is_importable, load_job
+from orchestrator.config.job_loader import is_importable, load_callbacks, load_job
 from orchestrator.config.overrides import choosing, quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config

@@ -26,20 +26,21 @@ from orchestrator.driver.preflight.paths import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import differences, grouped, versions
-from orchestrator.policy.node_health import (
+from orchestrator.policy.node_check import (
     check_clock,
     check_gpus,
     check_interface,
     check_limits,
     check_network,
     check_output_dir,
+    check_token,
+    differences,
+    grouped,
+    versions,
 )
-from orchestrator.policy.token_check import check_token
-from orchestrator.protocol.finding import Finding
-from orchestrator.protocol.node_report import NodeReport, NoReport
+from orchestrator.protocol.node_report import Finding, NodeReport, NoReport
 from orchestrator.storage.remote import is_url
-from orchestrator.tracking.reachable import check_tracking
+from orchestrator.tracking.uri import check_tracking
 
 ALONE = "no cluster is named: this machine alone is checked, with a Ray embedded in this process"
 NAME_A_CLUSTER = "for a cluster, add cluster=auto on one of its nodes, or --address http://HEAD:8265 elsewhere"

@@ -46,8 +46,8 @@ from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.patience import with_patience
-from orchestrator.policy.token_check import exposure_warning
+from orchestrator.policy.node_check import exposure_warning
+from orchestrator.policy.start_timeouts import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -345,7 +345,7 @@ def _opened(
     sweep_id = None if sweep is None else sweep["id"]
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
-        config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
+        config=with_shared_cores(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import ray
 
 from orchestrator.compat.ray.process import keep_process_title
-from orchestrator.config.callback_loader import load_callbacks
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.job_loader import load_callbacks, load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.messages import (

@@ -23,9 +23,8 @@ from orchestrator.driver.run.health import Health, failed_call_of
 from orchestrator.driver.run.run_workers import Held, RunWorkers
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
-from orchestrator.policy.failure import cannot_leave_nccl, death, no_store
+from orchestrator.policy.failure import Outcomes, cannot_leave_nccl, death, no_store
 from orchestrator.policy.hang import WatchedTime
-from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.events import Event, GenerationStarted

@@ -16,6 +16,7 @@ from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.failure import (
+    Outcomes,
     failed_call,
     hang,
     node_loss,
@@ -26,7 +27,6 @@ from orchestrator.policy.failure import (
     unreachable_addresses,
 )
 from orchestrator.policy.hang import HangDetector, culprit
-from orchestrator.policy.outcomes import Outcomes
 from orchestrator.protocol.messages import Failure, Heartbeat, Phase, Stacks, WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry

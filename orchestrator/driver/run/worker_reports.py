@@ -28,7 +28,7 @@ from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.events import (
     BestFound,
     CheckpointFailed,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from orchestrator.config.evaluated import VAL
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json, gather_states

@@ -24,7 +24,7 @@ from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import evaluation, loop_of, losses_by_step, run_loop
 from helpers.ranks.streams import Measured, Stateful
 from orchestrator.config.redact import Redactor
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.events import BestFound, Warned
 from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps, TrainPoint
 from orchestrator.state.best import BestSoFar

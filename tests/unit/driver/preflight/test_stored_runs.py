@@ -39,7 +39,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
-from orchestrator.tracking.owed import owe
+from orchestrator.tracking.pending_uploads import note_pending
 from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 
 JOB = Digits(hidden=4)
@@ -316,7 +316,7 @@ def test_a_driver_on_the_node_of_a_worker_keeps_what_that_has_written(tmp_path: 
 def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path) -> None:
     run_dir = start(config_of(tmp_path, "here", "tracking.uri=http://127.0.0.1:1"))
     run_dir.update_record(state="failed")
-    owe(run_dir)
+    note_pending(run_dir)
     output = output_of(tmp_path, "here")
     (found,) = uploads_to_resume(output)
     assert found.path == run_dir.path

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import Failure, Outcome
 from orchestrator.worker.script.reports import last_traceback, script_failure
 
