@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 import orchestrator
+from helpers.files.documents import PAGES
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.metric_meanings import MEANINGS
 
@@ -22,12 +23,18 @@ import references  # noqa: E402
 METRIC = re.compile(r"(train|val|perf|memory|pipeline|parameter_server|async|hogwild|dp|recovery)/[\w<>]*[a-z\d>]")
 
 
+NAMED = re.compile(
+    r"(?<![\w./-])((?:train|strategy|checkpoint|recovery|data|tracking|storage|cluster|sweep)\.(?!md|py|npy|txt|bin)\w+)"
+    r"(?![\w/(.])"
+)
+KEYS = references.keys()
+
+
 def headings(text: str) -> set[str]:
     return set(re.findall(r"^##+ (.+)$", text, re.M))
 
 
 def test_every_key_of_the_configuration_files_is_in_the_reference() -> None:
-    text = references.keys()
     defaults = yaml.safe_load((ROOT / "conf/config.yaml").read_text())
     keys = {f"{section}.{key}" for section, values in defaults.items() if isinstance(values, dict) for key in values}
     for group in ("cluster", "tracking", "strategy"):
@@ -35,9 +42,15 @@ def test_every_key_of_the_configuration_files_is_in_the_reference() -> None:
             keys |= {f"{group}.{key}" for key in yaml.safe_load(path.read_text())}
     keys = {key for key in keys if not re.match(r"hydra\.|\w+\.(defaults|name)$", key)}
     assert len(keys) > 100
-    assert {key for key in keys if f"| `{key}` |" not in text} == set()
+    assert {key for key in keys if f"| `{key}` |" not in KEYS} == set()
     groups = {f"{group}={p.stem}" for group in ("strategy", "job") for p in (ROOT / "conf" / group).glob("*.yaml")}
-    assert groups <= headings(text)
+    assert groups <= headings(KEYS)
+
+
+def test_every_key_that_a_page_names_exists() -> None:
+    known = set(re.findall(r"^\| `(\w+\.\w+)` \|", KEYS, re.M))
+    named = {key for page in PAGES for key in NAMED.findall(page.read_text())}
+    assert named - known == {"train.stps", "strategy.chosen_by"}  # a typing error to show, and a tag
 
 
 def test_everything_public_is_in_the_reference_of_python() -> None:
