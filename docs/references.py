@@ -77,7 +77,7 @@ def _value(kind: Any, limits: Mapping[str, Any], default: Any) -> tuple[str, str
 
 def python() -> str:
     """Return everything that ``import orchestrator`` offers, and what :func:`orchestrator.run` returns."""
-    names = sorted(set(orchestrator.__all__) - {"__version__"}, key=lambda name: (name != "run", name != "Job"))
+    names = sorted(set(orchestrator.__all__) - {"__version__"}, key=lambda name: (name != "run", name != "Job", name))
     objects = {f"orchestrator.{name}": getattr(orchestrator, name) for name in names} | {"RunResult": RunResult}
     return "\n\n".join(part for name, value in objects.items() for part in _object(name, value))
 
@@ -174,7 +174,7 @@ def _first(cls: type[Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    return re.sub(r"([<*_\[])", r"\\\1", text)
+    return re.sub(r"([*_\[])", r"\\\1", text).replace("<", "&lt;")
 
 
 def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
