@@ -143,11 +143,16 @@ def capture(
     tensors: MutableMapping[str, Tensor] = packed.tensors
     shapes = {name: parameter.shape for parameter, name in names.items()}
     owners = {path: path.rpartition("/")[0] for path in tensors}
-    optimizer_boxes = {
-        path: boxes[name]
-        for path, name in owners.items()
-        if name in boxes and tensors[path].shape == shapes[name] and (isinstance(tensors[path], Shard) or not marked)
-    }
+    like = {path for path, name in owners.items() if name in boxes and tensors[path].shape == shapes[name]}
+    if marked:
+        shards = {path for path, tensor in tensors.items() if isinstance(tensor, Shard)}
+        if others := sorted(shards - like):
+            raise ValueError(
+                f"{label_of(optimizer)}: state_dict() has the state of another parameter as {others[0]!r}; "
+                "number parameters as in param_groups"
+            )
+        like = shards
+    optimizer_boxes = {path: boxes[owners[path]] for path in like}
     tensors = {path: tensor.as_subclass(Tensor) for path, tensor in tensors.items()}
     meta = {
         **{key: to_json(value, key, "pass plain data") for key, value in more.items()},

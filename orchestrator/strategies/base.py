@@ -36,6 +36,7 @@ from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
+from orchestrator.strategies.whole_tensor_trial import check_whole_tensors
 from orchestrator.timeline.spans import Span
 
 
@@ -190,6 +191,8 @@ class Strategy(LayoutRules, abc.ABC):
             errors += saving_errors(model, in_parts=plan.mesh.is_divided)
             if not errors and config.evaluate is None:
                 errors += optimizer_errors(config, job, plan, model)
+            if not errors and config.evaluate is None and plan.mesh.shard > 1:
+                notes += check_whole_tensors(config, job, model, errors)
             notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
         if config.train.init == "fast" and not plan.mesh.divides_tensors:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")

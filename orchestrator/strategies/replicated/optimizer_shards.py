@@ -20,7 +20,6 @@ from orchestrator.planning.boxes import Box, Shape, is_divisible
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import buckets
 from orchestrator.strategies.update.whole_tensors import pieces_of_all
@@ -143,7 +142,6 @@ def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> t
             f"{key}: {first_few(tables, 2)} have sparse gradients, which cannot be divided; give the embedding "
             "sparse=False, or set it to false"
         )
-    errors += elementwise_errors(key, outline.job, model, otherwise="set it to false")
     if errors:
         return ()
     count = plan.mesh.shard

@@ -17,7 +17,6 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.sharded.options import options_of
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
-from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 
 
@@ -51,7 +50,6 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
         errors.append(str(e))
         return ()
     errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    errors += elementwise_errors(name, outline.job, whole.model, otherwise="use strategy=ddp")
     if len(errors) > before:
         return ()
     notes = []

@@ -10,6 +10,7 @@ either the whole update or nothing of it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import defaultdict
@@ -36,7 +37,7 @@ class Division:
     Attributes:
         boxes: those of all ranks of the group, in their order, of each parameter that is divided.
         index: the number of this rank in the group.
-        group: the ranks; None if nothing is divided.
+        group: the ranks; None if this one has everything.
     """
 
     boxes: Mapping[Tensor, Sequence[Box]] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Division:
         """Return copies, whole, of tensors that are divided as the parameter beside each of them. Collective."""
         by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
         for number, (parameter, shard) in enumerate(shards):
-            if parameter in self.boxes:
+            if parameter in self.boxes and self.group is not None:
                 by_dtype[shard.dtype].append(number)
         found = {number: shard.detach().clone() for number, (_, shard) in enumerate(shards)}
         for numbers in by_dtype.values():
@@ -78,13 +79,13 @@ class WholeUpdate:
 
     Attributes:
         weights: the new values of the parameters, or of this rank's shards of them.
-        state: the new state of each parameter.
+        state: the new state of each parameter, and of the whole optimizer.
         options: the new options of each parameter group.
         attributes: what has changed of the optimizer beside these.
     """
 
     weights: Mapping[Tensor, Tensor]
-    state: Mapping[Tensor, Any]
+    state: Mapping[Any, Any]
     options: Sequence[Mapping[str, Any]]
     attributes: Mapping[str, Any]
 
@@ -92,7 +93,7 @@ class WholeUpdate:
     def make(self, optimizer: Optimizer) -> None:
         """Change the parameters and the state of the ``optimizer`` that has computed it."""
         copy_all([*self.weights.values()], to=[parameter.detach() for parameter in self.weights])
-        optimizer.state.update({parameter: state for parameter, state in self.state.items() if state})
+        optimizer.state.update(self.state)
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         vars(optimizer).update(self.attributes)
@@ -113,21 +114,16 @@ def computed(optimizer: Optimizer, division: Division, *, together: bool = True)
     sizes = [len(bucket) for bucket in buckets(wholes)] if together else [1] * len(parameters)
     ahead = iter(parameters)
     weights: dict[Tensor, Tensor] = {}
-    state: dict[Tensor, Any] = {}
+    state: dict[Any, Any] = {}
     for size in sizes or [0]:  # without parameters, options may still change
         alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], division)
         weights |= {parameter: division.own(parameter, whole.detach()) for parameter, whole in own.items()}
-        state |= {p: _kept(alone.state.get(whole, {}), p, division) for p, whole in own.items()}
+        state |= {p: _kept(alone.state[w], p, division) for p, w in own.items() if alone.state.get(w)}
+    state |= {key: values for key, values in alone.state.items() if not isinstance(key, Tensor)}
     options = [{key: value for key, value in group.items() if key not in _NAMED} for group in alone.param_groups]
     before = vars(optimizer)
     changed = {k: v for k, v in vars(alone).items() if k not in ("state", "param_groups") and v is not before.get(k)}
     return WholeUpdate(weights=weights, state=state, options=options, attributes=changed)
-
-
-def gathered_bytes(parameter: Tensor, state: Mapping[Any, Any]) -> int:
-    """Return the bytes of a parameter, its gradient, and those tensors of its ``state`` that are gathered for it."""
-    like = [t for t in pytree.tree_leaves(state) if isinstance(t, Tensor) and t.shape == parameter.shape]
-    return 2 * parameter.nbytes + sum(tensor.nbytes for tensor in like)
 
 
 def pieces_of_all(
@@ -160,8 +156,10 @@ def _stepped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], division: Division
 ) -> tuple[Optimizer, Mapping[nn.Parameter, nn.Parameter]]:
     """Return a copy of ``optimizer`` that has updated some of the parameters alone, and these parameters, whole."""
-    states = {p: pytree.tree_flatten(optimizer.state[p]) for p in parameters if p in optimizer.state}
-    shards = [(p, leaf) for p, (leaves, _) in states.items() for leaf in leaves if isinstance(leaf, Shard)]
+    states = {p: pytree.tree_flatten_with_path(optimizer.state[p]) for p in parameters if p in optimizer.state}
+    # By their paths, because a state that has been loaded may have another order.
+    by_path = {p: sorted(found, key=lambda entry: pytree.keystr(entry[0])) for p, (found, _) in states.items()}
+    shards = [(p, leaf) for p, found in by_path.items() for _, leaf in found if isinstance(leaf, Shard)]
     gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     values = iter(division.gathered([*((p, p) for p in parameters), *gradients, *shards]))
     own = {p: nn.Parameter(next(values), requires_grad=p.requires_grad) for p in parameters}
@@ -169,17 +167,19 @@ def _stepped(
         adopt_user_state(whole, parameter)
     for parameter, _ in gradients:
         own[parameter].grad = next(values)
+    whole_of = {id(shard): next(values) for _, shard in shards}
 
     def ready(leaf: Any) -> Any:
         if isinstance(leaf, Shard):
-            return next(values)
+            return whole_of[id(leaf)]
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     alone: Optimizer = object.__new__(type(optimizer))
     vars(alone).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # a schedule's
-    alone.state = defaultdict(dict)
+    of_all = {key: values for key, values in optimizer.state.items() if not isinstance(key, Tensor)}
+    alone.state = defaultdict(dict, copy.deepcopy(of_all))
     for parameter, (leaves, structure) in states.items():
-        alone.state[own[parameter]] = pytree.tree_unflatten([*map(ready, leaves)], structure)
+        alone.state[own[parameter]] = pytree.tree_unflatten([ready(leaf) for _, leaf in leaves], structure)
     alone.param_groups = [_of_some(group, own) for group in optimizer.param_groups]
     with torch.enable_grad():
         alone.step()
