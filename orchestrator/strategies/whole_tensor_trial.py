@@ -31,6 +31,7 @@ from orchestrator.user_code.results import needs_closure
 
 _SCALES = (0.1, 10.0, 1000.0)
 """Those of the gradients of each step, because an optimizer may clip the norm of all of them."""
+_COUPLED = "makes another update of a tensor if it updates others with it"
 _TOLERANCE = 0.02
 """By how much of its largest change an update may differ: one of several tensors at once may round differently."""
 
@@ -92,30 +93,37 @@ def _trial(config: Config, job: Job, model: nn.Module) -> Mapping[str, float] | 
     make = functools.partial(trial_of, model, job, config.train)
     with kept_generators():
         try:
-            before, together, alone, drawing = (make(seed=0) for _ in range(4))
-            shapes = {name: p.shape for name, p in before.parameters.items()}
+            together, alone, drawing = (make(seed=0) for _ in range(3))
             for trial in (alone, drawing):
                 trial.alone = Division(boxes={p: [Box.whole(p.shape)] for p in trial.parameters.values()})
+            shapes = {name: p.shape for name, p in together.parameters.items()}
             for step, scale in enumerate(_SCALES):
-                together.update((step,), shapes, scale=scale)
-                alone.update((step,), shapes, scale=scale)
-                drawing.update((step,), shapes, scale=scale, noise=1)
-            states = together.state(), alone.state()
+                before = _weights(together)
+                for trial in (together, alone, drawing):
+                    trial.update((step,), shapes, scale=scale, noise=int(trial is drawing))
+                if not _equal(before, _weights(alone), _weights(drawing), tolerance=0):
+                    return "draws random numbers, which would differ between workers"
+                if not _equal(before, _weights(together), _weights(alone), tolerance=_TOLERANCE):
+                    return _COUPLED
+            same = _rest(together.state()) == _rest(alone.state())
         except Exception as e:  # whatever the optimizer raises
             return f"cannot update small tensors one at a time, which is tried ({type(e).__name__}: {e})"
-    if not _equal(alone, drawing, before):
-        return "draws random numbers, which would differ between workers"
-    if not _equal(together, alone, before) or _rest(states[0]) != _rest(states[1]):
-        return "makes another update of a tensor if it updates others with it"
+    if not same:
+        return _COUPLED
     return {name: _gathered(p, together.optimizer.state.get(p, {})) for name, p in together.parameters.items()}
 
 
-def _equal(a: Trial, b: Trial, before: Trial) -> bool:
-    """Return whether two trials have changed all parameters alike."""
-    for name, initial in before.parameters.items():
-        one, other = (trial.parameters[name].detach().double() - initial.detach().double() for trial in (a, b))
-        atol = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
-        if not torch.allclose(one, other, rtol=0, atol=atol, equal_nan=True):
+def _weights(trial: Trial) -> Mapping[str, Tensor]:
+    return {name: parameter.detach().double() for name, parameter in trial.parameters.items()}
+
+
+def _equal(
+    before: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, tolerance: float
+) -> bool:
+    """Return whether ``one`` and ``other`` have come from ``before`` by the same changes, up to that part of each."""
+    for name, values in before.items():
+        largest = float((one[name] - values).abs().max()) if values.numel() else 0.0
+        if not torch.allclose(one[name], other[name], rtol=0, atol=tolerance * largest, equal_nan=True):
             return False
     return True
 

@@ -56,21 +56,24 @@ class Division:
 
     def gathered(self, shards: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         """Return copies, whole, of tensors that are divided as the parameter beside each of them. Collective."""
+        plain = [shard.detach().as_subclass(Tensor) for _, shard in shards]
+        if self.group is None:
+            return [tensor.clone() for tensor in plain]
+        found = []
         by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for number, (parameter, shard) in enumerate(shards):
-            if parameter in self.boxes and self.group is not None:
+        for number, ((parameter, _), shard) in enumerate(zip(shards, plain, strict=True)):
+            divided = parameter in self.boxes
+            found.append(shard.new_empty(self.shape(parameter)) if divided else shard.clone())
+            if divided:
                 by_dtype[shard.dtype].append(number)
-        found = {number: shard.detach().clone() for number, (_, shard) in enumerate(shards)}
         for numbers in by_dtype.values():
-            assert self.group is not None
             boxes = [[self.boxes[shards[n][0]][rank] for n in numbers] for rank in range(self.group.size())]
-            for number in numbers:
-                found[number] = found[number].new_empty(self.shape(shards[number][0]))
-            pieces = pieces_of_all([shards[n][1].detach() for n in numbers], boxes, self.group)
-            for of_rank, values in zip(boxes, pieces, strict=True):
+            for of_rank, values in zip(
+                boxes, pieces_of_all([plain[n] for n in numbers], boxes, self.group), strict=True
+            ):
                 places = [found[n][b.slices_in(Box.whole(b.full))] for n, b in zip(numbers, of_rank, strict=True)]
                 copy_all(values, to=places)
-        return [*found.values()]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +112,16 @@ def computed(optimizer: Optimizer, division: Division, *, together: bool = True)
         division: how they are divided.
         together: whether a call of the optimizer has several small parameters, and not one alone.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = [(group, number) for group in optimizer.param_groups for number in range(len(group["params"]))]
+    parameters = [group["params"][number] for group, number in places]
     wholes = [torch.empty(division.shape(p), dtype=p.dtype, device="meta") for p in parameters]
     sizes = [len(bucket) for bucket in buckets(wholes)] if together else [1] * len(parameters)
-    ahead = iter(parameters)
+    ahead = iter(places)
+    of_all = {key: values for key, values in optimizer.state.items() if not isinstance(key, Tensor)}
     weights: dict[Tensor, Tensor] = {}
     state: dict[Any, Any] = {}
     for size in sizes or [0]:  # without parameters, options may still change
-        alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], division)
+        alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], division, copy.deepcopy(of_all))
         weights |= {parameter: division.own(parameter, whole.detach()) for parameter, whole in own.items()}
         state |= {p: _kept(alone.state[w], p, division) for p, w in own.items() if alone.state.get(w)}
     state |= {key: values for key, values in alone.state.items() if not isinstance(key, Tensor)}
@@ -153,9 +158,17 @@ _NAMED = ("params", "param_names")
 
 
 def _stepped(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], division: Division
+    optimizer: Optimizer, places: Sequence[tuple[dict[str, Any], int]], division: Division, of_all: Mapping[Any, Any]
 ) -> tuple[Optimizer, Mapping[nn.Parameter, nn.Parameter]]:
-    """Return a copy of ``optimizer`` that has updated some of the parameters alone, and these parameters, whole."""
+    """Return a copy of ``optimizer`` that has updated some parameters alone, and these parameters, whole.
+
+    Args:
+        optimizer: the optimizer.
+        places: the parameter group and the number in it, of each of these parameters.
+        division: how they are divided.
+        of_all: the state of the whole optimizer, for the copy.
+    """
+    parameters: list[nn.Parameter] = [group["params"][number] for group, number in places]
     states = {p: pytree.tree_flatten_with_path(optimizer.state[p]) for p in parameters if p in optimizer.state}
     # By their paths, because a state that has been loaded may have another order.
     by_path = {p: sorted(found, key=lambda entry: pytree.keystr(entry[0])) for p, (found, _) in states.items()}
@@ -176,21 +189,18 @@ def _stepped(
 
     alone: Optimizer = object.__new__(type(optimizer))
     vars(alone).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # a schedule's
-    of_all = {key: values for key, values in optimizer.state.items() if not isinstance(key, Tensor)}
-    alone.state = defaultdict(dict, copy.deepcopy(of_all))
+    alone.state = defaultdict(dict, of_all)
     for parameter, (leaves, structure) in states.items():
         alone.state[own[parameter]] = pytree.tree_unflatten([ready(leaf) for _, leaf in leaves], structure)
-    alone.param_groups = [_of_some(group, own) for group in optimizer.param_groups]
+    copies = {id(group): {**group, **{key: [] for key in _NAMED if key in group}} for group in optimizer.param_groups}
+    for (group, number), parameter in zip(places, parameters, strict=True):
+        copies[id(group)]["params"].append(own[parameter])
+        if names := group.get("param_names"):
+            copies[id(group)]["param_names"].append(names[number])
+    alone.param_groups = [*copies.values()]
     with torch.enable_grad():
         alone.step()
     return alone, own
-
-
-def _of_some(group: Mapping[str, Any], own: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
-    """Return a parameter group of those of its parameters that are in ``own``, whole."""
-    chosen = [parameter in own for parameter in group["params"]]
-    named = {key: [*itertools.compress(group[key], chosen)] for key in _NAMED if key in group}
-    return {**group, **named, "params": [own[parameter] for parameter in named["params"]]}
 
 
 def _kept(state: Any, parameter: Tensor, division: Division) -> Any:

@@ -179,7 +179,6 @@ SCENARIOS = {
             train={"grad_accumulation": 2, "clip_norm": 0.2, "ema_decay": 0.8, "global_batch_size": 16},
             rtol=ADAMW,
             layouts=layouts,
-            happened=averaged,
         )
         for kind, layouts in {
             Orthogonal: WHOLE_TENSORS,

@@ -53,12 +53,13 @@ class Orthogonal(OfMatrices):
 
 
 class Preconditioned(OfMatrices):
-    """As SOAP and Shampoo: the state has a list with a square matrix for each dimension."""
+    """As SOAP and Shampoo: the state has a list with a square matrix for each dimension, and norms of the momentum."""
 
     def direction(self, momentum: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         rows, columns = state.setdefault("GG", [torch.zeros(size, size) for size in gradient.shape])
         rows.lerp_(gradient @ gradient.T, 0.1)
         columns.lerp_(gradient.T @ gradient, 0.1)
+        state["norms"] = momentum.norm(dim=1)
         return _root(rows) @ momentum @ _root(columns)
 
 
