@@ -98,7 +98,7 @@ class Trained:
         self._untrained = {name: p for name, p in own.named_parameters() if not p.requires_grad}
         _refuse_sparse(modules, saved=own_tensors(own), sent=context.mesh.world_size > 1)
         self.optimizer = cast(Optimizer, joined(optimizers))
-        self.needs_whole = context.mesh.shard > 1 and type(self.optimizer) not in ELEMENTWISE
+        self.needs_whole = context.mesh.divides_tensors and type(self.optimizer) not in ELEMENTWISE
         to_training(self.optimizer)
         self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None

@@ -20,6 +20,7 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.boxes import Box, is_divisible
 from orchestrator.planning.memory import size_text
+from orchestrator.planning.plan import Plan
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.resume_trial import Trial, trial_of
 from orchestrator.strategies.update.elementwise import ELEMENTWISE, own_step_errors
@@ -36,13 +37,14 @@ _TOLERANCE = 0.02
 """By how much of its largest change an update may differ: one of several tensors at once may round differently."""
 
 
-def check_whole_tensors(config: Config, job: Job, model: nn.Module, errors: list[str]) -> tuple[str, ...]:
+def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Check that the job's optimizer can make updates where workers have shards of tensors.
 
     Args:
         config: the configuration.
         job: makes the optimizer.
         model: the whole model, which may be of fake tensors.
+        plan: the plan of the run.
         errors: receives a line if it cannot.
 
     Returns:
@@ -53,8 +55,11 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, errors: list
     """
     options = config.strategy
     divides_state = getattr(options, "shard_optimizer", False)
-    key = "strategy.shard_optimizer=true" if divides_state else f"strategy={options.name}"
-    otherwise = "set it to false" if divides_state else "use strategy=ddp"
+    key, otherwise = f"strategy={options.name}", "use strategy=ddp"
+    if divides_state:
+        key, otherwise = "strategy.shard_optimizer=true", "set it to false"
+    elif plan.mesh.shard == 1:
+        key, otherwise = f"strategy.tensor={plan.mesh.tensor}", "set it to 1"
     optimizer = optimizer_of_part(job, model, nn.Module())
     changed = own_step_errors(key, optimizer, otherwise=otherwise)
     if changed or type(optimizer) in ELEMENTWISE:
