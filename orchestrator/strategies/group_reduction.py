@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.planning.mesh import BATCH, Axes
+from orchestrator.planning.mesh import BATCH, DIVIDING, WITHIN_STAGE, Axes
 from orchestrator.planning.placement import Placement
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context
@@ -19,6 +19,7 @@ from orchestrator.strategies.reduction import Reduction, Weight, on_device, weig
 from orchestrator.strategies.shared_tensors import Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
+from orchestrator.strategies.update.whole_tensors import Division
 
 
 class GroupReduction(Reduction):
@@ -37,12 +38,14 @@ class GroupReduction(Reduction):
         named = trained.module().named_parameters(remove_duplicate=False)
         self._named = dict(named)
         self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
+        if trained.needs_whole:
+            self.division = self._division()
 
     def sync_initial_state(self) -> None:
         """Give all ranks that have the same of a tensor the values of the first."""
-        for group, parameters in self.by_group(dict.fromkeys(self._named.values())):
+        for group, parameters in self._by_group(dict.fromkeys(self._named.values()), lambda p: p.held_along):
             self._share(parameters, group)
-        self.share(self.trained.buffers)
+        self._share(self.trained.buffers, self.groups.over(*WITHIN_STAGE))
 
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         if counts_samples:
@@ -63,13 +66,26 @@ class GroupReduction(Reduction):
         """Give all ranks of ``batch`` the values that the first has."""
         self._share(tensors, self.batch)
 
+    def _division(self) -> Division:
+        """Return how the tensors are divided over the ranks that have their shards. Collective."""
+        mesh, rank = self.context.mesh, self.context.global_rank
+        ranks = mesh.group(DIVIDING, rank)
+        divided = {p: placement for p, placement in self._placements.items() if placement.cuts}
+        boxes = {p: [box for r in ranks if (box := placed.box(mesh, r)) is not None] for p, placed in divided.items()}
+        return Division(boxes=boxes, index=ranks.index(rank), group=self.groups.over(*DIVIDING))
+
     def by_group(
         self, parameters: Iterable[nn.Parameter]
     ) -> Sequence[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """Return the parameters with the ranks over which their gradients are to be summed; None if this one alone."""
+        return self._by_group(parameters, lambda placement: placement.summed_over)
+
+    def _by_group(
+        self, parameters: Iterable[nn.Parameter], axes_of: Callable[[Placement], Axes]
+    ) -> Sequence[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         by_axes: dict[Axes, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_axes.setdefault(self._placements[parameter].summed_over, []).append(parameter)
+            by_axes.setdefault(axes_of(self._placements[parameter]), []).append(parameter)
         return [(self.groups.over(*axes), by_axes[axes]) for axes in sorted(by_axes)]
 
     def _share(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
