@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.text import first_few
-from orchestrator.display.text_table import TableColumn, text_lines
+from orchestrator.display.text import TableColumn, text_lines
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
 from orchestrator.prediction.forecast import Answer, Forecast, Question
@@ -56,7 +56,7 @@ def _best(answer: Answer) -> list[str]:
         lines.append(f"cheapest for equal tokens, with failures: {name(cheapest)}")
     days, money = answer.question.days(cheapest), answer.question.money(cheapest)
     if days is not None:
-        lines[-1] += f": {days:,.1f} days" + ("" if money is None else f", {money:,.0f} of money")
+        lines[-1] += f": {days:,.1f} days" + ("" if money is None else f", a price of {money:,.0f}")
     return [*lines, f"to launch it: orchestrator launch {' '.join((*answer.command, *cheapest.overrides))}", ""]
 
 

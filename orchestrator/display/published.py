@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.display.text_table import TableColumn, text_lines
+from orchestrator.display.text import TableColumn, text_lines
 from orchestrator.prediction.published import LARGE, Compared, Spread
 
 _HEADS = ("runs", "predicted", "median", "mean", "90 %", "worst")

@@ -19,6 +19,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 from orchestrator.job import Job
+from orchestrator.model.blocks import blocks_of
 from orchestrator.planning.memory import GIB, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
@@ -28,10 +29,10 @@ from orchestrator.prediction.forecast import Answer, Forecast, Question, like
 from orchestrator.prediction.goodput import DEVICE_HOURS
 from orchestrator.prediction.published import compare, published_runs, stack_for
 from orchestrator.strategies import registry
-from orchestrator.strategies.composed.mesh import ComposedMesh, MeshConfig
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
+from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
 
@@ -132,6 +133,8 @@ class _Search:
             Node(node_id=str(i), name=f"node{i}", cpus=gpus, gpus=gpus, gpu_memory_bytes=memory) for i in range(nodes)
         )
         self._gathered: dict[tuple[Any, ...], float] = {}
+        self._job = job
+        self._in_blocks = {p for block in blocks_of(model) for p in block.parameters() if p.ndim > 1}
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield every layout that the product does not refuse, without its time."""
@@ -224,9 +227,8 @@ class _Search:
     def _forecast(self, config: Config, found: FoundLayout, keys: dict[str, Any]) -> Forecast:
         layout = found.layout
         mesh, options = layout.mesh, config.strategy
-        rules: Any = registry.load(options.name)
-        case: Any = rules.case(options, mesh) if issubclass(rules, ComposedMesh) else rules
-        division = case.division(options, mesh)
+        rules = registry.load(options.name)
+        trainer, division = rules.trainer(rules.keys(options), mesh, self._job), rules.division(options, mesh)
         samples = config.train.global_batch_size / mesh.data_parallel_size
         passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
         gathers = division is not None and division.parameters > 1
@@ -243,19 +245,32 @@ class _Search:
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
+            divides_ends=False,
         )
         memory: WorkerMemory | None = None
         if division is not None:
-            place = (case, gathers, mesh.pipeline, mesh.shard > 1)
+            place = (trainer, mesh.pipeline, mesh.shard > 1)
             if place not in self._gathered:
-                self._gathered[place] = case.gathered_bytes(config, mesh, self._model)
-            memory = replace(worker_memory(self._sizes, division), gathered=self._gathered[place])
-            memory = self.traced.kept[recomputes].added(
+                self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
+            sizes = self._sizes_of(mesh.tensor)
+            memory = replace(worker_memory(sizes, division), gathered=self._gathered[place] / mesh.tensor)
+            memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
                 memory, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}
         overrides = tuple(format_override(key, value) for key, value in changed.items())
         return Forecast(overrides=overrides, step=step, memory=memory)
+
+    def _sizes_of(self, tensor: int) -> list[ParameterSize]:
+        """Return the sizes of a worker's parameters, if the matrices of all blocks are divided over so many workers.
+
+        Whether they can be is proven at the launch, with blocks that have memory.
+        """
+        parameters = self._model.parameters()
+        return [
+            replace(size, rows=math.ceil(size.rows / tensor)) if p in self._in_blocks else size
+            for size, p in zip(self._sizes, parameters, strict=True)
+        ]
 
     def _value(self, key: str) -> Any:
         section, _, name = key.partition(".")

@@ -74,6 +74,7 @@ class Step:
         precision: what products are computed in.
         gathered_bytes: the bytes of a parameter when it is gathered.
         summed_bytes: the bytes of a gradient when it is summed.
+        divides_ends: whether tensor ranks divide embeddings and the head too, and not only the layers.
         overlaps_tensor: the share of the exchanges between tensor ranks that hides behind products.
     """
 
@@ -91,6 +92,7 @@ class Step:
     precision: Precision = "bf16"
     gathered_bytes: float = 2.0
     summed_bytes: float = 4.0
+    divides_ends: bool = True
     overlaps_tensor: float = 0.0
 
     @property
@@ -183,7 +185,7 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     attention = (3 + step.recompute_attention) * rows * layer.attention / (wide * stack.attention)
     again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0
     moved = rows * layer.moved_bytes * stack.moved * again + is_narrow * rows * layer.product_bytes  # and casts
-    head = 1.0 if mesh.pipeline == 1 else HEAD_SHARE
+    head = (1.0 if mesh.pipeline == 1 else HEAD_SHARE) * (1 if step.divides_ends else mesh.tensor)
     of_head = min(HEAD_MOST, stack.products * (2 if is_narrow else 1))
     return _Pass(
         products=layers * products + head * 3 * rows * ends.products / (wide * of_head),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +14,8 @@ from orchestrator.strategies.memory_plan import KeptByRows, fake_loss, kept_of
 
 Recomputed = Literal["none", "blocks"]
 
+WHOLE_OUTPUTS = 6
+"""What a block keeps outside of the layers that tensor ranks divide, as multiples of its output; an assumption."""
 PASSES = 3
 """A backward pass moves and computes twice as much as a forward pass."""
 IN_KERNELS = 0.35
@@ -28,18 +29,38 @@ class Traced:
 
     Attributes:
         work: of a sample.
-        kept: what forward passes keep, by ``train.activation_checkpointing``.
+        block: the bytes of activations that a block keeps of a sample.
+        rest: those that the rest of the model keeps.
+        always: the bytes that all of it keeps of any number of samples.
+        casts: the bytes of all parameters in 16 bits.
     """
 
     work: ModelWork
-    kept: Mapping[Recomputed, KeptByRows]
+    block: float
+    rest: float
+    always: float
+    casts: float
+
+    def kept(self, recomputes: Recomputed, *, tensor: int = 1) -> KeptByRows:
+        """Return what forward passes keep.
+
+        Where blocks are computed again, each keeps its input, and the one that is computed again keeps everything.
+
+        Args:
+            recomputes: ``train.activation_checkpointing``.
+            tensor: the workers that divide the layers of each block.
+        """
+        output = self.work.layer.output_bytes
+        whole = min(self.block, WHOLE_OUTPUTS * output)
+        block, layers = whole + (self.block - whole) / tensor, self.work.layers
+        of_blocks = layers * block if recomputes == "none" else layers * output + block
+        return KeptByRows(a_sample=self.rest + of_blocks, always=self.always, casts=self.casts / tensor)
 
 
 def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     """Trace the model of a job, of whose repeated blocks at most two run.
 
-    These blocks count as layers, each as the last one. Where blocks are computed again, each keeps its input, and the
-    one that is computed again keeps everything.
+    These blocks count as layers, each as the last one.
 
     Args:
         outline: the job and its model.
@@ -69,12 +90,7 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     block_sample, rest_sample = more - block, more_of_rest - rest
     always = rest - rest_sample + layers * (block - block_sample)
     casts = one.casts + (layers - 1) * (two.casts - one.casts)
-
-    def kept(of_blocks: float) -> KeptByRows:
-        return KeptByRows(a_sample=rest_sample + of_blocks, always=max(0.0, always), casts=casts)
-
-    again = layers * work.layer.output_bytes + block_sample
-    return Traced(work=work, kept={"none": kept(layers * block_sample), "blocks": kept(again)})
+    return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
 
 
 def _work(counted: Counter[str], parameters: float) -> Work:

@@ -39,6 +39,7 @@ def test_the_layouts_are_products_of_the_mesh_and_the_product_accepts_each(found
     meshes = {forecast.mesh for forecast in found.fitting}
     assert {Mesh(replicate=8), Mesh(shard=8, replicas_close=True), Mesh(replicate=2, shard=4)} <= meshes
     assert any(mesh.pipeline == 4 for mesh in meshes)
+    assert any(mesh.tensor == 2 and mesh.shard == 4 for mesh in meshes)
     nodes = tuple(Node(node_id=str(i), name=str(i), cpus=8, gpus=4) for i in range(2))
     for forecast in found.fitting[:20]:
         errors: list[str] = []
@@ -64,7 +65,7 @@ def test_the_fastest_comes_first_with_all_figures(found: Answer) -> None:
 def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     said = text(found, rows=3)
     assert "to launch it: orchestrator launch job=gpt" in said
-    assert "strategy.tensor: this dimension comes with a later version" in said
+    assert "strategy.context: this dimension comes with a later version" in said
     assert "% in the mean" in said
     assert "published runs of this size" in said
 
@@ -117,11 +118,15 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
 
 
 def test_two_blocks_tell_what_all_of_them_keep() -> None:
-    kept, whole = traced(outline(), fused_attention=True).kept, kept_by_rows(outline(), fused_attention=True)
-    assert kept["none"].a_sample == pytest.approx(whole.a_sample)
-    assert kept["none"].casts == whole.casts
+    found, whole = traced(outline(), fused_attention=True), kept_by_rows(outline(), fused_attention=True)
+    kept, divided = found.kept("none"), found.kept("none", tensor=2)
+    assert kept.a_sample == pytest.approx(whole.a_sample)
+    assert kept.casts == whole.casts
+    assert kept.a_sample / 2 < divided.a_sample < kept.a_sample
     again = kept_by_rows(outline(activation_checkpointing="blocks"), fused_attention=True)
-    assert again.a_sample < kept["blocks"].a_sample < whole.a_sample  # and what one block keeps while it runs again
+    assert (
+        again.a_sample < found.kept("blocks").a_sample < whole.a_sample
+    )  # and what one block keeps while it runs again
 
 
 def test_what_fused_attention_keeps_grows_with_the_positions_and_not_with_their_square() -> None:
