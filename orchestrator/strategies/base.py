@@ -190,7 +190,7 @@ class Strategy(LayoutRules, abc.ABC):
         errors += in_memory
         notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         if not errors:
-            notes += cls._memory_notes(config, outline, plan, errors)
+            notes += cls._memory_notes(config, cls.outline_of_worker(config, outline, plan), plan, errors)
         if model is not None:
             errors += saving_errors(model, in_parts=plan.mesh.is_divided)
             if not errors and config.evaluate is None:
@@ -223,6 +223,11 @@ class Strategy(LayoutRules, abc.ABC):
             return ()
         gathered = cls.gathered_bytes(config, plan.mesh, outline.model)
         return memory_notes(config, outline, plan, division, gathered, errors)
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        """Return what a worker computes of the model, before it is divided into shards and stages."""
+        return outline
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:

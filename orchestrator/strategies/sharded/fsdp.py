@@ -39,7 +39,7 @@ from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_parts
+from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
@@ -89,6 +89,10 @@ class FSDP(PartTrainer):
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
         return (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        return tensor_outline(config, outline, plan)
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -239,6 +239,14 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     return notes
 
 
+def tensor_outline(config: Config, outline: Outline, plan: Plan) -> Outline:
+    """Return the outline of what a worker has of the model, after :func:`check_tensor`."""
+    found = outline.found.get(("tensor", plan.mesh.tensor))
+    if not isinstance(found, TensorPlan):
+        return outline
+    return replace(outline, transform=TensorParts(found, 0, Peers()).of, found={})
+
+
 def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
     """Return why the model cannot be divided over ``size`` workers, and otherwise how it is, for users."""
     key = f"strategy.tensor={size}"
@@ -264,6 +272,7 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
             remedy = f"set it to {fitting}, or {remedy}"
         why = f" ({first_few(plan.reasons, 2, separator='; ')})" if plan.reasons else ""
         return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided{why}; {remedy}"], ()
+    outline.found["tensor", size] = plan
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
