@@ -42,6 +42,7 @@ from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction, Weight
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.closure import Closure
@@ -74,8 +75,12 @@ class Trainer(Strategy):
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        options, synchronized = config.strategy, False
+        if isinstance(options, ReplicatedConfig):
+            errors += option_errors(options, config.train, outline.job, plan)
+            synchronized = options.sync_batchnorm
         errors += diverging_errors(outline.model, plan)
-        return check_batchnorm(outline.model, plan, synchronized=False, errors=errors)
+        return check_batchnorm(outline.model, plan, synchronized=synchronized, errors=errors)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)

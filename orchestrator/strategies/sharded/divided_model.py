@@ -23,7 +23,7 @@ from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device_clock import WaitTimer
-from orchestrator.strategies.sharded.options import options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 
@@ -70,7 +70,7 @@ class DividedModel:
                 return ()
             return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape))
 
-        self._options = options_of(context.options)
+        self._options = ShardedConfig.of(context.options)
         self.model, own = build_divided(
             build,
             part,

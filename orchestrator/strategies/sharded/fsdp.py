@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import Config
 from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
@@ -32,9 +29,8 @@ from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import PartSums
-from orchestrator.strategies.sharded.options import ShardedConfig, options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
@@ -48,42 +44,14 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ShardedConfig):
-    """The keys of ``fsdp``."""
-
-    elastic = True
-
-    name: Literal["fsdp"]
-    cpu_offload: bool = option(
-        "keep shards, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
-        "what it has gathered, and activations"
-    )
-
-    @property
-    def offloads(self) -> bool:
-        return self.cpu_offload
-
-
-@register("fsdp")
 class FSDP(PartTrainer):
     """A shard of each tensor of the model on every worker, and replicas of the shards if the mesh has them."""
 
-    config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
     divides_model = True
     moves_parameters = True
     evaluates_padding = True
     passes: ShardedModel
     _tensor: TensorParts | None = None
-
-    @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        if num_workers < 2:
-            errors.append(
-                f"strategy.num_workers={num_workers}: strategy=fsdp divides the model over at least 2 workers; use "
-                "strategy=single for one"
-            )
-        return Layout(mesh=Mesh(shard=num_workers))
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -97,11 +65,7 @@ class FSDP(PartTrainer):
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        return options_of(config.strategy).gathered_bytes(model, share=share)
-
-    @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
-        return replace(Division.of(mesh), on_host=options_of(options).offloads)
+        return ShardedConfig.of(config.strategy).gathered_bytes(model, share=share)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
@@ -136,7 +100,7 @@ class FSDP(PartTrainer):
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
         passes.divided.calls = check_forward(
-            self.job, whole, train_set, precision=self.precision, options=options_of(context.options)
+            self.job, whole, train_set, precision=self.precision, options=ShardedConfig.of(context.options)
         )
         return Trained(
             self.job,

@@ -225,7 +225,7 @@ def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | No
     size = context.mesh.tensor
     if size == 1:
         return None
-    plan = found_plan(Outline(job, context.train), train_set, size, _options(context.options).tensor_pairs)
+    plan = found_plan(Outline(job, context.train), train_set, size, TensorConfig.of(context.options).tensor_pairs)
     return TensorParts(plan, context.mesh.coords(context.global_rank).tensor, Peers())
 
 
@@ -234,7 +234,8 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     if plan.mesh.tensor == 1:
         return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
-    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, _options(config.strategy).tensor_pairs)
+    pairs = TensorConfig.of(config.strategy).tensor_pairs
+    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
     errors += found
     return notes
 
@@ -290,11 +291,6 @@ def parsed(text: str) -> Pair:
     if not arrow or not all(pair.layers):
         raise ValueError(f"{text!r} is no pair; write it as in 'q + k + v -> out'")
     return pair
-
-
-def _options(options: StrategyConfig) -> TensorConfig:
-    assert isinstance(options, TensorConfig)
-    return options
 
 
 def _is_in(pair: Pair, block: nn.Module) -> bool:

@@ -18,16 +18,17 @@ from orchestrator.config import schema
 from orchestrator.planning.mesh import Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
-from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
-from orchestrator.strategies.composed.mesh import MeshConfig
-from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
-from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipelineConfig
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
-from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
-from orchestrator.strategies.pipelined.pipeline import PipelineConfig
+from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.strategies.presets.shards import FSDPConfig, HSDPConfig
+from orchestrator.strategies.presets.stages import (
+    DDPPipelineConfig,
+    FSDPPipelineConfig,
+    ModelParallelConfig,
+    PipelineConfig,
+)
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.strategies.sharded.fsdp import FSDPConfig
-from orchestrator.strategies.sharded.hsdp import HSDPConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4

@@ -1,0 +1,93 @@
+"""A synchronous strategy: a name, its keys, and the mesh that they make. What trains follows from the mesh.
+
+Passes go through the whole model, through modules that are gathered, or through stages. Gradients are summed in the
+buckets of ``DistributedDataParallel``, into shards, or after the last backward pass. Parameters are divided, or the
+optimizer's state alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.job import Job, has_training_step
+from orchestrator.planning.layout import Keys, Layout
+from orchestrator.planning.memory import Division
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, reshard_errors, staged
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
+from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.sharded.options import ShardedConfig
+
+
+class Synchronous(Rules[Keys]):
+    """The rules that all products have."""
+
+    @classmethod
+    @abc.abstractmethod
+    def mesh(cls, options: Keys, num_workers: int, errors: list[str]) -> Mesh:
+        """Return the mesh of so many workers; append an error to ``errors`` if the keys do not make it."""
+
+    @classmethod
+    def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+        before = len(errors)
+        mesh = cls.mesh(options, num_workers, errors)
+        valid_mesh = len(errors) == before
+        keys: StrategyConfig = options
+        if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
+            return Layout(mesh=mesh)
+        gathers = mesh.shard > 1 and not _divides_optimizer(options)
+        if gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
+            errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
+        return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
+
+    @classmethod
+    def division(cls, options: Keys, mesh: Mesh) -> Division:
+        if _divides_optimizer(options):
+            return Division(optimizer=mesh.shard, stages=mesh.pipeline)
+        return dataclasses.replace(
+            Division.of(mesh),
+            gradients=mesh.shard if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
+            on_host=isinstance(options, ShardedConfig) and options.offloads,
+        )
+
+    @classmethod
+    def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
+        # Imported here, because only one of them is needed, and each imports another part of torch.
+        if mesh.pipeline == mesh.shard == 1 < mesh.tensor:
+            from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+
+            return TensorParallel
+        if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
+            if has_training_step(job):
+                from orchestrator.strategies.replicated.job_step import JobStep
+
+                return JobStep
+            if not isinstance(options, ReplicatedConfig):
+                from orchestrator.strategies.trainer import Trainer
+
+                return Trainer
+            from orchestrator.strategies.replicated.ddp import DDP, ShardedDDP
+
+            return ShardedDDP if options.shard_optimizer else DDP
+        if mesh.pipeline == 1:
+            from orchestrator.strategies.sharded.fsdp import FSDP
+
+            return FSDP
+        if mesh.shard == 1:
+            from orchestrator.strategies.pipelined.pipeline import Pipeline
+
+            return Pipeline
+        if _divides_optimizer(options):
+            from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
+
+            return ShardedOptimizerPipeline
+        from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
+
+        return FSDPPipeline
+
+
+def _divides_optimizer(options: StrategyConfig) -> bool:
+    return isinstance(options, ReplicatedConfig) and options.shard_optimizer
