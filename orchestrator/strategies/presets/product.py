@@ -99,11 +99,10 @@ class Product(Synchronous[MeshConfig]):
                 "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
                 "workers over which the optimizer's state is divided"
             )
-        if mesh.tensor > 1 and (mesh.pipeline > 1 or options.shard_optimizer):
-            other = f"strategy.pipeline={mesh.pipeline}" if mesh.pipeline > 1 else "strategy.shard_optimizer=true"
+        if mesh.tensor > 1 and options.shard_optimizer:
             errors.append(
-                f"strategy.tensor={mesh.tensor} with {other}: this product comes with a later version; set "
-                "strategy.tensor to 1, or divide the model by strategy.tensor and strategy.shard alone"
+                f"strategy.shard_optimizer=true: with strategy.tensor={mesh.tensor}, optimizers are divided together "
+                "with the parameters alone; set it to false"
             )
         errors += _unused_keys(options, mesh)
         return mesh

@@ -168,6 +168,7 @@ TENSOR = {
     "mesh-tensor-2": mesh(Mesh(tensor=2)),
     "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
     "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
+    "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
