@@ -11,19 +11,23 @@ import torch
 from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import LAYOUTS, SGD, TENSOR, assert_as_alone
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
+from helpers.jobs.head_norms import HeadNorms
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.ranks.gang import Gang
 from orchestrator.state.checkpoint import path_of
 from orchestrator.strategies.trainer import Trainer
 
 JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
-CASE = Case(job=JOB, train=having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8))
+TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8)
+CASE = Case(job=JOB, train=TRAIN)
+CASES = {"adamw": CASE, "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN)}
 
 
 @pytest.mark.parametrize("layout", TENSOR)
-def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: str) -> None:
-    ranks = assert_as_alone(gang, CASE, TENSOR[layout], want_grad_norm=True)[TENSOR[layout]]
-    (alone,) = gang.run(train, CASE, True, world_size=1)
+@pytest.mark.parametrize("name", CASES)
+def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: str, name: str) -> None:
+    ranks = assert_as_alone(gang, CASES[name], TENSOR[layout], want_grad_norm=True)[TENSOR[layout]]
+    (alone,) = gang.run(train, CASES[name], True, world_size=1)
     for rank in ranks:
         torch.testing.assert_close(rank.norms, alone.norms, rtol=SGD, atol=0)
 
