@@ -51,6 +51,7 @@ from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
+from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
@@ -82,6 +83,8 @@ class Pipeline(PartTrainer):
                 f"strategy.tensor={plan.mesh.tensor}: {schedule.name} computes backward passes in halves, for which a "
                 "division of layers is not proven; use strategy.schedule=1F1B"
             )
+        if plan.mesh.tensor > 1 and plan.mesh.shard == 1:
+            errors += part_errors(config, outline)
         return (*check_stages(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
 
     @classmethod

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.config.schema import Config, StrategyConfig, option
-from orchestrator.config.text import first_few
+from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
 from orchestrator.model.blocks import blocks_of, likeness
@@ -233,6 +233,12 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     """Check that the job's model can be divided over the workers of ``plan.mesh.tensor``; return notes for the user."""
     if plan.mesh.tensor == 1:
         return ()
+    if config.train.compile is not False and not config.train.compiles_blocks:
+        errors.append(
+            f"train.compile={to_cli(config.train.compile)}: strategy.tensor={plan.mesh.tensor} divides the blocks of "
+            "the model; set it to blocks, which compiles each of them"
+        )
+        return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
     pairs = TensorConfig.of(config.strategy).tensor_pairs
     found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
@@ -313,7 +319,8 @@ def _calls(job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.M
     Raises:
         ValueError: the model cannot be called, or does not call a block.
     """
-    inputs, _ = example_batch(job, train_set, ROWS)
+    with drawing(0):
+        inputs, _ = example_batch(job, train_set, ROWS)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
     try:
         return _seen_calls(job, whole, short, blocks)
