@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,21 @@ class Coarse(OfBatches):
 def test_rounding_of_coarse_weights_is_no_difference() -> None:
     assert "the mean over" in warnings(Coarse(dtype=torch.float32), DDP)
     assert warnings(Coarse(dtype=torch.bfloat16), DDP) == ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTurn(OfBatches):
+    """The classes of the samples that are compared are 0, 2, 0, 2 and so on."""
+
+    samples: int = 24
+    loss_of: Callable[[Tensor, Tensor], Tensor] = class_weighted
+
+    def item(self, index: int, inputs: Tensor, target: int) -> tuple[Tensor, int]:
+        return inputs, index % 4
+
+
+def test_halves_with_equal_classes_hide_no_weights_of_classes() -> None:
+    assert LOSS in warnings(InTurn(), DDP)
 
 
 @pytest.mark.parametrize("name", DEPEND)
