@@ -50,6 +50,8 @@ KINDS: list[tuple[str, str, Outcome, str]] = [
     ("contrastive loss", "fsdp", "by nature", "trains otherwise on parts of a batch"),
     ("class weights", "ddp", "by nature", "let Job.loss return a mean, and Job.weight"),
     ("hook that normalizes", "pipeline", "refused", "the gradient hook"),
+    ("block clamps its weights", "pipeline", "refused", "that the backward pass of an earlier micro-batch still needs"),
+    ("block parameter lists", "pipeline, zero bubble", "equal", ""),
     ("call overridden", "pipeline, zero bubble", "equal", ""),
     ("blocks tied", "mesh", "equal", ""),
     ("norms in float32", "fsdp", "equal", ""),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from helpers.jobs import batch_toys, stage_toys, uneven_jobs
-from helpers.jobs.special_modules import ROOTS, SPECIAL, Teacher, model_with
+from helpers.jobs.special_modules import ROOTS, SPECIAL, model_with
 from helpers.models.tasks import VOCABULARY, Exhibit, Numbers, Task, Tokens
 
 PACKAGE, WIDTH = "by hand", 16
@@ -384,15 +384,19 @@ class Universal(Net):
 class Momentum(nn.Module):
     """A frozen teacher, an exact copy at first, that follows the student in the forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, through_data: bool) -> None:
         super().__init__()
+        self.through_data = through_data
         self.student = Net()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
             for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                old.lerp_(new, 0.3)
+                if self.training and self.through_data:
+                    old.data = old.data.lerp(new.data, 0.3)
+                elif self.training:
+                    old.lerp_(new, 0.3)
             target = self.teacher(x)
         return self.student(x) + 0.1 * target
 
@@ -630,7 +634,8 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     "U shape": UShaped,
     "siamese": Siamese,
     "universal": Universal,
-    "momentum teacher": Momentum,
+    "momentum teacher": functools.partial(Momentum, False),
+    "momentum teacher, by data": functools.partial(Momentum, True),
     "parameters of the root": RootScale,
     "unused layer": Unused,
     "empty parameter": Empty,
@@ -652,8 +657,6 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     "hook that scales": hooked(lambda gradient: gradient * 0.5),
     "hook that normalizes": hooked(lambda gradient: gradient / (gradient.norm() + 1e-3)),
     "hook that clips": clipping_itself,
-    "teacher": functools.partial(Teacher, through_data=False),
-    "teacher, by data": functools.partial(Teacher, through_data=True),
     "sum of losses": (Net, Numbers(loss_of=batch_toys.summed)),
     "contrastive loss": (Net, Numbers(loss_of=contrastive)),
     "class weights": (Net, Numbers(loss_of=batch_toys.class_weighted)),
@@ -677,6 +680,7 @@ BY_HAND: dict[str, Exhibit] = {
         package=PACKAGE,
         build=entry[0] if isinstance(entry, tuple) else entry,
         task=entry[1] if isinstance(entry, tuple) else Numbers(),
+        coarse=name in ("block autocast", "norms in float32"),
     )
     for name, entry in BUILT.items()
 }

@@ -188,7 +188,7 @@ DIFFUSION: dict[str, tuple[Callable[[], nn.Module], Reconstruction]] = {
 }  # fmt: skip
 
 LIBRARIES: dict[str, Exhibit] = {
-    **{f"peft/{name}": Exhibit(title=title, package="peft", build=build, task=NextToken())
+    **{f"peft/{name}": Exhibit(title=title, package="peft", build=build, task=NextToken(), coarse="bfloat16" in name)
        for name, (title, build) in ADAPTERS.items()},
     "peft/lora_bert": Exhibit(
         title="BERT with LoRA", package="peft", task=TextClasses(),

@@ -192,6 +192,7 @@ class Exhibit:
         split: the module at which the second stage begins; empty: ``strategy.split=auto``.
         not_in_stages: the arguments that the model is not given in stages.
         lr: the learning rate of SGD.
+        coarse: whether it computes in 16 bits, so that a sum over parts of a batch has another rounding.
     """
 
     title: str
@@ -201,3 +202,4 @@ class Exhibit:
     split: str = ""
     not_in_stages: tuple[str, ...] = ()
     lr: float = 0.1
+    coarse: bool = False

@@ -138,7 +138,7 @@ def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: An
     ranks = [answer.value for answer in answers]
     if not registry.load(case.options.name).is_synchronous(case.options):
         return finite(ranks, expected)
-    found = comparison(ranks, expected, ADAMW if adamw else SGD)
+    found = comparison(ranks, expected, MOST if MODELS[name].coarse else ADAMW if adamw else SGD)
     if found.outcome == "wrong" and (said := explained([*notes, *ranks[0].warnings])):
         return Cell(outcome="by nature", detail=said)
     return found
@@ -196,8 +196,6 @@ def trained(rank: int, case: Case) -> Result:
 def comparison(ranks: list[Result], expected: Plain, rtol: float) -> Cell:
     """Compare losses, gradient norms, the evaluation and the final weights."""
     rtol = max(rtol, min(NOISE * expected.noise, MOST))
-    if any(t.dtype in (torch.bfloat16, torch.float16) for t in expected.steps.model.values()):
-        rtol = max(rtol, MOST)
     difference = largest(losses([rank.steps for rank in ranks]), losses([expected.steps]))
     if not difference <= rtol:
         return Cell(outcome="wrong", detail=f"the losses differ by {difference:.1e}")

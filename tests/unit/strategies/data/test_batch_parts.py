@@ -19,6 +19,7 @@ from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_
 from helpers.conformance.layouts import FSDP, pipeline
 from helpers.jobs.batch_toys import DEPEND, EQUAL, LOSS, OfBatches, class_weighted, contrastive, summed
 from helpers.jobs.toys import Rows
+from helpers.models.catalogue import job_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
@@ -126,6 +127,14 @@ class InTurn(OfBatches):
 
 def test_halves_with_equal_classes_hide_no_weights_of_classes() -> None:
     assert LOSS in warnings(InTurn(), DDP)
+
+
+@pytest.mark.parametrize("name", ["momentum teacher", "momentum teacher, by data"])
+def test_a_teacher_that_begins_as_an_exact_copy_follows_once_for_each_part(name: str) -> None:
+    job = job_of(f"hand/{name}")
+    assert warnings(job, DDP) == ""
+    assert "teacher.a.weight, teacher.a.bias" in warnings(job, SINGLE, replicas=1, accumulation=2)
+    assert "teacher.a.weight, teacher.a.bias" in warnings(job, DDP, accumulation=2)
 
 
 @pytest.mark.parametrize("name", DEPEND)
