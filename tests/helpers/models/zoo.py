@@ -103,6 +103,13 @@ def llama_with_cache() -> nn.Module:
     return llama(use_cache=True)
 
 
+def llama_recomputed() -> nn.Module:
+    """Its blocks compute their activations again in the backward pass, as transformers does it."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 def qwen() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -257,6 +264,7 @@ ZOO: dict[str, Exhibit] = {
     "gpt2": _of(HF, "GPT-2", gpt2, NextToken(), "transformer.h.1"),
     "llama": _of(HF, "Llama", llama, NextToken(), "model.layers.1"),
     "llama_with_cache": _of(HF, "Llama, use_cache=True", llama_with_cache, NextToken(), "model.layers.1"),
+    "llama_recomputed": _of(HF, "Llama, recomputed", llama_recomputed, NextToken(), "model.layers.1"),
     "qwen": _of(HF, "Qwen3", qwen, NextToken(), "model.layers.1"),
     "mixtral": _of(HF, "Mixtral", mixtral, NextToken(), "model.layers.1"),
     "mamba": _of(HF, "Mamba", mamba, NextToken(), "backbone.layers.1"),

@@ -69,7 +69,8 @@ SYNCHRONOUS = [name for name, (options, _) in STRATEGIES.items() if registry.loa
 LIMIT_S = 60.0
 """Of a cell, which takes about two seconds."""
 NOISE, MOST = 10, 1e-3
-"""A difference of so many times what the order of samples makes is rounding, up to a limit, that of 16-bit weights."""
+"""A difference of so many times what the order of samples makes is rounding, up to a limit."""
+COARSE = 4 * torch.finfo(torch.bfloat16).eps
 
 Outcome = Literal["equal", "asynchronous", "by nature", "refused", "wrong", "crash", "hang", "no model"]
 
@@ -138,7 +139,7 @@ def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: An
     ranks = [answer.value for answer in answers]
     if not registry.load(case.options.name).is_synchronous(case.options):
         return finite(ranks, expected)
-    found = comparison(ranks, expected, MOST if MODELS[name].coarse else ADAMW if adamw else SGD)
+    found = comparison(ranks, expected, COARSE if MODELS[name].coarse else ADAMW if adamw else SGD)
     if found.outcome == "wrong" and (said := explained([*notes, *ranks[0].warnings])):
         return Cell(outcome="by nature", detail=said)
     return found
@@ -201,7 +202,7 @@ def comparison(ranks: list[Result], expected: Plain, rtol: float) -> Cell:
         return Cell(outcome="wrong", detail=f"the losses differ by {difference:.1e}")
     norms = [norm for norm in ranks[0].steps.norms if norm is not None]
     try:
-        torch.testing.assert_close(norms, expected.steps.norms, rtol=100 * rtol, atol=0)
+        torch.testing.assert_close(norms, expected.steps.norms, rtol=min(100 * rtol, 0.1), atol=0)
     except AssertionError:
         return Cell(outcome="wrong", detail=f"the gradient norms are {norms}, not {expected.steps.norms}")
     points = [rank.points[0] for rank in ranks]
@@ -210,9 +211,10 @@ def comparison(ranks: list[Result], expected: Plain, rtol: float) -> Cell:
     if found != pytest.approx(expected.evaluation, rel=10 * rtol):
         return Cell(outcome="wrong", detail=f"the evaluation is {found}, not {expected.evaluation}")
     try:
-        weights = {name.removeprefix("model."): t for name, t in whole_model([rank.steps for rank in ranks]).items()}
-        wanted = {name.removeprefix("model."): t for name, t in expected.steps.model.items()}
-        torch.testing.assert_close(weights, wanted, rtol=100 * rtol, atol=10 * rtol)
+        weights, wanted = whole_model([rank.steps for rank in ranks]), expected.steps.model
+        if weights.keys() != wanted.keys():  # in stages, a module is around the model
+            weights = {name.removeprefix("model."): t for name, t in weights.items()}
+        torch.testing.assert_close(weights, wanted, rtol=min(100 * rtol, 0.1), atol=min(10 * rtol, 1e-2))
     except AssertionError as e:
         return Cell(outcome="wrong", detail=f"the weights differ: {e}")
     return Cell(outcome="equal", detail=f"{difference:.0e}")
