@@ -18,8 +18,8 @@ from torch import nn, optim
 from helpers.records.runs import wait_for
 from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import list_checkpoints, load, verify
-from orchestrator.state.checkpoint_results import WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import WriteFailed, Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.merge import without_copies
@@ -213,7 +213,7 @@ def test_shards_of_uneven_rows_are_one_model_for_any_number_of_ranks(tmp_path: P
             restore(source, model, optimizer, None, boxes=boxes)
             assert torch.equal(model.weight, whole.weight[first:last])
             state = capture(model, optimizer, None, step=step, samples_consumed=4, boxes=boxes)
-            ranks.submit_part(part, without_copies(state) if part else state)
+            ranks.submit_part(part, without_copies(state, boxes) if part else state)
         (written,) = ranks.results()
         assert isinstance(written, Written), written
         source = load(written.path)
