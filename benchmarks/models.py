@@ -79,7 +79,10 @@ def main() -> int:
             print(f"{row.model:32} {row.layout:24} {'AdamW' if row.adamw else 'SGD':6} {row.outcome:10}", flush=True)
             if row.outcome in FAULTS:
                 print(row.detail.strip()[-1500:], flush=True)
-    rows = [known[cell_id] for cell_id in planned if cell_id in known]
+    rows = sorted(
+        (known[cell_id] for cell_id in planned if cell_id in known),
+        key=lambda row: (list(MODELS).index(row.model), SYNCHRONOUS.index(row.layout), row.adamw),
+    )
     if arguments.report or (names == list(MODELS) and arguments.layouts == ";".join(SYNCHRONOUS)):
         PAGE.write_text(with_part(PAGE.read_text(), "models", "the following", counts(rows)))
         (RESULTS / "models.md").write_text(f"# models\n\n{date.today()}, {versions()}.\n\n{cells(rows)}\n")
@@ -118,8 +121,10 @@ def run(planned: Sequence[CellId], *, keep: bool) -> Iterator[Row]:
 def counts(rows: Sequence[Row]) -> str:
     """The counts by strategy and by package, and the reasons of refusals and differences, as Markdown."""
     outcomes = list(SIGNS)
+    size = f"{len(MODELS)} models, {len(SYNCHRONOUS)} strategies and 2 optimizers"
     return "\n\n".join(
         [
+            f"{len(rows)} of {len(MODELS) * len(SYNCHRONOUS) * 2} cells have been run, of {size}.",
             counted("strategy", outcomes, [(row.layout, row.outcome) for row in rows]),
             counted("models", outcomes, [(MODELS[row.model].package, row.outcome) for row in rows], models=rows),
             "Reasons of refusals, with the number of cells and some of the models:",
