@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.models.by_hand import Block
+from helpers.models.blocks import Block
 from orchestrator.compat.pipelining import nodes_of
 from orchestrator.strategies.pipelined.timed_stage import backward_splits
 
