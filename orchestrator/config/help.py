@@ -135,7 +135,7 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
     Args:
         words: options that choose files, and overrides.
         redactor: learns the secrets, and masks them.
-        kind: one of :data:`~orchestrator.config.hydra_keys.KINDS`: our keys, those of Hydra, or both.
+        kind: one of :data:`~orchestrator.config.files.KINDS`: our keys, those of Hydra, or both.
         package: the key of the section to return; None for everything.
         resolved: replace interpolations by their values.
 

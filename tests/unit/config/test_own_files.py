@@ -14,11 +14,10 @@ from orchestrator import evaluate, launch, schema
 from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
 from orchestrator.config.files import Files, choices, conf_dir
 from orchestrator.config.json_schema import json_schema
-from orchestrator.config.overrides import choosing, expand_sweep, masked
+from orchestrator.config.overrides import choosing, expand_sweep, is_search, masked, search_space
 from orchestrator.config.recorded import overrides_to_evaluate
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.config.search_space import is_search, search_space
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.sweep.sweep import output_of
 from orchestrator.strategies import registry

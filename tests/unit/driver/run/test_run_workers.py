@@ -9,7 +9,7 @@ import pytest
 
 from helpers.conformance.cases import Case, config_of, plan_of
 from helpers.jobs.quick_jobs import digits
-from orchestrator.driver.run.workforce import Workforce
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.policy.elastic import Sizes
 
 
@@ -22,6 +22,6 @@ def test_a_run_of_a_fixed_size_seeks_its_spares_while_it_trains(others_wait: boo
         queue=SimpleNamespace(others_wait=others_wait),
         _sizes=sizes,
     )
-    Workforce.refill(workers)
+    RunWorkers.refill(workers)
     assert sought == [sizes.max_processes]
-    assert Workforce.find_larger(workers) is None
+    assert RunWorkers.find_larger(workers) is None

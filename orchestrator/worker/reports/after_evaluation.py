@@ -1,8 +1,7 @@
-"""What evaluations change of the training: learning rates, the end of the run, and fields of the job.
+"""What evaluations change of a run: its best checkpoint, learning rates, fields of the job, and whether it ends early.
 
-Rank 0 asks the job, and all ranks do what it says. What holds is a function of all evaluations so far, so nothing else
-has to be kept: after a failure or a resume, the job is asked again with those up to the step that the run continues
-from.
+Every rank follows them in the same way, and ranks exchange nothing at other steps. What holds is a function of all
+evaluations so far, so that after a failure or a resume nothing else has to be kept.
 """
 
 from __future__ import annotations
@@ -16,12 +15,132 @@ import torch
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job, has_steering
+from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint
+from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.steering import Evaluation, Steering
+from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import metrics_of, value_of
+
+
+class Improvement:
+    """The best evaluation so far. Without ``checkpoint.best``, it follows nothing and exchanges nothing.
+
+    ``saved``: returns the given evaluation or, if its checkpoint could not be saved, the best of those that are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device,
+        outbox: Outbox,
+        saved: Callable[[BestSoFar], BestSoFar] = lambda best: best,
+    ):
+        self._config = config
+        self._device = device
+        self._outbox = outbox
+        self._saved = saved
+        self._history: list[BestSoFar] = []  # after each evaluation, because a run may go back after a failure
+        self.restore({})
+
+    @property
+    def follows(self) -> bool:
+        """Whether the configuration names a metric to follow."""
+        return bool(self._history)
+
+    def restore(self, meta: Mapping[str, Any], *, rank: int | None = None) -> None:
+        """Continue from the metadata of a checkpoint; empty for a new run. ``rank``: this one, if it is to report."""
+        checkpoint = self._config.checkpoint
+        if checkpoint.best is None:
+            return
+        best, new = BestSoFar.from_meta(meta), BestSoFar(metric=checkpoint.best, direction=checkpoint.direction)
+        is_same = best is not None and (best.metric, best.direction) == (new.metric, new.direction)
+        best = best if best is not None and is_same else new
+        self._history = [self._saved(best) if rank == 0 else best]
+        self._report(rank)
+
+    def share(self, sources: Sequence[int], *, source_step: int, rank: int) -> None:
+        """Continue at ``source_step`` as a survivor can. All ranks call this after a failure or a pause.
+
+        Args:
+            sources: for each rank, the rank whose state it received; a survivor is its own source.
+            source_step: the step from which the run continues.
+            rank: this rank.
+        """
+        survivor = next((r for r, source in enumerate(sources) if r == source), None)
+        if not self._history or survivor is None:
+            return
+        kept = [best for best in self._history if best.last_step <= source_step] or self._history[:1]
+        if len(sources) > 1:
+            values = broadcast_json(kept[-1].to_json(), source=survivor, rank=rank, device=self._device)
+            kept[-1] = BestSoFar(**values)
+        is_other = kept[-1].step != self._history[-1].step
+        self._history = kept
+        if is_other:
+            self._report(rank)
+
+    def add(self, point: EvalPoint, *, rank: int, world_size: int, confirm: Callable[[], None]) -> None:
+        """Take note of an evaluation, of which ``point`` is this rank's part. All ranks call this after the same step.
+
+        ``confirm`` is called before what others have sent is used.
+
+        Raises:
+            MetricError: the evaluation has no metric of the name in ``checkpoint.best``.
+        """
+        if not self._history:
+            return
+        if point.step > self._history[-1].last_step:  # otherwise it is repeated, and may still have to be saved
+            self.confine(rank=rank)
+        sent = {"point": dataclasses.asdict(point), "best": self._history[-1].to_json()}
+        gathered = gather_json(sent, world_size=world_size, device=self._device)
+        confirm()
+        best = BestSoFar(**gathered[0]["best"])
+        value = self._value_of(metrics_of([part["point"] for part in gathered]))
+        self._history.append(best.after(point.step, value, min_delta=self._config.train.stop_min_delta))
+        if self.is_best(point.step):
+            self._report(rank)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Check that a trial of an evaluation, with these ``metrics``, has the one of ``checkpoint.best``.
+
+        Raises:
+            MetricError: as :meth:`add`.
+        """
+        if self._history:
+            self._value_of(metrics)
+
+    def confine(self, *, rank: int) -> None:
+        """Forget the best evaluation, on rank 0, if its checkpoint could not be saved, for the best of those saved."""
+        if rank == 0 and self._history and (best := self._saved(self._history[-1])) != self._history[-1]:
+            self._history[-1] = best
+            self._report(rank)
+
+    def _value_of(self, metrics: Mapping[str, float]) -> float:
+        metric = self._history[-1].metric
+        return value_of(metric, metrics, key=f"checkpoint.best={metric}")
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of a checkpoint; empty without ``checkpoint.best``."""
+        return {BEST: self._history[-1].to_json()} if self._history else {}
+
+    def is_best(self, step: int) -> bool:
+        """Return whether the best evaluation is the one of ``step``."""
+        return bool(self._history) and self._history[-1].value is not None and self._history[-1].step == step
+
+    @property
+    def why_stop(self) -> str | None:
+        """Why the run ends early; None if it goes on."""
+        return self._history[-1].why_stop(self._config.train.stop_after) if self._history else None
+
+    def _report(self, rank: int | None) -> None:
+        best = self._history[-1]
+        if rank == 0 and best.value is not None:
+            self._outbox.put_event(BestFound(step=best.step, metric=best.metric, value=best.value))
+
 
 EVALUATIONS = "evaluations"
 """The key in a checkpoint's metadata of the evaluations up to its step."""
@@ -29,6 +148,8 @@ EVALUATIONS = "evaluations"
 
 class Steered:
     """A job and its strategy, as the evaluations of the run steer them. A job without steering exchanges nothing.
+
+    Rank 0 asks the job, and all ranks do what it says.
 
     Attributes:
         why_stop: why the job ends the run; None if it goes on.

@@ -16,21 +16,21 @@ _FOLDER = ".uploads"
 _LOCK = ".uploads.lock"
 
 
-def owe(run_dir: RunDir) -> None:
-    """Note that a server may lack something of a run, until :func:`settle`. Disk errors are ignored."""
+def note_pending(run_dir: RunDir) -> None:
+    """Note that a server may lack something of a run, until :func:`clear_pending`. Disk errors are ignored."""
     note = _note(run_dir)
     with contextlib.suppress(OSError):
         note.parent.mkdir(exist_ok=True)
         note.touch()
 
 
-def settle(run_dir: RunDir) -> None:
+def clear_pending(run_dir: RunDir) -> None:
     """Note that a server has everything of a run. Disk errors are ignored."""
     with contextlib.suppress(OSError):
         _note(run_dir).unlink(missing_ok=True)
 
 
-def owed_runs(output: OutputDir) -> list[RunDir]:
+def pending_runs(output: OutputDir) -> list[RunDir]:
     """Return the runs of this machine in ``output`` of which a server may lack something, the newest first."""
     try:
         notes = sorted((output.path / _FOLDER).iterdir(), reverse=True)
@@ -43,7 +43,7 @@ def owed_runs(output: OutputDir) -> list[RunDir]:
         if run_dir.path.is_dir():
             runs.append(run_dir)
         else:
-            settle(run_dir)
+            clear_pending(run_dir)
     return runs
 
 

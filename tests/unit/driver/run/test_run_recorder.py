@@ -1,4 +1,4 @@
-"""What the records of a run tell of its course: its states, and how long it took without its waits."""
+"""What is recorded of a run: its states, and how long it took without its waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.event_stream import EventStream
-from orchestrator.driver.run.course import Course
+from orchestrator.driver.process.run_context import EventStream
+from orchestrator.driver.run.run_recorder import RunRecorder
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.transitions import Interruption
 from orchestrator.protocol.events import FirstStepDone, Recovered, StateChanged
@@ -30,7 +30,7 @@ class Parts:
         self.workers: Any = SimpleNamespace(
             queue=self.queue, gang=self.gang, waited_s=0.0, plan=SimpleNamespace(mesh=SimpleNamespace(num_workers=2))
         )
-        self.course = Course(context, self.workers)
+        self.run_recorder = RunRecorder(context, self.workers)
 
     def wait(self, *, queue_s: float, resources_s: float) -> None:
         self.queue.waited_s, self.gang.waited_s, self.workers.waited_s = queue_s, resources_s, queue_s + resources_s
@@ -44,11 +44,11 @@ def test_waits_count_neither_as_start_nor_as_training(tmp_path: Path) -> None:
     now = time.time()
     parts = Parts(tmp_path, started_at=now - 1035)
     parts.wait(queue_s=20.0, resources_s=10.0)
-    parts.course.startup_s["driver_s"] = 0.25
-    parts.course.begin_training(first_step(now - 1000))
+    parts.run_recorder.startup_s["driver_s"] = 0.25
+    parts.run_recorder.begin_training(first_step(now - 1000))
     parts.wait(queue_s=500.0, resources_s=430.0)  # it has yielded once
-    parts.course.begin_training(first_step(now))
-    summary = parts.course.summary(step_s=0.1)
+    parts.run_recorder.begin_training(first_step(now))
+    summary = parts.run_recorder.summary(step_s=0.1)
     assert summary["queue_s"] == 500.0
     assert summary["waited_s"] == 430.0
     assert summary["startup_s"] == pytest.approx(5)
@@ -57,20 +57,20 @@ def test_waits_count_neither_as_start_nor_as_training(tmp_path: Path) -> None:
 
 
 def test_a_run_that_took_no_step_has_no_start_time(tmp_path: Path) -> None:
-    assert Parts(tmp_path).course.summary(step_s=0.0).keys() == {"restarts", "steps_lost", "recovery_s"}
+    assert Parts(tmp_path).run_recorder.summary(step_s=0.0).keys() == {"restarts", "steps_lost", "recovery_s"}
 
 
 def test_the_record_names_each_state_once_until_the_next_step_is_done(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
-    course, recorded = parts.course, list[Any]()
-    course.enter("waiting")
-    course.enter("running", precision="fp32")
-    course.begin_training(first_step(1.0))
-    course.enter("recovering")
+    run_recorder, recorded = parts.run_recorder, list[Any]()
+    run_recorder.enter("waiting")
+    run_recorder.enter("running", precision="fp32")
+    run_recorder.begin_training(first_step(1.0))
+    run_recorder.enter("recovering")
     recorded.append(parts.run_dir.read_record())
-    course.begin_transition(Interruption(began=2.0, reached=3, num_workers=2, planned=None))
-    course.continue_with(RecoveryPlan(lost=(1,), sources=(0, 0), step=3, pause_s=0), step=3)
-    course.begin_training(first_step(2.5, generation=2))
+    run_recorder.begin_transition(Interruption(began=2.0, reached=3, num_workers=2, planned=None))
+    run_recorder.continue_with(RecoveryPlan(lost=(1,), sources=(0, 0), step=3, pause_s=0), step=3)
+    run_recorder.begin_training(first_step(2.5, generation=2))
     recorded.append(parts.run_dir.read_record())
     assert recorded == [
         {"state": "recovering", "precision": "fp32"}, {"state": "running", "precision": "fp32"},
@@ -82,5 +82,5 @@ def test_the_record_names_each_state_once_until_the_next_step_is_done(tmp_path: 
 
 def test_a_record_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "nowhere")
-    parts.course.enter("running")
+    parts.run_recorder.enter("running")
     assert len(parts.recorder.seen) == 1

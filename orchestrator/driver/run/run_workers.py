@@ -13,12 +13,11 @@ from pathlib import Path
 import ray
 
 from orchestrator.display.text import count
-from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.gang import Gang
 from orchestrator.driver.nodes.node_watch import NodeWatch
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
 from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.policy.devices import with_common_precision
@@ -33,7 +32,7 @@ Held = Mapping[int, RecoverableSteps]
 """By rank, the state that its worker holds."""
 
 
-class Workforce:
+class RunWorkers:
     """The workers of a run. Use as a context manager, which releases all of them on exit.
 
     Attributes:
@@ -86,7 +85,7 @@ class Workforce:
         self._entered = contextlib.ExitStack()
         self._placement_note: str | None = None
 
-    def __enter__(self) -> Workforce:
+    def __enter__(self) -> RunWorkers:
         with contextlib.ExitStack() as entered:
             for part in (self.nodes, self.queue, self.gang):
                 entered.enter_context(part)

@@ -15,7 +15,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.mirror import NOT_COPIED, make_private
 
 
-def enter(run_dir: RunDir) -> None:
+def prepare(run_dir: RunDir) -> None:
     """Create the directory here of a run on a store, for a driver or a worker of it.
 
     It is emptied if an earlier driver of the run has written its records there and is seen to be dead. Nothing else is
@@ -64,7 +64,7 @@ def take_over(run_dir: RunDir) -> RunDir:
     staged = output.staged(name)
     if run_dir.remote is None or run_dir.path == staged.path:
         return staged
-    enter(staged)
+    prepare(staged)
     of_node = folder_of_node(staged)
     if not staged.record_file.exists() and any(staged.logs.iterdir()):
         # Of workers of the driver before, which was elsewhere: keep them where the upload of this node has put them.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrator.config.schema import Config
 
 
-def with_patience(config: Config, *, processes_per_core: float) -> Config:
+def with_shared_cores(config: Config, *, processes_per_core: float) -> Config:
     """Return ``config`` with as much more time to start as there are processes of the run for each core.
 
     The processes import the same libraries at the same time, so each takes as many times longer as share its core.

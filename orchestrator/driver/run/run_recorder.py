@@ -1,4 +1,4 @@
-"""The course of a run, as its records tell it: its state, its transitions from generation to generation, its times."""
+"""Records how a run goes: its state, its transitions from generation to generation, its times."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.run_spec import RunContext
-from orchestrator.driver.run.workforce import Workforce
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
@@ -29,14 +29,14 @@ from orchestrator.records.run_dir import RunDir
 E = TypeVar("E", bound=WorkerFailure)
 
 
-class Course:
+class RunRecorder:
     """Records the state of a run and what its transitions cost.
 
     Attributes:
         startup_s: the parts of the start, in seconds without waits, by name.
     """
 
-    def __init__(self, context: RunContext, workers: Workforce):
+    def __init__(self, context: RunContext, workers: RunWorkers):
         self.startup_s: dict[str, float] = {}
         self._context = context
         self._events = context.events

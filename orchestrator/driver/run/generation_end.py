@@ -1,15 +1,54 @@
-"""The end of a generation that the driver asks for: all ranks stop after the same step, which they may save."""
+"""The end of a generation on all of its ranks: after a failure, or after a step, because the driver asks for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from orchestrator.driver.process.run_spec import RunContext
-from orchestrator.driver.run.workforce import Workforce
+from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.protocol.events import EndReason, PauseReason, StopRequested
 from orchestrator.protocol.messages import Heartbeat
 from orchestrator.worker.base_actor import BaseWorker
+
+MARK_TIMEOUT_S = 3.0
+
+
+def abandon(
+    gang: Gang,
+    generation: int,
+    unreachable: Sequence[str],
+    *,
+    training: Collection[int],
+    failed: Collection[int],
+    aborts: bool,
+    check: Callable[[], None],
+) -> None:
+    """End ``generation``, which has failed, on its ranks.
+
+    With NCCL, a rank that aborts may send garbage to one that still waits. So no rank aborts before every rank that
+    trains knows that the generation has ended, and will make no update (``strategies/update/confirmation.py``). A rank
+    that does not answer is killed: it could make one.
+
+    Args:
+        gang: the workers.
+        generation: its number.
+        unreachable: the IP addresses of lost nodes.
+        training: the ranks that have not ended.
+        failed: the ranks that have failed and may live.
+        aborts: whether the ranks have to abort what they wait for, as with NCCL.
+        check: runs while ranks are waited for, and may raise.
+    """
+    if not aborts:
+        gang.tell(BaseWorker.abandon, generation, unreachable, ranks=training)
+        return
+    marked = gang.poll(
+        BaseWorker.abandon, generation, unreachable, ranks=training, timeout_s=MARK_TIMEOUT_S, check=check
+    )
+    for rank in set(training) - marked.keys():
+        gang.kill(rank)
+    gang.tell(BaseWorker.abort, generation, ranks={*marked, *failed})
 
 
 class Pause:
@@ -21,7 +60,7 @@ class Pause:
         draining: the ranks to replace then.
     """
 
-    def __init__(self, generation: int, context: RunContext, workers: Workforce, *, check: Callable[[], None]):
+    def __init__(self, generation: int, context: RunContext, workers: RunWorkers, *, check: Callable[[], None]):
         self.reason: EndReason | None = None
         self.began = 0.0
         self.draining: tuple[int, ...] = ()
