@@ -25,8 +25,7 @@ from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.user_code.callbacks import Callback, RunEnd
-from orchestrator.user_code.current_step import set_current_step
+from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.control.fault_injection import inject_fault

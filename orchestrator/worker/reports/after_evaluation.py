@@ -20,8 +20,8 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
+from orchestrator.user_code.callbacks import Evaluation, Steering
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import metrics_of, value_of
 
