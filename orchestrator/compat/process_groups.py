@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_bindings
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import distributed_c10d
 
 from orchestrator.compat.backends import nccl_backend
@@ -74,6 +75,13 @@ def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
     ``dist.all_reduce_coalesced`` does the same, with a warning.
     """
     return group.allreduce_coalesced(list(tensors), c10d_bindings.AllreduceCoalescedOptions())
+
+
+def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of ``tensor`` over the ranks of ``group``, as an operation that compiled code can have."""
+    total: Tensor = functional_collectives.all_reduce(tensor.contiguous(), "sum", group)
+    total = functional_collectives.wait_tensor(total)
+    return total
 
 
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

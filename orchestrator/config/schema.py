@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
 
@@ -397,6 +397,12 @@ class StrategyConfig:
 
     elastic: ClassVar[bool] = False
     """Whether ``num_workers`` may be a range."""
+
+    @classmethod
+    def of(cls, options: StrategyConfig) -> Self:
+        """Return ``options``, which are known to have the keys of this class."""
+        assert isinstance(options, cls)
+        return options
 
     @property
     def gathers(self) -> bool:

@@ -45,10 +45,12 @@ class Block(nn.Module):
             return run(*args)
         return recomputed(run, *args, block=self, selective=self.recomputes == "selective")
 
-    def likeness(self) -> Hashable:
-        """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
-        tensors = [*self.named_parameters(), *self.named_buffers()]
-        return self.kind, repr(self), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+
+def likeness(block: nn.Module) -> Hashable:
+    """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    kind = block.kind if isinstance(block, Block) else type(block)
+    return kind, repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar, cast
 
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
@@ -38,8 +38,11 @@ class Layout:
     notes: tuple[str, ...] = ()
 
 
-class LayoutRules:
-    """What a strategy decides before anything starts.
+Keys = TypeVar("Keys", bound=StrategyConfig)
+
+
+class LayoutRules(Generic[Keys]):
+    """What a strategy with the keys ``Keys`` decides before anything starts.
 
     Pure class methods, called on the driver: there is no process group, no device and no model yet.
     """
@@ -64,17 +67,22 @@ class LayoutRules:
     """The values of ``train.precision`` that the strategy does not support, each with the reason."""
 
     @classmethod
-    def is_synchronous(cls, options: StrategyConfig) -> bool:
+    def keys(cls, options: StrategyConfig) -> Keys:
+        """Return ``options``, which are those of this strategy."""
+        return cast(Keys, cls.config_class.of(options))
+
+    @classmethod
+    def is_synchronous(cls, options: Keys) -> bool:
         """Return whether every step has the same loss as ``single``, for equal seed, data and global batch size."""
         return True
 
     @classmethod
-    def replica_size(cls, options: StrategyConfig) -> int:
+    def replica_size(cls, options: Keys) -> int:
         """Return the number of workers that have the model together."""
         return 1
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+    def default_num_workers(cls, options: Keys, *, gpus: Sequence[int], spares: int) -> int:
         """Return the number of workers for ``strategy.num_workers=auto``: of all complete replicas that fit.
 
         Args:
@@ -87,9 +95,7 @@ class LayoutRules:
         return max(1, replicas) * size
 
     @classmethod
-    def on_nodes(
-        cls, options: StrategyConfig, num_workers: int, *, room: Sequence[int]
-    ) -> tuple[StrategyConfig, tuple[str, ...]]:
+    def on_nodes(cls, options: Keys, num_workers: int, *, room: Sequence[int]) -> tuple[Keys, tuple[str, ...]]:
         """Return ``options`` without the ``auto`` that the nodes decide, and remarks for the user.
 
         Args:
@@ -100,11 +106,12 @@ class LayoutRules:
         return options, ()
 
     @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         """Return the layout of a run with ``num_workers`` workers.
 
         Args:
-            config: the whole configuration; ``config.strategy`` is a ``config_class``.
+            options: the keys of the strategy.
+            train: the ``train`` section of the configuration.
             num_workers: ``strategy.num_workers``, or the default for ``auto``.
             errors: receives a line for each reason why there is no such layout, which names the key to change. The
                 layout that is then returned only serves to continue the checks.
@@ -112,7 +119,7 @@ class LayoutRules:
         return Layout(mesh=Mesh(replicate=num_workers))
 
     @classmethod
-    def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:
+    def extra_processes(cls, options: Keys, num_workers: int) -> int:
         """Return how many processes more than its own the largest run has that this strategy starts for measurements.
 
         Args:
@@ -122,14 +129,12 @@ class LayoutRules:
         return 0
 
     @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division | None:
+    def division(cls, options: Keys, mesh: Mesh) -> Division | None:
         """Return over how many workers the model and its training state are divided; None if they have other places."""
         return Division.of(mesh) if cls.is_synchronous(options) and not mesh.num_servers else None
 
     @classmethod
-    def resized(
-        cls, options: StrategyConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
-    ) -> StrategyConfig | None:
+    def resized(cls, options: Keys, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None) -> Keys | None:
         """Return ``options`` for an elastic run at another size.
 
         Args:

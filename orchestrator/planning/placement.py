@@ -42,11 +42,13 @@ class Placement:
         shape: of the whole tensor.
         cuts: how it is divided, the outer one first. Along the other dimensions of a mesh, all workers have the same.
         stages: the places along ``pipeline`` that have it, that of the first stage first.
+        partial: the dimensions along which all workers have it and each computes a part of its gradient.
     """
 
     shape: Shape
     cuts: tuple[AxisCut, ...] = ()
     stages: tuple[int, ...] = (0,)
+    partial: Axes = ()
 
     def box(self, mesh: Mesh, rank: int) -> Box | None:
         """Return what of the tensor a rank has; None if it has nothing of it, as servers and other stages."""
@@ -64,25 +66,26 @@ class Placement:
         """Return the ranks that have the same of the tensor as ``rank``, in ascending order; none if it has nothing."""
         if self.box(mesh, rank) is None:
             return []
-        alike = mesh.group(("pipeline", *self._uncut), rank)
+        alike = mesh.group(("pipeline", *self.held_along), rank)
         return sorted(other for other in alike if mesh.coords(other).pipeline in self.stages)
 
     def copies(self, mesh: Mesh) -> int:
         """Return how many workers have each element of the tensor."""
-        return math.prod(mesh.size(dimension) for dimension in self._uncut) * len(self.stages)
+        return math.prod(mesh.size(dimension) for dimension in self.held_along) * len(self.stages)
 
     def saves(self, mesh: Mesh, rank: int) -> bool:
         """Return whether ``rank`` is the one of its holders that saves what they have."""
         coords = mesh.coords(rank)
-        first = coords.pipeline == self.stages[0] and not any(getattr(coords, d) for d in self._uncut)
+        first = coords.pipeline == self.stages[0] and not any(getattr(coords, d) for d in self.held_along)
         return first and rank not in mesh.servers
 
     @property
     def summed_over(self) -> Axes:
-        """The dimensions whose workers have gradients of other samples for the same elements."""
-        return tuple(dimension for dimension in BATCH if dimension in self._uncut)
+        """The dimensions whose workers have other gradients, as of other samples, for the same elements."""
+        return tuple(dimension for dimension in self.held_along if dimension in (*BATCH, *self.partial))
 
     @property
-    def _uncut(self) -> Axes:
+    def held_along(self) -> Axes:
+        """The dimensions along which the workers of a stage have the same of the tensor."""
         cut = {"pipeline", *(cut.over for cut in self.cuts)}
         return tuple(dimension for dimension in DIMENSIONS if dimension not in cut)

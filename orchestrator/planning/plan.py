@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
@@ -138,7 +138,9 @@ MAX_LOADER_PROCESSES = 8
 """The number of data-loading processes per worker that ``auto`` does not exceed, because each has a copy of the job."""
 
 
-def make_plan(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool) -> Plan:
+def make_plan(
+    config: Config, rules: type[LayoutRules[Any]], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
+) -> Plan:
     """Lay out the run on ``nodes`` by the ``rules`` of its strategy.
 
     Args:
@@ -215,7 +217,7 @@ class FoundLayout:
 
 
 def find_layout(
-    config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
+    config: Config, rules: type[LayoutRules[Any]], nodes: tuple[Node, ...], *, oversubscribe_cpus: bool
 ) -> FoundLayout:
     """Return the layout of the run, after all checks of :func:`make_plan`. The cost does not grow with its size.
 
@@ -227,7 +229,7 @@ def find_layout(
     num_workers = _num_workers(config, rules, nodes, device)
     room = _room(config, nodes, device, num_workers, oversubscribe_cpus)
     options, notes = rules.on_nodes(config.strategy, num_workers, room=room)
-    layout = rules.plan_layout(replace(config, strategy=options), num_workers, errors)
+    layout = rules.plan_layout(options, config.train, num_workers, errors)
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1 and not rules.runs_script:
@@ -238,7 +240,7 @@ def find_layout(
     return FoundLayout(layout=layout, device=device, num_workers=num_workers, room=room, faults=faults)
 
 
-def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
+def _unsupported(config: Config, rules: type[LayoutRules[Any]]) -> list[str]:
     name, decay, precision = config.strategy.name, config.train.ema_decay, config.train.precision
     errors = []
     if decay is not None and not rules.averages_weights:
@@ -256,13 +258,13 @@ def _unsupported(config: Config, rules: type[LayoutRules]) -> list[str]:
     return errors
 
 
-def _device(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:
+def _device(config: Config, rules: type[LayoutRules[Any]], nodes: tuple[Node, ...]) -> Literal["cpu", "cuda"]:
     if config.cluster.device != "auto":
         return config.cluster.device
     return "cuda" if any(n.gpus for n in nodes) and not rules.cpu_only else "cpu"
 
 
-def _num_workers(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> int:
+def _num_workers(config: Config, rules: type[LayoutRules[Any]], nodes: tuple[Node, ...], device: str) -> int:
     num_workers = config.strategy.num_workers
     assert not isinstance(num_workers, tuple), "each size of an elastic run has its own plan"
     if num_workers != "auto":
@@ -349,7 +351,7 @@ def _notes(layout: Layout, samples: tuple[int, ...], faults: tuple[Fault, ...]) 
     return notes
 
 
-def _device_notes(config: Config, rules: type[LayoutRules], nodes: tuple[Node, ...], device: str) -> list[str]:
+def _device_notes(config: Config, rules: type[LayoutRules[Any]], nodes: tuple[Node, ...], device: str) -> list[str]:
     if device != "cpu":
         if config.train.precision != "auto" or "bf16" in rules.refused_precisions:
             return []
@@ -374,7 +376,7 @@ def _faults_to_inject(config: Config, world_size: int, errors: list[str]) -> tup
 
 def _device_errors(
     config: Config,
-    rules: type[LayoutRules],
+    rules: type[LayoutRules[Any]],
     layout: Layout,
     nodes: tuple[Node, ...],
     device: str,

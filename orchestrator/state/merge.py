@@ -125,11 +125,17 @@ def without_shared(state: TrainState, first_names: Mapping[str, str], *, saved: 
     )
 
 
-def without_copies(state: TrainState) -> TrainState:
-    """Return the ``state`` of a shard without its whole tensors, which the first of the shards writes."""
+def without_copies(state: TrainState, own: Collection[str]) -> TrainState:
+    """Return the ``state`` of a shard without what another one writes: whole tensors, and shards that both have.
+
+    Args:
+        state: the state of one shard.
+        own: the names of the parameters whose shards it writes.
+    """
 
     def parts(kind: Kind) -> dict[str, Tensor]:
         boxes = state.boxes.get(kind, {})
-        return {name: tensor for name, tensor in getattr(state, kind).items() if name in boxes}
+        named = ((path if kind == "model" else path.rpartition("/")[0], path) for path in boxes)
+        return {path: getattr(state, kind)[path] for name, path in named if name in own}
 
     return TrainState(model=parts("model"), optimizer=parts("optimizer"), meta=state.meta, boxes=state.boxes)

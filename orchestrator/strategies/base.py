@@ -12,30 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import own_buffers
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
-from orchestrator.config.text import first_few, to_cli
-from orchestrator.job import Job, has_training_step
-from orchestrator.model.tensor_slots import sparse_error, tensor_slots
-from orchestrator.planning.layout import LayoutRules
+from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
-from orchestrator.state.model_state import saving_errors
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.carried import carried_errors
-from orchestrator.strategies.constructor import Outline, blocks_note, lazy_names
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.memory import TensorSize
-from orchestrator.strategies.measure.metric_objects import metric_object_errors
-from orchestrator.strategies.memory_plan import memory_notes
-from orchestrator.strategies.resume_trial import optimizer_errors
-from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.confirmation import no_confirmation
-from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
-from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.timeline.spans import Span
 
 
@@ -75,6 +63,12 @@ class Context:
         return self.mesh.dp_rank(self.global_rank)
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether this rank reports the samples that it computes, as the first of those that do so together."""
+        coords = self.mesh.coords(self.global_rank)
+        return coords.context == coords.tensor == 0
+
+    @property
     def pp_rank(self) -> int:
         """The position of this rank in its pipeline."""
         return self.mesh.coords(self.global_rank).pipeline
@@ -109,8 +103,8 @@ class EvalSums:
     metrics: Mapping[str, Tensor]
 
 
-class Strategy(LayoutRules, abc.ABC):
-    """One rank's part of the model and its update; the class methods are the rules of the layout.
+class Strategy(abc.ABC):
+    """One rank's part of the model and its update.
 
     Methods are listed in the order of a run. In each generation of the run, which has a process group of its own,
     :meth:`attach` is the first and :meth:`close` the last.
@@ -154,70 +148,7 @@ class Strategy(LayoutRules, abc.ABC):
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
 
-    # On the driver, after the layout rules and before anything starts
-
-    @classmethod
-    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Check that the job can be trained by ``plan``, as :meth:`check_job` does, and by this strategy at all."""
-        outline = Outline(job, config.train)
-        errors += metric_object_errors(job, config.train.eval_splits)
-        if has_training_step(job):
-            errors += training_step_errors(config, outline, supported=cls.runs_training_step)
-            if not cls.runs_training_step:
-                return ()
-        if config.train.compile is not False and (reason := cls.why_not_compiled(plan)) is not None:
-            errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        model = outline.model
-        if model is not None and (lazy := lazy_names(model)):
-            errors.append(
-                f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
-                "checkpoints need it; give the sizes, as in nn.Linear(in_features, out_features), or call the model "
-                "once in Job.model"
-            )
-            return ()
-        if model is not None and not has_training_step(job) and (refused := check_optimizer(job, model, config)):
-            errors += refused
-            return ()
-        if job.carried:
-            errors += carried_errors(config, job, model)
-        moves = cls.moves_parameters or plan.mesh.divides_tensors
-        in_memory = cls._memory_errors(config, outline, plan) if moves else []
-        errors += in_memory
-        notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
-        if not errors:
-            notes += cls._memory_notes(config, outline, plan, errors)
-        if model is not None:
-            errors += saving_errors(model, in_parts=plan.mesh.is_divided)
-            if not errors and config.evaluate is None:
-                errors += optimizer_errors(config, job, plan, model)
-            notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
-        if config.train.init == "fast" and not plan.mesh.divides_tensors:
-            notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
-        return tuple(notes)
-
-    @classmethod
-    def _memory_errors(cls, config: Config, outline: Outline, plan: Plan) -> list[str]:
-        """Refuse tensors that share memory or are sparse."""
-        sparse = [slot for slot in tensor_slots(outline.whole.model) if slot.tensor.layout is not torch.strided]
-        if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
-            return [sparse_error(sent)]
-        if (overlap := outline.whole.overlap) is None:
-            return []
-        by = f"strategy={config.strategy.name}" if cls.moves_parameters else "strategy.shard_optimizer=true"
-        return [
-            f"job.model(): {' and '.join(overlap)} share memory, and {by} would train them apart; use one parameter "
-            "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "
-            "strategy.shard_optimizer"
-        ]
-
-    @classmethod
-    def _memory_notes(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Compute the memory of a worker, if the model is known and the strategy tells how it is divided."""
-        division = cls.division(config.strategy, plan.mesh)
-        if division is None or outline.model is None or has_training_step(outline.job):
-            return ()
-        gathered = cls.gathered_bytes(config, plan.mesh, outline.model)
-        return memory_notes(config, outline, plan, division, gathered, errors)
+    # On the driver, before anything starts
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
@@ -245,11 +176,6 @@ class Strategy(LayoutRules, abc.ABC):
         return ()
 
     # Set-up on each rank
-
-    @classmethod
-    def create(cls, context: Context, job: Job) -> Strategy:
-        """Return the object that trains on this rank. A strategy with several roles chooses the class by rank."""
-        return cls(context, job)
 
     def __init__(self, context: Context, job: Job):
         self.context = context

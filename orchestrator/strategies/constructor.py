@@ -14,7 +14,7 @@ from orchestrator.compat.torch import setting_fake_data
 from orchestrator.config.schema import TrainConfig
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
-from orchestrator.model.blocks import Block, ForwardPass, blocks_of, with_blocks
+from orchestrator.model.blocks import Block, ForwardPass, blocks_of, likeness, with_blocks
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
@@ -50,7 +50,7 @@ def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
     shared: dict[Hashable, ForwardPass] = {}
     for block in module.modules():
         if isinstance(block, Block):
-            block.compiled = shared.setdefault(block.likeness(), compiled(block.kind.forward, mode=mode))
+            block.compiled = shared.setdefault(likeness(block), compiled(block.kind.forward, mode=mode))
 
 
 def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:
@@ -88,6 +88,11 @@ class Outline:
         """What a CPU would compute the model in."""
         return Precision.named(self.train.precision, "cpu")
 
+    @property
+    def build(self) -> Callable[[], nn.Module]:
+        """The constructor of the model."""
+        return constructor_of(self.job, self.train, self.precision)
+
     @functools.cached_property
     def model(self) -> nn.Module | None:
         """The model; None if its constructor needs memory, or fails. A worker, which has memory, reports the failure.
@@ -98,7 +103,7 @@ class Outline:
         if self._of_fakes is not None:
             return self._of_fakes.model
         with torch.device("meta"):  # where parameters may have no shape yet
-            return _unless_it_fails(constructor_of(self.job, self.train, self.precision))
+            return _unless_it_fails(self.build)
 
     @functools.cached_property
     def whole(self) -> FakeModel:

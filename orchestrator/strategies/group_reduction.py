@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.planning.mesh import BATCH, Axes
+from orchestrator.planning.mesh import BATCH, WITHIN_STAGE, Axes
 from orchestrator.planning.placement import Placement
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context
@@ -40,9 +40,9 @@ class GroupReduction(Reduction):
 
     def sync_initial_state(self) -> None:
         """Give all ranks that have the same of a tensor the values of the first."""
-        for group, parameters in self.by_group(dict.fromkeys(self._named.values())):
+        for group, parameters in self._by_group(dict.fromkeys(self._named.values()), lambda p: p.held_along):
             self._share(parameters, group)
-        self.share(self.trained.buffers)
+        self._share(self.trained.buffers, self.groups.over(*WITHIN_STAGE))
 
     def total_weight(self, own: Weight, *, counts_samples: bool) -> Weight:
         if counts_samples:
@@ -67,9 +67,14 @@ class GroupReduction(Reduction):
         self, parameters: Iterable[nn.Parameter]
     ) -> Sequence[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         """Return the parameters with the ranks over which their gradients are to be summed; None if this one alone."""
+        return self._by_group(parameters, lambda placement: placement.summed_over)
+
+    def _by_group(
+        self, parameters: Iterable[nn.Parameter], axes_of: Callable[[Placement], Axes]
+    ) -> Sequence[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
         by_axes: dict[Axes, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_axes.setdefault(self._placements[parameter].summed_over, []).append(parameter)
+            by_axes.setdefault(axes_of(self._placements[parameter]), []).append(parameter)
         return [(self.groups.over(*axes), by_axes[axes]) for axes in sorted(by_axes)]
 
     def _share(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from orchestrator.compat.generators import kept_generators
 from orchestrator.job import Job
+from orchestrator.model.parity import free_memory
+from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
@@ -22,10 +26,15 @@ from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.data.batch_parts import Division, not_compared
 from orchestrator.strategies.groups import divided
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.whole_model import WholeModel
+
+COMPARED_BYTES = 2**30
+"""The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 
 
 class PartTrainer(Trainer):
@@ -47,6 +56,18 @@ class PartTrainer(Trainer):
             group = divided(self.context, mesh.groups(mesh.neighbours_along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
+    def warning_of_whole(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+        """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
+        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
+        limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
+        if size > limit:
+            return not_compared(
+                division, f"rank 0 would build the whole model of {size_text(size)}, more than {size_text(limit)}"
+            )
+        with kept_generators(context.device):
+            whole = WholeModel(self.job, context, self.precision)
+        return super().warning_about(division, whole.model, train_set)
+
     def undivided(self) -> nn.Module:
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
         raise NotImplementedError
@@ -63,18 +84,19 @@ class PartTrainer(Trainer):
         """Return what of the ``state`` of this rank, one of the ``writers``, no writer before it has."""
         state = without_shared(state, self._sharing.first_names, saved=self._sharing.saved_elsewhere)
         coords = self.context.mesh.coords(self.context.global_rank)
-        return state if coords._replace(pipeline=0) == Coords() else without_copies(state)
+        if coords._replace(pipeline=0) == Coords():
+            return state
+        return without_copies(state, {name for name in self.trained.boxes if self._saves(name)})
 
     def frozen(self) -> Mapping[str, int]:
         """Return the checksums of parameters under the names by which no rank before this one has them."""
-        mesh, rank = self.context.mesh, self.context.global_rank
-        elsewhere, stage = self._sharing.saved_elsewhere, self.context.pp_rank
+        elsewhere = self._sharing.saved_elsewhere
+        return self.trained.frozen(lambda name: name not in elsewhere and self._saves(name))
 
-        def is_first(name: str) -> bool:
-            here = replace(self.trained.placements[name], stages=(stage,))
-            return name not in elsewhere and here.saves(mesh, rank)
-
-        return self.trained.frozen(is_first)
+    def _saves(self, name: str) -> bool:
+        """Return whether this is the first rank of its stage that has this part of the parameter."""
+        here = replace(self.trained.placements[name], stages=(self.context.pp_rank,))
+        return here.saves(self.context.mesh, self.context.global_rank)
 
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank not in self.writers:

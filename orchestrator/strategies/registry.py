@@ -1,23 +1,41 @@
-"""Strategies by name. Each has a file ``conf/strategy/<name>.yaml`` and a module ``strategies/<family>/<name>.py``."""
+"""Strategies by name. Each has a file ``conf/strategy/<name>.yaml``, and a class of rules in one of ``MODULES``."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from orchestrator.compat import deferred_dynamo
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.rules import Rules
 
-S = TypeVar("S", bound=type[Strategy])
+MODULES: Mapping[str, str] = {
+    "single": "presets.replicas",
+    "ddp": "presets.replicas",
+    "fsdp": "presets.shards",
+    "hsdp": "presets.shards",
+    "model_parallel": "presets.stages",
+    "pipeline": "presets.stages",
+    "ddp_pipeline": "presets.stages",
+    "fsdp_pipeline": "presets.stages",
+    "mesh": "presets.product",
+    "dp": "replicated.dp",
+    "hogwild": "asynchronous.hogwild",
+    "locked_sgd": "asynchronous.locked_sgd",
+    "parameter_server": "asynchronous.parameter_server.strategy",
+    "auto": "tuned.auto",
+    "script": "external.script",
+}
+"""The module of each strategy. What is in the others is not imported for it."""
 
-_STRATEGIES: dict[str, type[Strategy]] = {}
+S = TypeVar("S", bound=type[Rules[Any]])
+
+_STRATEGIES: dict[str, type[Rules[Any]]] = {}
 
 
 def register(name: str) -> Callable[[S], S]:
-    """Register the decorated class as the strategy ``name``, which must also be the name of its module or package."""
+    """Register the decorated class as the strategy ``name``, which ``MODULES`` has too."""
 
     def add(cls: S) -> S:
         _STRATEGIES[name] = cls
@@ -26,20 +44,13 @@ def register(name: str) -> Callable[[S], S]:
     return add
 
 
-def load(name: str) -> type[Strategy]:
-    """Return the strategy ``name``, importing its module but not the modules of other strategies.
-
-    Raises:
-        LookupError: there is no such module, or it does not register the strategy.
-    """
+def load(name: str) -> type[Rules[Any]]:
+    """Return the strategy ``name``. Raises LookupError if there is none."""
     deferred_dynamo.install()  # otherwise an optimizer or a pipeline would import torch._dynamo
     if name not in _STRATEGIES:
-        folder = Path(__file__).parent
-        found = [*folder.glob(f"*/{name}.py"), *folder.glob(f"*/{name}/__init__.py")]
-        if len(found) != 1:
-            raise LookupError(f"strategy={name}: expected one module strategies/<family>/{name}.py, found {len(found)}")
-        path = ".".join(found[0].relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
-        importlib.import_module(f"{__package__}.{path}")
+        if name not in MODULES:
+            raise LookupError(f"strategy={name}: not in strategies/registry.py")
+        importlib.import_module(f"{__package__}.{MODULES[name]}")
     return _STRATEGIES[name]
 
 

@@ -42,6 +42,7 @@ from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction, Weight
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.closure import Closure
@@ -74,8 +75,12 @@ class Trainer(Strategy):
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        options, synchronized = config.strategy, False
+        if isinstance(options, ReplicatedConfig):
+            errors += option_errors(options, config.train, outline.job, plan)
+            synchronized = options.sync_batchnorm
         errors += diverging_errors(outline.model, plan)
-        return check_batchnorm(outline.model, plan, synchronized=False, errors=errors)
+        return check_batchnorm(outline.model, plan, synchronized=synchronized, errors=errors)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -182,13 +187,14 @@ class Trainer(Strategy):
                 self.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
             admitted = self.end_step(norm)
             self._warn_of(self._train_metrics)
-            return StepResult(
+            result = StepResult(
                 loss_sum=loss_sum,
                 weight=torch.as_tensor(weight, dtype=torch.float32),
                 grad_norm=norm if wants_norm else None,
                 skipped=not admitted,
                 metrics=metrics.sums,
             )
+            return result if context.counts_samples else replace(result, **_nothing(result))
 
     def _add_gradients(self, slices: Sequence[Any], metrics: BatchMetrics) -> tuple[Tensor, Weight]:
         """Add the gradients of a batch. Return the summed loss of this rank, and its weight."""
@@ -229,7 +235,7 @@ class Trainer(Strategy):
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         sums = self.passes.evaluate(self._on_device(batch), valid, self._evaluated)
         self._warn_of(self._eval_metrics)
-        return sums
+        return sums if self.context.counts_samples else replace(sums, **_nothing(sums))
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank != 0:
@@ -346,7 +352,7 @@ class Trainer(Strategy):
         return sizes_of(self.trained.module(), self.trained.optimizer)
 
     def _evaluated(self, output: Any, target: Any) -> Mapping[str, Tensor]:
-        if self.update_metrics is not None:
+        if self.update_metrics is not None and self.context.counts_samples:
             self.update_metrics(output, target)
         return self._eval_metrics(output, target)
 
@@ -372,3 +378,12 @@ class Trainer(Strategy):
         """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
         inputs, target = split_batch(to_device(batch, self.context.device))
         return self.precision.inputs(inputs), target
+
+
+def _nothing(result: StepResult | EvalSums) -> dict[str, Any]:
+    """Return the sums over no samples, in place of those of ``result``."""
+    return {
+        "loss_sum": torch.zeros_like(result.loss_sum),
+        "weight": torch.zeros_like(result.weight),
+        "metrics": {},
+    }

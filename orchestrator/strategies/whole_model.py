@@ -32,13 +32,15 @@ class WholeModel:
         forward_model: what is called with a batch's input in training.
     """
 
-    def __init__(self, job: Job, context: Context, precision: Precision):
-        """Build the model, with the same initial values on every rank."""
-        seed_generators(context.seed)
+    def __init__(self, job: Job, context: Context, precision: Precision, *, model: nn.Module | None = None):
+        """Build the model, with the same initial values on every rank, unless it is given."""
         self.job = job
         self.precision = precision
         self._device = context.device
-        self.model = constructor_of(job, context.train, precision)().to(context.device)
+        if model is None:
+            seed_generators(context.seed)
+            model = constructor_of(job, context.train, precision)().to(context.device)
+        self.model = model
         self.forward_model: nn.Module = self.unwrapped
 
     def compile(self, train: TrainConfig) -> None:

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.process import end_with_parent
-from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.rules import Rules
 from orchestrator.user_code.exits import exits_refused
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def _with_its_text(error: BaseException) -> BaseException:
     return error
 
 
-def check_job(rules: type[Strategy], config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
     """Check in a child process whether ``job`` can be trained by ``plan``; arguments and result as ``rules.check``.
 
     If the child dies, this is an error where the workers would build the model in the same way, and else a note.

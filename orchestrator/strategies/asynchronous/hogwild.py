@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -42,6 +42,7 @@ from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
+from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.optimizer_modes import with_modes
 from orchestrator.strategies.whole_model import WholeModel
@@ -57,13 +58,12 @@ class HogwildConfig(StrategyConfig):
     name: Literal["hogwild"]
 
 
-@register("hogwild")
-class Hogwild(Trainer):
-    """One worker. Subclasses decide which parts of a step take the lock."""
+H = TypeVar("H", bound=HogwildConfig)
 
-    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
-    passes: WholeModel
-    moves_parameters = True
+
+class SharedMemoryRules(Rules[H], Generic[H]):
+    """The rules of workers that update one model in the memory of a machine."""
+
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
@@ -72,12 +72,30 @@ class Hogwild(Trainer):
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
-    def is_synchronous(cls, options: StrategyConfig) -> bool:
+    def is_synchronous(cls, options: H) -> bool:
         return False
 
     @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: H, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
+
+
+@register("hogwild")
+class HogwildRules(SharedMemoryRules[HogwildConfig]):
+    """Workers without a lock."""
+
+    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
+
+    @classmethod
+    def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
+        return Hogwild
+
+
+class Hogwild(Trainer):
+    """One worker. Subclasses decide which parts of a step take the lock."""
+
+    passes: WholeModel
+    moves_parameters = True
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from orchestrator.config.schema import StrategyConfig, option
-from orchestrator.strategies.asynchronous.hogwild import Hogwild, HogwildConfig
+from orchestrator.job import Job
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.asynchronous.hogwild import Hogwild, HogwildConfig, SharedMemoryRules
 from orchestrator.strategies.registry import register
 
 
@@ -28,10 +30,18 @@ class LockedSGDConfig(HogwildConfig):
 
 
 @register("locked_sgd")
-class LockedSGD(Hogwild):
-    """One worker."""
+class LockedRules(SharedMemoryRules[LockedSGDConfig]):
+    """Workers with a lock."""
 
     config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
+
+    @classmethod
+    def trainer(cls, options: LockedSGDConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
+        return LockedSGD
+
+
+class LockedSGD(Hogwild):
+    """One worker."""
 
     @property
     def _locks_update(self) -> bool:
@@ -42,6 +52,4 @@ class LockedSGD(Hogwild):
 
     @property
     def _locks_step(self) -> bool:
-        options = self.context.options
-        assert isinstance(options, LockedSGDConfig)
-        return options.lock == "step"
+        return LockedSGDConfig.of(self.context.options).lock == "step"

@@ -5,26 +5,31 @@ The training is the script's own: ``worker/script/`` starts it in a process of i
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.job import Job
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.external.job import Script, ScriptConfig
 from orchestrator.strategies.registry import register
+from orchestrator.strategies.rules import Rules
 
 
 @register("script")
-class ScriptStrategy(Strategy):
+class ScriptRules(Rules[ScriptConfig]):
     """Layout rules alone: a rank is a process of the script, and no model is known."""
 
     config_class: ClassVar[type[StrategyConfig]] = ScriptConfig
     runs_script = True
 
     @classmethod
-    def is_synchronous(cls, options: StrategyConfig) -> bool:
+    def is_synchronous(cls, options: ScriptConfig) -> bool:
         return False
+
+    @classmethod
+    def trainer(cls, options: ScriptConfig, mesh: Mesh, job: Job) -> NoReturn:
+        raise NotImplementedError("a script trains itself")
 
     @classmethod
     def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:

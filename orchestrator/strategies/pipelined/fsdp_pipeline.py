@@ -11,22 +11,19 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
 from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
-from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
@@ -34,52 +31,20 @@ from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import Outline, compile_in_place
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.pipelined.layout import GridConfig, pipelines_of, reshard_errors, staged
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
-from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
-from orchestrator.strategies.sharded.options import ShardedConfig, options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDPPipelineConfig(GridConfig, ShardedConfig):
-    """The keys of ``fsdp_pipeline``."""
-
-    name: Literal["fsdp_pipeline"]
-
-
-@register("fsdp_pipeline")
 class FSDPPipeline(Pipeline):
     """A part of each tensor of one stage, or of several."""
 
-    config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
     evaluates_padding = True
-
-    @classmethod
-    def replica_size(cls, options: StrategyConfig) -> int:
-        assert isinstance(options, FSDPPipelineConfig)
-        return options.pipeline_parallel_size
-
-    @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        options = config.strategy
-        assert isinstance(options, FSDPPipelineConfig)
-        p, before = options.pipeline_parallel_size, len(errors)
-        shards = pipelines_of(config, num_workers, errors)
-        if shards == 1 and len(errors) == before:
-            errors.append(
-                f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
-                f"set it to {2 * p} or more, or use strategy=pipeline"
-            )
-        if options.reshard_after_forward:
-            errors += reshard_errors(options.schedule)
-        mesh = Mesh(pipeline=p, shard=shards, replicas_close=True)
-        return staged(config, mesh, errors, valid_mesh=len(errors) == before)
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -90,12 +55,8 @@ class FSDPPipeline(Pipeline):
         return notes
 
     @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
-        return dataclasses.replace(Division.of(mesh), gradients=1)
-
-    @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        options = options_of(config.strategy)
+        options = ShardedConfig.of(config.strategy)
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if options.reshard_after_forward:
             return options.gathered_bytes(model, share=share)
@@ -113,7 +74,7 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        whole, options = build_fake(builder.constructor, CPU), options_of(self.context.options)
+        whole, options = build_fake(builder.constructor, CPU), ShardedConfig.of(self.context.options)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
         own.model.calls = check_forward(
             self.job,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import StrategyConfig, TrainConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
@@ -41,29 +41,6 @@ class PipelinedConfig(StagedConfig):
     stages_per_rank: int | Literal["auto"] = option("stages per worker; auto: as many as the schedule needs", minimum=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GridConfig(PipelinedConfig):
-    """The further keys of a strategy with several workers for each stage."""
-
-    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
-
-    size_key: ClassVar[str] = "strategy.pipeline_parallel_size"
-
-
-def pipelines_of(config: Config, num_workers: int, errors: list[str]) -> int:
-    """Return how many pipelines ``num_workers`` workers make; append an error to ``errors`` if some are left over."""
-    options = config.strategy
-    assert isinstance(options, GridConfig)
-    p = options.pipeline_parallel_size
-    if num_workers % p:
-        nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
-        errors.append(
-            f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
-            f"set it to {nearest}"
-        )
-    return max(1, num_workers // p)
-
-
 P = TypeVar("P", bound=PipelinedConfig)
 
 
@@ -86,43 +63,31 @@ def reshard_errors(schedule: str) -> list[str]:
     ]
 
 
-def one_pipeline(config: Config, num_workers: int, errors: list[str]) -> Layout:
-    """Return the layout of a single pipeline over ``num_workers`` workers; append its errors to ``errors``."""
-    if num_workers < 2:
-        errors.append(
-            f"strategy.num_workers={num_workers}: strategy={config.strategy.name} needs at least 2, one per stage; "
-            "use strategy=single for one"
-        )
-    return staged(config, Mesh(pipeline=num_workers), errors, valid_mesh=num_workers >= 2)
-
-
-def staged(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool, notes: tuple[str, ...] = ()) -> Layout:
+def staged(options: StagedConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool) -> Layout:
     """Return the layout of a model that is cut into stages.
 
     Args:
-        config: the configuration of a strategy with stages.
+        options: the keys of a strategy with stages.
+        train: the ``train`` section of the configuration.
         mesh: the grid of ranks.
         errors: receives a line for each error, which names the key to change.
         valid_mesh: whether the number of workers allows ``mesh``; if not, the batch is not checked against it.
-        notes: remarks for the user.
 
     Returns:
         The layout; its ``pipeline`` is None after an error.
     """
-    options = config.strategy
-    assert isinstance(options, StagedConfig)
     return Layout(
         mesh=mesh,
-        pipeline=_pipeline(config, mesh, errors, valid_mesh=valid_mesh),
+        pipeline=_pipeline(options, train, mesh, errors, valid_mesh=valid_mesh),
         split=None if options.split == "auto" else options.split,
-        notes=notes,
     )
 
 
-def _pipeline(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool) -> PipelineLayout | None:
+def _pipeline(
+    strategy: StagedConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool
+) -> PipelineLayout | None:
     """Return stages and micro-batches; None if they are impossible, with the reasons appended to ``errors``."""
-    strategy, train, p = config.strategy, config.train, mesh.pipeline
-    before = len(errors)
+    p, before = mesh.pipeline, len(errors)
     requested: int | Literal["auto"] = 1
     schedule, per_rank = SCHEDULES["GPipe"], 1
     if isinstance(strategy, PipelinedConfig):
@@ -147,7 +112,7 @@ def _pipeline(config: Config, mesh: Mesh, errors: list[str], *, valid_mesh: bool
 
     num_microbatches = microbatches_for(train.global_batch_size)
     if num_microbatches is None and valid_mesh:
-        errors.append(_uneven_batch_error(config, mesh, microbatches_for))
+        errors.append(_uneven_batch_error(strategy, train, mesh, microbatches_for))
     if len(errors) > before or num_microbatches is None or not valid_mesh:
         return None
     return PipelineLayout(
@@ -170,9 +135,10 @@ def _stages_per_rank(strategy: PipelinedConfig, schedule: Schedule, errors: list
     return requested
 
 
-def _uneven_batch_error(config: Config, mesh: Mesh, microbatches_for: Callable[[int], int | None]) -> str:
+def _uneven_batch_error(
+    strategy: StagedConfig, train: TrainConfig, mesh: Mesh, microbatches_for: Callable[[int], int | None]
+) -> str:
     """Return the error for a batch that cannot be cut evenly, with the nearest batch sizes that can be."""
-    strategy, train = config.strategy, config.train
     batch = train.global_batch_size
     pieces, keys = [], []
     if mesh.data_parallel_size > 1:

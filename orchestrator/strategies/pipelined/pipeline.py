@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.pipelining import sends_one_way
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import Shared, Stage, state_of
-from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import BATCH, even_shares
 from orchestrator.planning.placement import Placement
 from orchestrator.planning.plan import Plan
@@ -46,13 +45,12 @@ from orchestrator.strategies.groups import MeshGroups, divided
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
-from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, one_pipeline
+from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.registry import register
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.diverging import diverging_errors
@@ -60,26 +58,13 @@ from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline.spans import Span
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig(PipelinedConfig):
-    """The keys of ``pipeline``."""
-
-    name: Literal["pipeline"]
-
-
-@register("pipeline")
 class Pipeline(PartTrainer):
     """The stages of one rank."""
 
-    config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
     passes: Chain
     cuts_batches = True
     divides_model = True
     moves_parameters = True
-
-    @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        return one_pipeline(config, num_workers, errors)
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -289,9 +274,8 @@ class Pipeline(PartTrainer):
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""
-        options = self.context.options
-        assert isinstance(options, StagedConfig)
-        return None if options.split == "auto" else options.split
+        split = StagedConfig.of(self.context.options).split
+        return None if split == "auto" else split
 
     def _agree_on_cut(self) -> Cut:
         """Return the same cut on every rank. Collective, unless the configuration gives the cut.

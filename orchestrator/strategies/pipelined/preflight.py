@@ -56,9 +56,8 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
             "use strategy=ddp, or let Job.model return an nn.Module that takes the input of a batch as it is"
         )
         return ()
-    strategy, layout = config.strategy, plan.pipeline
+    strategy, layout = StagedConfig.of(config.strategy), plan.pipeline
     assert layout is not None
-    assert isinstance(strategy, StagedConfig)
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
     try:

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig
-from orchestrator.planning.memory import Division
-from orchestrator.planning.mesh import BATCH, Mesh
+from orchestrator.config.schema import Config
+from orchestrator.planning.mesh import BATCH
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
@@ -33,10 +32,6 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
         if len(errors) == before:
             check_optimizer_shards(outline, plan, errors)  # its note is on whole models
         return notes
-
-    @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
-        return Division(optimizer=mesh.shard, stages=mesh.pipeline)
 
     def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
         # Divided as in the whole model, so that stages that share a tensor have the same part of it on each rank.

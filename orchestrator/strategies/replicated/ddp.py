@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,40 +23,30 @@ from orchestrator.compat.torch import (
     set_ddp_timing,
     without_buffer_broadcasts,
 )
-from orchestrator.config.schema import Config, StrategyConfig
-from orchestrator.job import Job, has_training_step
-from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division
-from orchestrator.planning.mesh import Mesh
+from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
-from orchestrator.strategies.replicated.ddp_options import DDPConfig, bucket_notes, option_errors
-from orchestrator.strategies.replicated.job_step import JobStep
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, bucket_notes
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
-from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, check_batchnorm, synchronize
+from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.whole_model import WholeModel
 
 
-@register("ddp")
 class DDP(Trainer):
     """A replica of the model whose gradients are summed over all ranks."""
 
-    config_class: ClassVar[type[StrategyConfig]] = DDPConfig
-    runs_training_step = True
     passes: WholeModel
     _buckets: InBackward | None = None  # while there is a process group
     _powersgd: PowerSGD | None = None
@@ -64,39 +54,15 @@ class DDP(Trainer):
     _norms: Sequence[SyncBatchNorm] = ()
 
     @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        options = config.strategy
-        assert isinstance(options, DDPConfig)
-        return Layout(mesh=Mesh(shard=num_workers) if options.shard_optimizer else Mesh(replicate=num_workers))
-
-    @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
-        return Division(optimizer=mesh.shard)
-
-    @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options = config.strategy
-        assert isinstance(options, DDPConfig)
-        errors += option_errors(options, config.train, outline.job, plan)
-        errors += diverging_errors(outline.model, plan)
-        notes = check_batchnorm(outline.model, plan, synchronized=options.sync_batchnorm, errors=errors)
-        if has_training_step(outline.job):
-            return notes
+        options, notes = ReplicatedConfig.of(config.strategy), super().check_job(config, outline, plan, errors)
         if options.shard_optimizer:
             notes = (*notes, *check_optimizer_shards(outline, plan, errors))
         return (*notes, *bucket_notes(options, outline.model, plan))
 
-    @classmethod
-    def create(cls, context: Context, job: Job) -> Strategy:
-        """Return ``JobStep`` for a job that makes its own updates, else ``DDP`` or ``ShardedDDP``."""
-        options = _options(context)
-        if has_training_step(job):
-            return JobStep(context, job, sync_batchnorm=options.sync_batchnorm)
-        return ShardedDDP(context, job) if options.shard_optimizer else cls(context, job)
-
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
-        options, model = _options(self.context), self.passes.model
+        options, model = ReplicatedConfig.of(self.context.options), self.passes.model
         if options.sync_batchnorm:
             self._norms = synchronize(model, self.context.device)
         if options.comm_hook == "powersgd":
@@ -166,7 +132,7 @@ class InBackward(GroupReduction):
         super().__init__(context, trained, MeshGroups(context))
         self._passes = passes
         self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
-        self._options = options = _options(context)
+        self._options = options = ReplicatedConfig.of(context.options)
         # DDP divides gradients by the number of ranks, and a sum is needed: the loss has its global weight already.
         self.averages_over = context.mesh.world_size
         # At this level, DDP's errors name the parameters concerned.
@@ -260,8 +226,3 @@ class InBackwardShards(InBackward):
     def finish(self) -> None:
         super().finish()
         self._shards.take_gradients()
-
-
-def _options(context: Context) -> DDPConfig:
-    assert isinstance(context.options, DDPConfig)
-    return context.options

@@ -1,4 +1,4 @@
-"""The keys of ``ddp``, and which of them go together."""
+"""The keys of strategies with the whole model on each worker, and which of them go together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ SMALLEST_COMPILED_BUCKET_MB = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(StrategyConfig):
-    """The keys of ``ddp``."""
+class ReplicatedConfig(StrategyConfig):
+    """How gradients of replicas are averaged, and what is divided over them."""
 
-    elastic = True
-
-    name: Literal["ddp"]
     bucket_mb: float | Literal["auto"] = option(
         "size of the gradient buckets, in MiB; auto: 25 on CPUs, on GPUs an eighth of the gradients, from 25 to 200",
         above=0,
@@ -38,7 +35,7 @@ class DDPConfig(StrategyConfig):
     sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 
 
-def option_errors(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:
+def option_errors(options: ReplicatedConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:
     """Return why the options cannot be combined with each other, or with the job."""
     errors: list[str] = []
     if has_training_step(job):
@@ -64,7 +61,7 @@ def option_errors(options: DDPConfig, train: TrainConfig, job: Job, plan: Plan) 
     return errors
 
 
-def bucket_notes(options: DDPConfig, model: nn.Module | None, plan: Plan) -> tuple[str, ...]:
+def bucket_notes(options: ReplicatedConfig, model: nn.Module | None, plan: Plan) -> tuple[str, ...]:
     """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets for a ``model`` than torch does."""
     if options.bucket_mb != "auto" or plan.device == "cpu" or model is None:
         return ()
@@ -72,7 +69,7 @@ def bucket_notes(options: DDPConfig, model: nn.Module | None, plan: Plan) -> tup
     return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
 
 
-def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:
+def _not_static(options: ReplicatedConfig, train: TrainConfig) -> list[str]:
     """Return why the steps do not have one graph, as ``strategy.static_graph=true`` says."""
     key, errors = "strategy.static_graph=true", []
     if train.grad_accumulation > 1:
@@ -87,7 +84,7 @@ def _not_static(options: DDPConfig, train: TrainConfig) -> list[str]:
     return errors
 
 
-def _unsupported(options: DDPConfig, plan: Plan) -> list[str]:
+def _unsupported(options: ReplicatedConfig, plan: Plan) -> list[str]:
     """Return an error for each option that cannot be combined with ``Job.training_step``."""
     errors = []
     if options.shard_optimizer:

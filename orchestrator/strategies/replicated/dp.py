@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, join, num_rows, tensors_in
 from orchestrator.model.precision import Precision
@@ -32,6 +32,7 @@ from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, l
 from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
+from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
@@ -61,9 +62,8 @@ class Scattered(WholeModel):
 
     def __init__(self, job: Job, context: Context, precision: Precision):
         super().__init__(job, context, precision)
-        assert isinstance(context.options, DPConfig)
         self.gathered_bytes = 0
-        self._options = context.options
+        self._options = DPConfig.of(context.options)
         self._outputs: Sequence[Any] = ()  # of the replicas, until the loss is computed
 
     def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
@@ -145,18 +145,17 @@ class Scattered(WholeModel):
 
 
 @register("dp")
-class DP(Trainer):
-    """One process that trains on several devices."""
+class DPRules(Rules[DPConfig]):
+    """One process for all devices."""
 
     config_class: ClassVar[type[StrategyConfig]] = DPConfig
-    passes_class = Scattered
-    passes: Scattered
-    _replicas: Replicas | None = None
-    _steps = 0
-    counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
-    def default_num_workers(cls, options: StrategyConfig, *, gpus: Sequence[int], spares: int) -> int:
+    def trainer(cls, options: DPConfig, mesh: Mesh, job: Job) -> type[DP]:
+        return DP
+
+    @classmethod
+    def default_num_workers(cls, options: DPConfig, *, gpus: Sequence[int], spares: int) -> int:
         """Return the most GPUs that one process can have, with as many on the nodes for each spare process."""
         if not gpus:
             return 2
@@ -164,13 +163,23 @@ class DP(Trainer):
         return next((n for n in range(max(gpus), 1, -1) if sum(g // n for g in gpus) >= processes), 1)
 
     @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: DPConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         """One process drives all devices: ``strategy.num_workers`` counts these."""
         return Layout(
             mesh=Mesh(),
             devices_per_worker=num_workers,
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
+
+
+class DP(Trainer):
+    """The process."""
+
+    passes_class = Scattered
+    passes: Scattered
+    _replicas: Replicas | None = None
+    _steps = 0
+    counts_flops = False  # the replicas run in threads of their own
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:

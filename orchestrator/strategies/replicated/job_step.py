@@ -31,6 +31,7 @@ from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.replicated import gather
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
@@ -43,11 +44,11 @@ from orchestrator.user_code.errors import JobError
 class JobStep(Trainer):
     """The whole model, with equal state on every rank, trained by ``Job.training_step``."""
 
+    runs_training_step = True
     passes: WholeModel
 
-    def __init__(self, context: Context, job: Job, *, sync_batchnorm: bool = False):
+    def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        self._sync_batchnorm = sync_batchnorm
         self._updating = False  # from the first update of a step to its end
         self._frozen_versions_before: Sequence[tuple[int, int]] = ()
         self._wants_norm = False
@@ -65,7 +66,7 @@ class JobStep(Trainer):
         for name, optimizer in self.optimizers.items():
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
             optimizer.register_step_post_hook(_forget_casts)
-        if self._sync_batchnorm:
+        if isinstance(options := self.context.options, ReplicatedConfig) and options.sync_batchnorm:
             synchronize(model, self.context.device)
 
     def _division(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,12 @@ from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.planning.boxes import Box, is_divisible
+from orchestrator.planning.boxes import Box, Shape, is_divisible
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device_clock import WaitTimer
-from orchestrator.strategies.sharded.options import options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 
@@ -51,6 +52,7 @@ class DividedModel:
         precision: Precision,
         *,
         wanted: Callable[[str], bool] = lambda name: True,
+        placed: Callable[[str, Shape], Placement] = lambda name, shape: Placement(shape=shape),
     ):
         """Compute this rank's part of the initial values, without other ranks.
 
@@ -59,6 +61,7 @@ class DividedModel:
             context: of this rank.
             precision: what the passes are computed in.
             wanted: whether the tensor of a given name is divided or kept; see ``build_divided``.
+            placed: returns where a parameter of the model is, given its name and shape, before it is divided here.
         """
         index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
 
@@ -67,7 +70,7 @@ class DividedModel:
                 return ()
             return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape))
 
-        self._options = options_of(context.options)
+        self._options = ShardedConfig.of(context.options)
         self.model, own = build_divided(
             build,
             part,
@@ -80,10 +83,13 @@ class DividedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts = {named[name]: part for name, part in own.items()}
         self.parts = {name: parts[parameter] for name, parameter in named.items() if parameter in parts}
-        shapes = {name: tuple(named[name].shape) for name in self.parts}
-        self.placements = {n: Placement(shape=s, cuts=(ROWS,) if is_divisible(s) else ()) for n, s in shapes.items()}
+        outer = {name: placed(name, tuple(named[name].shape)) for name in self.parts}
+        self.placements = {
+            name: replace(placement, cuts=(*placement.cuts, ROWS)) if is_divisible(placement.shape) else placement
+            for name, placement in outer.items()
+        }
         self.distinct = list(own.values())
-        divided = {self.parts[name] for name, placement in self.placements.items() if placement.cuts}
+        divided = {self.parts[name] for name, placement in self.placements.items() if ROWS in placement.cuts}
         self.scalars = [part for part in self.distinct if part not in divided]
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
@@ -143,7 +149,7 @@ class DividedModel:
                     slot.fill(memory)
 
         filled: set[int] = set()
-        divided = {name for name, placement in self.placements.items() if placement.cuts}
+        divided = {name for name, placement in self.placements.items() if ROWS in placement.cuts}
         dtypes = None
         if self._autocast_dtype is not None:
             dtypes = functools.partial(gathered_dtypes, autocast_dtype=self._autocast_dtype)

@@ -9,44 +9,34 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestrator.compat.generators import kept_generators
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import Config
 from orchestrator.model.gathered import gathered_share
-from orchestrator.model.parity import free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.planning.layout import Layout
-from orchestrator.planning.memory import Division, size_text
 from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import Division as BatchDivision
-from orchestrator.strategies.data.batch_parts import not_compared
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.divided_model import PartSums
-from orchestrator.strategies.sharded.options import ShardedConfig, options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
-from orchestrator.strategies.whole_model import WholeModel
-
-COMPARED_BYTES = 2**30
-"""The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
     MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
@@ -54,72 +44,33 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ShardedConfig):
-    """The keys of ``fsdp``."""
-
-    elastic = True
-
-    name: Literal["fsdp"]
-    cpu_offload: bool = option(
-        "keep shards, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
-        "what it has gathered, and activations"
-    )
-
-    @property
-    def offloads(self) -> bool:
-        return self.cpu_offload
-
-
-@register("fsdp")
 class FSDP(PartTrainer):
     """A shard of each tensor of the model on every worker, and replicas of the shards if the mesh has them."""
 
-    config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
     divides_model = True
     moves_parameters = True
     evaluates_padding = True
     passes: ShardedModel
-
-    @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        if num_workers < 2:
-            errors.append(
-                f"strategy.num_workers={num_workers}: strategy=fsdp divides the model over at least 2 workers; use "
-                "strategy=single for one"
-            )
-        return Layout(mesh=Mesh(shard=num_workers))
+    _tensor: TensorParts | None = None
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
-        return (*notes, *check_shards(config, outline, plan, errors))
+        return (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        return options_of(config.strategy).gathered_bytes(model, share=share)
-
-    @classmethod
-    def division(cls, options: StrategyConfig, mesh: Mesh) -> Division:
-        return replace(Division.of(mesh), on_host=options_of(options).offloads)
+        return ShardedConfig.of(config.strategy).gathered_bytes(model, share=share)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
-        self.passes = ShardedModel(self.job, self.context, self.precision)
+        self._tensor = tensor_parts(self.context, self.job, train_set)
+        self.passes = ShardedModel(self.job, self.context, self.precision, self._tensor)
         self._warnings = self.notes_on(self.passes.model, train_set)
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
-        """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
-        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
-        limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
-        if size > limit:
-            return not_compared(
-                division, f"rank 0 would build the whole model of {size_text(size)}, more than {size_text(limit)}"
-            )
-        with kept_generators(context.device):
-            whole = WholeModel(self.job, context, self.precision)
-        return super().warning_about(division, whole.model, train_set)
+        return self.warning_of_whole(division, model, train_set)
 
     def attach(self) -> None:
         """Divide the model over the process groups of this generation."""
@@ -131,6 +82,8 @@ class FSDP(PartTrainer):
             self.trained = self._trained(self._train_set)
             self._train_set = None
         super().attach()  # frees gradients before the model is divided
+        if self._tensor is not None:
+            self._tensor.connect(groups.over("tensor"), context.device)
         passes.divide(shards)
         self.trained.use([passes.model])
         batch, _ = groups.over(*BATCH), groups.over("replicate")  # formed here, on all ranks
@@ -143,7 +96,7 @@ class FSDP(PartTrainer):
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
         optimizer = optimizer_of_part(self.job, whole.model, passes.module())
         passes.divided.calls = check_forward(
-            self.job, whole, train_set, precision=self.precision, options=options_of(context.options)
+            self.job, whole, train_set, precision=self.precision, options=ShardedConfig.of(context.options)
         )
         return Trained(
             self.job,
@@ -188,4 +141,6 @@ class FSDP(PartTrainer):
         if hasattr(self, "passes"):  # otherwise setup() has failed
             self.passes.close()
             self.reduction = Reduction()
+            if self._tensor is not None:
+                self._tensor.peers.group = None
         super().close()

@@ -52,9 +52,3 @@ class ShardedConfig(StrategyConfig):
             ahead=self.prefetch,
             share=share,
         )
-
-
-def options_of(options: StrategyConfig) -> ShardedConfig:
-    """Return the keys of a strategy that divides tensors."""
-    assert isinstance(options, ShardedConfig)
-    return options

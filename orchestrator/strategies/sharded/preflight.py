@@ -15,7 +15,7 @@ from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.sharded.options import options_of
+from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
 from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
@@ -33,7 +33,7 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     Returns:
         Notes for the user, printed with the plan.
     """
-    options, before = options_of(config.strategy), len(errors)
+    options, before = ShardedConfig.of(config.strategy), len(errors)
     if options.offloads and plan.device == "cpu":
         errors.append(
             "strategy.cpu_offload=true: workers compute on CPUs, so their shards are in host memory anyway; set it to "
@@ -50,8 +50,7 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     except ValueError as e:
         errors.append(str(e))
         return ()
-    errors += [f"{name}: {reason}" for reason in _reasons(whole.model, groups)]
-    errors += elementwise_errors(name, outline.job, whole.model, otherwise="use strategy=ddp")
+    errors += part_errors(config, outline, groups)
     if len(errors) > before:
         return ()
     notes = []
@@ -75,6 +74,13 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     if (note := note_on_dropout(whole.model)) is not None:
         notes.append(note)
     return tuple(notes)
+
+
+def part_errors(config: Config, outline: Outline, groups: Sequence[Group] = ()) -> list[str]:
+    """Return why workers cannot train parts of the parameters of the job's model; ``groups`` are gathered together."""
+    name, model = f"strategy={config.strategy.name}", outline.whole.model
+    errors = [f"{name}: {reason}" for reason in _reasons(model, groups)]
+    return errors + elementwise_errors(name, outline.job, model, otherwise="use strategy=ddp")
 
 
 def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:

@@ -17,6 +17,7 @@ from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import compile_in_place, constructor_of
 from orchestrator.strategies.measure.job_metrics import Measure
 from orchestrator.strategies.sharded.divided_model import DividedModel
+from orchestrator.strategies.transforms.tensor import TensorParts
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -28,13 +29,17 @@ class ShardedModel(WholeModel):
         saved_names: the names of all tensors of a checkpoint.
     """
 
-    def __init__(self, job: Job, context: Context, precision: Precision):
-        """Compute this rank's shards of the initial values of the whole model, without other ranks."""
+    def __init__(self, job: Job, context: Context, precision: Precision, tensor: TensorParts | None = None):
+        """Compute this rank's shards of the initial values, without other ranks: of the whole model, or of a part."""
         self.job = job
         self.precision = precision
         self._device = context.device
         self._train = context.train
-        self.divided = DividedModel(constructor_of(job, context.train, precision), context, precision)
+        build = constructor_of(job, context.train, precision)
+        if tensor is None:
+            self.divided = DividedModel(build, context, precision)
+        else:
+            self.divided = DividedModel(tensor.of(build), context, precision, placed=tensor.plan.placement)
         self.model = self.divided.model
         self.saved_names = tuple(self.model.state_dict())
 

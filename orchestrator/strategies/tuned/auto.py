@@ -25,10 +25,12 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.presets.replicas import DDPConfig
+from orchestrator.strategies.presets.shards import FSDPConfig
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
-from orchestrator.strategies.replicated.ddp_options import DDPConfig
-from orchestrator.strategies.sharded.fsdp import FSDP, FSDPConfig
+from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
 from orchestrator.strategies.tuned.passes import (
     data_cost,
@@ -91,21 +93,29 @@ class AutoConfig(StrategyConfig):
 
 
 @register("auto")
-class Auto(Strategy):
-    """Measures what passes, updates and messages cost on all workers."""
+class AutoRules(Rules[AutoConfig]):
+    """Workers that each have the whole model."""
 
     config_class: ClassVar[type[StrategyConfig]] = AutoConfig
-    runs_training_step = True
-    counts_flops = False
 
     @classmethod
-    def is_synchronous(cls, options: StrategyConfig) -> bool:
+    def is_synchronous(cls, options: AutoConfig) -> bool:
         return False
 
     @classmethod
-    def extra_processes(cls, options: StrategyConfig, num_workers: int) -> int:
-        assert isinstance(options, AutoConfig)
+    def extra_processes(cls, options: AutoConfig, num_workers: int) -> int:
         return server_counts(num_workers)[-1] if options.with_servers else 0
+
+    @classmethod
+    def trainer(cls, options: AutoConfig, mesh: Mesh, job: Job) -> type[Auto]:
+        return Auto
+
+
+class Auto(Strategy):
+    """Measures what passes, updates and messages cost on all workers."""
+
+    runs_training_step = True
+    counts_flops = False
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -163,10 +173,10 @@ class Auto(Strategy):
         """Measure on all ranks together. Collective."""
         context, job, train_set, control = self.context, self.job, self._train_set, self._control
         free_bytes = free_memory(context.device)
-        assert isinstance(context.options, AutoConfig)
-        with_servers = context.options.with_servers and context.device.type == "cpu"
+        options = AutoConfig.of(context.options)
+        with_servers = options.with_servers and context.device.type == "cpu"
         counts = worker_counts(context.mesh.world_size)
-        stages = stage_counts(context.mesh.world_size, context.options.schedules)
+        stages = stage_counts(context.mesh.world_size, options.schedules)
         divided = divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
         layers = next((division.layers for division in divided if division.layers), ())
         activation_bytes = sum(layer.activation_bytes for layer in layers)
@@ -186,11 +196,11 @@ class Auto(Strategy):
         added = MachineryCost()
         on_devices_ms = None
         if control is not None:
-            if whole.passes and context.options.with_devices:
+            if whole.passes and options.with_devices:
                 on_devices_ms = devices_ms(job, train_set, context, control)
             groups = tuple(group_cost(n, context, control) for n in counts if n > 1)
             message = message_cost(context, control)
-            pipelines = context.options.with_pipelines
+            pipelines = options.with_pipelines
             added = machinery_cost(context, control, with_pipelines=pipelines, with_servers=with_servers)
         profile = Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
@@ -221,7 +231,6 @@ class Auto(Strategy):
     def _with_rest(self, profile: Profile, control: dist.ProcessGroup) -> Profile:
         """Return a profile with what ``ddp`` and ``fsdp`` take longer than the parts that were measured. Collective."""
         context, n = self.context, self.context.mesh.world_size
-        assert isinstance(context.options, AutoConfig)
         measured = functools.partial(
             together_ms, job=self.job, train_set=self._train_set, context=context, control=control
         )
@@ -229,7 +238,7 @@ class Auto(Strategy):
         known_ms = step_of_replicas_ms(profile, n, rows=rows, threads=threads)
         ddp_ms = measured(DDP, _ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
         profile = dataclasses.replace(profile, ddp_ms=0.0 if ddp_ms is None else ddp_ms - known_ms)
-        if not context.options.with_parts:
+        if not AutoConfig.of(context.options).with_parts:
             return profile
         known_ms = step_in_parts_ms(profile, n, rows=rows, threads=threads)
         parts_ms = measured(FSDP, _fsdp_options(n), Mesh(shard=n), expected_ms=known_ms)
@@ -247,10 +256,19 @@ def _ddp_options(num_workers: int) -> DDPConfig:
         static_graph=False,
         shard_optimizer=False,
         sync_batchnorm=False,
+        tensor=1,
+        tensor_pairs="auto",
     )
 
 
 def _fsdp_options(num_workers: int) -> FSDPConfig:
     return FSDPConfig(
-        name="fsdp", num_workers=num_workers, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False
+        name="fsdp",
+        num_workers=num_workers,
+        tensor=1,
+        tensor_pairs="auto",
+        wrap="auto",
+        reshard_after_forward=True,
+        prefetch=1,
+        cpu_offload=False,
     )

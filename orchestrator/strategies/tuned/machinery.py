@@ -19,11 +19,14 @@ from orchestrator.compat.pipelining import computations
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
-from orchestrator.strategies.asynchronous.parameter_server import ParameterServer, ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.groups import new_group
-from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
-from orchestrator.strategies.replicated.single import Single, SingleConfig
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.presets.replicas import SingleConfig
+from orchestrator.strategies.presets.stages import PipelineConfig
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.passes import STEPS
 from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
 from orchestrator.timeline.ideal import simulate
@@ -109,7 +112,7 @@ def machinery_cost(
     job = _TinyJob(layers=n)
     measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
     return MachineryCost(
-        base_ms=measured(Single(alone, job), rows=ROWS * n),
+        base_ms=measured(Trainer(alone, job), rows=ROWS * n),
         pipeline=_pipeline_cost(tiny, measured, stages_per_rank=1) if with_pipelines else NO_COST,
         interleaved=_pipeline_cost(tiny, measured, stages_per_rank=2) if with_pipelines else NO_COST,
         server=_server_cost(tiny, alone, measured) if with_servers else NO_COST,
@@ -145,7 +148,7 @@ def _server_cost(context: Context, alone: Context, measured: Callable[..., float
     points = []
     for width in SERVED_WIDTHS:
         job = _TinyJob(layers=1, width=width)
-        single_ms = measured(Single(alone, job), rows=ROWS)
+        single_ms = measured(Trainer(alone, job), rows=ROWS)
         served_ms = measured(ParameterServer.create(served, job), rows=ROWS)
         received_bytes = workers * sum(p.nbytes for p in job.model().parameters())
         points.append((received_bytes / MIB, max(LEAST_MS, served_ms - single_ms)))

@@ -24,8 +24,8 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.presets.replicas import SingleConfig
 from orchestrator.strategies.replicated.dp import DP, DPConfig
-from orchestrator.strategies.replicated.single import Single, SingleConfig
 from orchestrator.strategies.sharded.wrapping import bytes_by_group
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.stopwatch import LEAST_RUNS, mean_over, medians_ms
@@ -189,7 +189,7 @@ def whole_model_cost(
     alone = dataclasses.replace(
         context, mesh=Mesh(), global_rank=0, train=train, options=SingleConfig(name="single", num_workers=1)
     )
-    strategy = Single(alone, job)
+    strategy = Trainer(alone, job)
     _prepare(strategy, train_set)
     sizes = sorted({max(1, math.ceil(largest / 2**i)) for i in range(NUM_SIZES)})
     batches = {rows: _batch(job, train_set, rows) for rows in sizes}

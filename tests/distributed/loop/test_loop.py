@@ -30,7 +30,7 @@ from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.single import Single
+from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
 from orchestrator.worker.data.batches import SampleOrder
@@ -363,7 +363,7 @@ def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
         assert all(a.error is not None for a in answers)
 
 
-class Noted(Single):
+class Noted(Trainer):
     """Has something to say about its set-up."""
 
     def setup_warnings(self):

@@ -21,7 +21,7 @@ from helpers.records.runs import in_campaign
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.sharded.fsdp import ShardedConfig
+from orchestrator.strategies.sharded.options import ShardedConfig
 
 STOP, STEPS = 3, 6
 OTHERS = {"adamw-scheduled": (1, 11), "sgd-momentum": (3, 8, 14)}

@@ -30,7 +30,6 @@ from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK, PENDING
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.replicated import optimizer_shards
-from orchestrator.strategies.replicated.single import Single
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.worker.control.context import context_of
@@ -333,7 +332,7 @@ def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
         rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case, checkpoint_every=2
     )
     outbox, confirm = Outbox(Redactor()), Ended(at)
-    strategy = Single(context_of(orders, CPU), case.job)
+    strategy = Trainer(context_of(orders, CPU), case.job)
     loop = loop_of(orders, case, strategy, outbox=outbox)
     strategy.confirm = confirm
     with contextlib.suppress(AbandonedError):

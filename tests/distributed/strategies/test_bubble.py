@@ -12,7 +12,8 @@ from helpers.conformance.training import make, steps
 from helpers.ranks.gang import Gang
 from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
-from orchestrator.strategies.pipelined.pipeline import Pipeline, PipelineConfig
+from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.presets.stages import PipelineConfig
 from orchestrator.timeline.ideal import order_of, theoretical_bubble
 from orchestrator.timeline.spans import Span, aligned, bubble, extent_s
 

@@ -14,8 +14,7 @@ from orchestrator.protocol.messages import Assignment, WorkerEnvironment
 from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.ddp_options import DDPConfig
-from orchestrator.strategies.replicated.single import SingleConfig
+from orchestrator.strategies.presets.replicas import DDPConfig, SingleConfig
 from orchestrator.user_code.callbacks import Callback
 
 TRAIN = schema.TrainConfig(
@@ -49,6 +48,8 @@ DDP = DDPConfig(
     static_graph=False,
     shard_optimizer=False,
     sync_batchnorm=False,
+    tensor=1,
+    tensor_pairs="auto",
 )
 CLUSTER = schema.ClusterConfig(
     address=None,

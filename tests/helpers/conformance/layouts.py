@@ -18,16 +18,17 @@ from orchestrator.config import schema
 from orchestrator.planning.mesh import Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
-from orchestrator.strategies.asynchronous.parameter_server import ParameterServerConfig
-from orchestrator.strategies.composed.mesh import MeshConfig
-from orchestrator.strategies.pipelined.ddp_pipeline import DDPPipelineConfig
-from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipelineConfig
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
-from orchestrator.strategies.pipelined.model_parallel import ModelParallelConfig
-from orchestrator.strategies.pipelined.pipeline import PipelineConfig
+from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.strategies.presets.shards import FSDPConfig, HSDPConfig
+from orchestrator.strategies.presets.stages import (
+    DDPPipelineConfig,
+    FSDPPipelineConfig,
+    ModelParallelConfig,
+    PipelineConfig,
+)
 from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.strategies.sharded.fsdp import FSDPConfig
-from orchestrator.strategies.sharded.hsdp import HSDPConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
@@ -88,8 +89,26 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
     )
 
 
-FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False)
-HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True, prefetch=1)
+FSDP = FSDPConfig(
+    name="fsdp",
+    num_workers=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+    cpu_offload=False,
+)
+HSDP = HSDPConfig(
+    name="hsdp",
+    num_workers=4,
+    shard_size=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+)
 
 
 def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
@@ -98,7 +117,14 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
         **{f.name: getattr(DDP, f.name) for f in fields(DDP)}
         | {f.name: getattr(HSDP, f.name) for f in fields(HSDP) if f.name != "shard_size"}
         | {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name in Coords._fields}
-        | {"name": "mesh", "num_workers": "auto", "expert": 1, "stages_per_rank": "auto", "split": "auto"}
+        | {
+            "name": "mesh",
+            "num_workers": "auto",
+            "expert": 1,
+            "tensor_pairs": "auto",
+            "stages_per_rank": "auto",
+            "split": "auto",
+        }
         | {
             "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
             "schedule": schedule,
@@ -156,6 +182,12 @@ LAYOUTS = {
     "ZBVZeroBubble-2x2": layout(ddp_pipeline("ZBVZeroBubble", 2), 4),
     "InterleavedZeroBubble-2x2": layout(ddp_pipeline("InterleavedZeroBubble", 2), 4),
 }
+TENSOR = {
+    "mesh-tensor-2": mesh(Mesh(tensor=2)),
+    "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
+    "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
+}
+"""Those that need a model with blocks whose layers can be divided."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,

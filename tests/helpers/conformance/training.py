@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from helpers.ranks.batches import HERE, opened
 from helpers.ranks.gang import own_device
 from orchestrator.job import Job
 from orchestrator.model.stages import module_of
+from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -165,12 +166,15 @@ def model_of(strategy: Strategy) -> nn.Module:
 
 def gathered(strategy: Trainer) -> dict[str, Tensor]:
     """The tensors of this rank's replica. Not by torch, which may remember a mesh of the test before."""
-    own, context = strategy.trained.module().state_dict(), strategy.context
-    ranks: list[dict[str, Tensor]] = [{}] * context.mesh.world_size
-    dist.all_gather_object(ranks, own)
-    replica = [ranks[rank] for rank in context.mesh.group("shard", context.global_rank)]
-    boxes = strategy.trained.boxes
-    return {n: torch.cat([part[n] for part in replica]) if n in boxes else tensor for n, tensor in own.items()}
+    own, context, boxes = strategy.trained.module().state_dict(), strategy.context, strategy.trained.boxes
+    ranks: list[tuple[dict[str, Tensor], Mapping[str, Box]]] = [({}, {})] * context.mesh.world_size
+    dist.all_gather_object(ranks, (own, boxes))
+    whole = {n: torch.empty(boxes[n].full, dtype=t.dtype) if n in boxes else t for n, t in own.items()}
+    for rank in context.mesh.group(("shard", "tensor"), context.global_rank):
+        parts, places = ranks[rank]
+        for name, box in places.items():
+            whole[name][box.slices_in(Box.whole(box.full))] = parts[name]
+    return whole
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -26,8 +26,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.text import path_override
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.ddp_options import DDPConfig
-from orchestrator.strategies.replicated.single import SingleConfig
+from orchestrator.strategies.presets.replicas import DDPConfig, SingleConfig
 
 SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
 

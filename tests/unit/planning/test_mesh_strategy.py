@@ -67,9 +67,14 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             "strategy.num_workers; give a number for all but one",
         ),
         (
-            {"tensor": 2},
-            "strategy.tensor=2: this dimension comes with a later version; set it to 1, and use strategy.shard=2 to "
+            {"context": 2},
+            "strategy.context=2: this dimension comes with a later version; set it to 1, and use strategy.shard=2 to "
             "divide the model over as many workers",
+        ),
+        (
+            {"tensor": 2, "pipeline": 2},
+            "strategy.tensor=2 with strategy.pipeline=2: this product comes with a later version; set strategy.tensor "
+            "to 1, or divide the model by strategy.tensor and strategy.shard alone",
         ),
         (
             {"shard_optimizer": "true"},

@@ -213,7 +213,7 @@ def test_shards_of_uneven_rows_are_one_model_for_any_number_of_ranks(tmp_path: P
             restore(source, model, optimizer, None, boxes=boxes)
             assert torch.equal(model.weight, whole.weight[first:last])
             state = capture(model, optimizer, None, step=step, samples_consumed=4, boxes=boxes)
-            ranks.submit_part(part, without_copies(state) if part else state)
+            ranks.submit_part(part, without_copies(state, boxes) if part else state)
         (written,) = ranks.results()
         assert isinstance(written, Written), written
         source = load(written.path)

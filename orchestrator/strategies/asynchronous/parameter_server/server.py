@@ -31,9 +31,9 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.receiver import PushReceiver
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
-from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
     ANSWERED_COUNTS,
@@ -76,8 +76,7 @@ class Server(Strategy):
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
-        options, server = context.options, context.mesh.server(context.global_rank)
-        assert isinstance(options, ParameterServerConfig)
+        options, server = ParameterServerConfig.of(context.options), context.mesh.server(context.global_rank)
         assert server is not None
         self._options, self._index = options, server
         self._workers = range(context.mesh.num_workers)

@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
-from orchestrator.planning.plan import Plan
-from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.server import Server
+from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
-from orchestrator.strategies.update.diverging import diverging_errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig(StrategyConfig):
-    """The keys of ``parameter_server``."""
-
-    name: Literal["parameter_server"]
-    num_shards: int = option(
-        "parameter servers, in addition to the workers, each with an equal share of the parameters",
-        minimum=1,
-    )
-    consistency: Literal["sync", "async", "stale"] = option(
-        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it "
-        "arrives; stale: async within max_staleness"
-    )
-    max_staleness: int = option(
-        "steps by which a worker may be ahead of the slowest, with consistency=stale", minimum=0
-    )
-    compression: Literal["none", "bf16"] = option("compression of the gradients that are pushed")
+from orchestrator.strategies.rules import Rules
 
 
 @register("parameter_server")
-class ParameterServer(Strategy):
-    """The layout and the checks; :meth:`create` makes a worker or a server."""
+class ParameterServer(Rules[ParameterServerConfig]):
+    """Workers, and servers on the ranks after them."""
 
     config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
-    moves_parameters = True
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
@@ -53,14 +31,13 @@ class ParameterServer(Strategy):
     cpu_only = "its workers run on CPUs only"
 
     @classmethod
-    def is_synchronous(cls, options: StrategyConfig) -> bool:
-        assert isinstance(options, ParameterServerConfig)
+    def is_synchronous(cls, options: ParameterServerConfig) -> bool:
         return options.consistency == "sync"
 
     @classmethod
-    def plan_layout(cls, config: Config, num_workers: int, errors: list[str]) -> Layout:
-        options = config.strategy
-        assert isinstance(options, ParameterServerConfig)
+    def plan_layout(
+        cls, options: ParameterServerConfig, train: TrainConfig, num_workers: int, errors: list[str]
+    ) -> Layout:
         mesh = Mesh(replicate=num_workers, num_servers=options.num_shards)
         note = (
             f"placement: gradients are computed on {_ranks(range(mesh.num_workers))}, parameters are held by "
@@ -69,25 +46,14 @@ class ParameterServer(Strategy):
         return Layout(mesh=mesh, notes=(note,))
 
     @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options = config.strategy
-        assert isinstance(options, ParameterServerConfig)
-        model = outline.model
-        if model is not None:  # otherwise the workers find out
-            errors += sharding_errors(options.name, outline.job, model, options.num_shards)
-        errors += diverging_errors(model, plan)
-        if cls.is_synchronous(options):
-            return check_batchnorm(model, plan, synchronized=False, errors=errors)
-        return () if model is None else statistics_notes(model)
+    def trainer(cls, options: ParameterServerConfig, mesh: Mesh, job: Job) -> type[ParameterWorker]:
+        return ParameterWorker
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:
-        """Return a worker, or a server on the ranks after the workers."""
-        from orchestrator.strategies.asynchronous.parameter_server.server import Server
-        from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
-
-        role = ParameterWorker if context.mesh.server(context.global_rank) is None else Server
-        return role(context, job)
+        if context.mesh.server(context.global_rank) is None:
+            return super().create(context, job)
+        return Server(context, job)
 
 
 def _ranks(ranks: range) -> str:

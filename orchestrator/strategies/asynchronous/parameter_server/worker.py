@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
@@ -36,16 +38,19 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
 from orchestrator.strategies.asynchronous.parameter_server.connection import ServerConnection
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
+from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.shards import (
     join_optimizer_state,
     make_contiguous,
     shards_of,
 )
-from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
+from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
 
@@ -57,12 +62,22 @@ class ParameterWorker(Trainer, Reduction):
     """
 
     passes: WholeModel
+    moves_parameters = True
+
+    @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        options, model = ParameterServerConfig.of(config.strategy), outline.model
+        if model is not None:  # otherwise the workers find out
+            errors += sharding_errors(options.name, outline.job, model, options.num_shards)
+        if options.consistency == "sync":
+            return super().check_job(config, outline, plan, errors)
+        errors += diverging_errors(model, plan)
+        return () if model is None else statistics_notes(model)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.reduction = self
-        options, train = context.options, context.train
-        assert isinstance(options, ParameterServerConfig)
+        options, train = ParameterServerConfig.of(context.options), context.train
         self._options = options
         self._sync = options.consistency == "sync"
         clips = train.clip_norm is not None or train.clip_value is not None

@@ -1,0 +1,232 @@
+"""The proof that a block computes the same if it is divided: whole, and as all of its ranks together, in one process.
+
+Outputs, the gradients of inputs and those of all parameters are compared, relative to the largest entry of each tensor.
+The ranks run the code that training runs, with the sums between them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.model.batch import tensors_in
+from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.pairs import candidates
+from orchestrator.model.tensor.region import BlockParts, Pair, Peers, cuts_of, divide, inner_sizes, is_linear
+from orchestrator.model.tensor.sample import BlockCall
+
+TOLERANCE = 1e-5
+"""How much a tensor may differ, relative to its largest entry, where a wrong division differs by 1e-2 and more."""
+NEGLIGIBLE = 1e-7
+"""The same, relative to the largest entry of any gradient: that of a key's bias is nothing but rounding."""
+
+
+class Unproven(Exception):
+    """The divided block computes something else; the text says what, as a predicate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvenBlock:
+    """What has been proven of a block.
+
+    Attributes:
+        parts: how it can be divided.
+        whole: what has not been proven, with the reason.
+    """
+
+    parts: BlockParts
+    whole: Mapping[str, str]
+
+
+def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pair] | None = None) -> ProvenBlock:
+    """Return how a block can be divided into ``count`` parts.
+
+    Args:
+        block: a block with real tensors, whose parameters become double precision and get gradients.
+        call: what it is called with, by random numbers.
+        count: the number of parts.
+        pairs: what to divide; None for what is found.
+
+    Raises:
+        Exception: whatever the block raises if it is called.
+    """
+    for parameter in block.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    block, call = _precise(block, call)
+    found = candidates(block, call) if pairs is None else pairs
+    odd = {pair: next((size for size in inner_sizes(block, pair) if size % count), None) for pair in found}
+    reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
+    pairs = [pair for pair in found if pair not in reasons]
+    whole = _Seen.of(block, call)
+
+    def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
+        """Return how to divide ``pairs``, or why that is wrong."""
+        reason = ""
+        for attributes in _attributes(block, pairs, count):
+            parts = BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs), attributes=attributes)
+            try:
+                return replace(parts, partial=_prove(block, call, parts, count, whole))
+            except Exception as e:  # whatever a model raises that views by a number of heads, for example
+                reason = str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
+        return reason
+
+    together = attempt(pairs)
+    if isinstance(together, str):
+        alone = {pair: attempt([pair]) for pair in pairs}
+        reasons |= {pair: reason for pair, reason in alone.items() if isinstance(reason, str)}
+        pairs = [pair for pair in pairs if pair not in reasons]
+        together = attempt(pairs)
+    if isinstance(together, str):
+        reasons |= dict.fromkeys(pairs, together)
+        together = BlockParts(pairs=(), cuts={})
+    return ProvenBlock(parts=together, whole={str(pair): reason for pair, reason in reasons.items()})
+
+
+def _precise(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
+    """Return both in float64, unless the block insists on another type; then in float32."""
+    precise = copy.deepcopy(block).double(), call.to(torch.float64)
+    try:
+        precise[1].run(precise[0])
+    except Exception:
+        return block.float(), call.to(torch.float32)
+    return precise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a block has computed.
+
+    Attributes:
+        outputs, inputs: its outputs, and the gradients of its inputs.
+        parameters: the gradients of its parameters.
+        random_state: that of the random generator afterwards.
+    """
+
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor | None]
+    parameters: Mapping[str, Tensor | None]
+    random_state: Tensor
+
+    @classmethod
+    def of(cls, block: nn.Module, call: BlockCall) -> _Seen:
+        own = call.fresh()
+        state = torch.get_rng_state()
+        outputs = [t for t in tensors_in(block(*own.args, **own.kwargs)) if t.is_floating_point()]
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        loss = sum((t * _weights(t)).sum() for t in outputs if t.requires_grad)
+        named = {name: p for name, p in block.named_parameters() if p.requires_grad}
+        leaves = [*own.inputs, *named.values()]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
+        count = len(own.inputs)
+        return cls(
+            outputs=[output.detach() for output in outputs],
+            inputs=gradients[:count],
+            parameters=dict(zip(named, gradients[count:], strict=True)),
+            random_state=after,
+        )
+
+    @property
+    def scale(self) -> float:
+        """The largest entry of a gradient."""
+        return max((float(g.abs().max()) for g in self.parameters.values() if g is not None and g.numel()), default=0.0)
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    """Return what each entry of an output counts, so that all have different gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> frozenset[str]:
+    """Return the whole parameters whose gradients are parts of a sum.
+
+    Raises:
+        Unproven: the ranks together compute something else.
+        Exception: whatever the divided block raises.
+    """
+
+    def of_rank(index: int, peers: Peers) -> _Seen:
+        own = copy.deepcopy(block)
+        divide(own, parts, index=index, count=count, peers=peers)
+        return _Seen.of(own, call)
+
+    ranks, scale = in_lockstep(count, of_rank), whole.scale
+    for rank in ranks:
+        if not torch.equal(rank.random_state, whole.random_state):
+            raise Unproven("draws other random numbers, as for dropout inside")
+        for output, expected in zip(rank.outputs, whole.outputs, strict=True):
+            _compare("its output", output, expected)
+        for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
+            _compare("the gradient of its input", gradient, given, scale)
+    partial = set()
+    for name, wanted in whole.parameters.items():
+        found = [rank.parameters[name] for rank in ranks]
+        if name in parts.cuts:
+            own = [None] * count if wanted is None else wanted.chunk(count, dim=parts.cuts[name])
+            for part, of_rank_part in zip(found, own, strict=True):
+                _compare(f"the gradient of {name}", part, of_rank_part, scale)
+        elif not all(_difference(part, wanted, scale) <= TOLERANCE for part in found):
+            total = sum(part for part in found if part is not None)
+            _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
+            partial.add(name)
+    return frozenset(partial)
+
+
+def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
+    if not (difference := _difference(found, wanted, scale)) <= TOLERANCE:
+        raise Unproven(f"would change {what} by {difference:.2g} of its largest entry")
+
+
+def _difference(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
+    """Return the largest difference, relative to the largest entry of ``wanted``; infinite for other shapes."""
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else float("inf")
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    largest = max(float(wanted.abs().max()), scale * NEGLIGIBLE / TOLERANCE)
+    difference = float((found - wanted).abs().max())
+    return difference / largest if largest else difference
+
+
+def _attributes(block: nn.Module, pairs: Sequence[Pair], count: int) -> Iterator[Mapping[str, Collection[str]]]:
+    """Yield the numbers to divide, from none to many: those of the layers, of heads, and all that are sizes inside."""
+    layers: dict[str, Collection[str]] = {}
+    inner: set[int] = set()
+    for pair in pairs:
+        for name in pair.layers:
+            own = ("in_features", "nx") if name == pair.row else ("out_features", "nf")
+            layers[name] = [attribute for attribute in own if attribute in vars(block.get_submodule(name))]
+        inner |= {*inner_sizes(block, pair)}
+    holders = {path for pair in pairs for name in pair.layers for path in _paths_to(name)}
+    heads: dict[str, Collection[str]] = {}
+    sizes: dict[str, Collection[str]] = {}
+    for path in sorted(holders):
+        module = block.get_submodule(path)
+        numbers = {n: v for n, v in vars(module).items() if type(v) is int and v % count == 0 and v > 0}
+        of_heads = [n for n in numbers if "head" in n and not any(word in n for word in ("dim", "size", "group"))]
+        of_sizes = [n for n, v in numbers.items() if v in inner and "head" not in n]
+        if is_linear(module):
+            continue
+        if of_heads:
+            heads[path] = of_heads
+        if of_heads or of_sizes:
+            sizes[path] = [*of_heads, *of_sizes]
+    yield layers
+    if heads:
+        yield {**layers, **heads}
+    if sizes != heads:
+        yield {**layers, **sizes}
+
+
+def _paths_to(name: str) -> Iterator[str]:
+    """Yield the names of the modules in which a module is, the block's own first."""
+    steps = name.split(".")
+    for length in range(len(steps)):
+        yield ".".join(steps[:length])

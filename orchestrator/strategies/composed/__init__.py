@@ -1,1 +1,0 @@
-"""The strategy whose mesh is any product of dimensions."""

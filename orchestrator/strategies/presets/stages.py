@@ -1,0 +1,160 @@
+"""``model_parallel``, ``pipeline``, ``ddp_pipeline`` and ``fsdp_pipeline``: the model is cut into stages.
+
+``model_parallel`` is the naive split, a baseline: one worker computes at a time. A replica of ``ddp_pipeline`` is a
+pipeline of its own with its share of the global batch. A stage of ``fsdp_pipeline`` is on several workers, which train
+on other samples and have a shard of each tensor of the stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, TypeVar
+
+from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, at_other_size
+from orchestrator.strategies.presets.synchronous import Synchronous
+from orchestrator.strategies.registry import register
+from orchestrator.strategies.sharded.options import ShardedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelConfig(StagedConfig):
+    """The keys of ``model_parallel``."""
+
+    name: Literal["model_parallel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(PipelinedConfig):
+    """The keys of ``pipeline``."""
+
+    name: Literal["pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridConfig(PipelinedConfig):
+    """The further keys of a strategy with several workers for each stage."""
+
+    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
+
+    size_key: ClassVar[str] = "strategy.pipeline_parallel_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPPipelineConfig(GridConfig):
+    """The keys of ``ddp_pipeline``."""
+
+    name: Literal["ddp_pipeline"]
+    close: Literal["stages", "replicas"] = option(
+        "ranks to place on one node if not all fit: the stages of a pipeline, or the replicas of a stage"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPipelineConfig(GridConfig, ShardedConfig):
+    """The keys of ``fsdp_pipeline``."""
+
+    name: Literal["fsdp_pipeline"]
+
+
+S = TypeVar("S", bound=StagedConfig)
+G = TypeVar("G", bound=GridConfig)
+
+
+class _OnePipeline(Synchronous[S], Generic[S]):
+    """A worker for each stage."""
+
+    @classmethod
+    def mesh(cls, options: S, num_workers: int, errors: list[str]) -> Mesh:
+        if num_workers < 2:
+            errors.append(
+                f"strategy.num_workers={num_workers}: strategy={options.name} needs at least 2, one per stage; "
+                "use strategy=single for one"
+            )
+        return Mesh(pipeline=num_workers)
+
+
+@register("model_parallel")
+class ModelParallel(_OnePipeline[ModelParallelConfig]):
+    """Stages of one micro-batch."""
+
+    config_class: ClassVar[type[StrategyConfig]] = ModelParallelConfig
+
+
+@register("pipeline")
+class OnePipeline(_OnePipeline[PipelineConfig]):
+    """Stages that compute at the same time, on micro-batches."""
+
+    config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
+
+
+class _Grid(Synchronous[G], Generic[G]):
+    """Several workers for each stage."""
+
+    @classmethod
+    def replica_size(cls, options: G) -> int:
+        return options.pipeline_parallel_size
+
+    @classmethod
+    def pipelines(cls, options: G, num_workers: int, errors: list[str]) -> int:
+        """Return how many pipelines ``num_workers`` workers make; append an error if some are left over."""
+        p = options.pipeline_parallel_size
+        if num_workers % p:
+            nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
+            errors.append(
+                f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
+                f"set it to {nearest}"
+            )
+        return max(1, num_workers // p)
+
+
+@register("ddp_pipeline")
+class Pipelines(_Grid[DDPPipelineConfig]):
+    """Replicas of a pipeline."""
+
+    config_class: ClassVar[type[StrategyConfig]] = DDPPipelineConfig
+
+    @classmethod
+    def mesh(cls, options: DDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
+        return Mesh(
+            replicate=cls.pipelines(options, num_workers, errors),
+            pipeline=options.pipeline_parallel_size,
+            replicas_close=options.close == "replicas",
+        )
+
+    @classmethod
+    def plan_layout(cls, options: DDPPipelineConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+        close = "stages of a pipeline" if options.close == "stages" else "replicas of a stage"
+        note = f"placement: the {close} share a node where there is room; a note at the start names the others"
+        return dataclasses.replace(super().plan_layout(options, train, num_workers, errors), notes=(note,))
+
+    @classmethod
+    def resized(
+        cls, options: DDPPipelineConfig, num_workers: int, *, mesh: Mesh, pipeline: PipelineLayout | None
+    ) -> DDPPipelineConfig | None:
+        """Keep the stages: a run loses and gains whole pipelines."""
+        assert pipeline is not None
+        of_size = dataclasses.replace(options, num_workers=num_workers)
+        return at_other_size(of_size, mesh, pipeline, replicas=max(1, num_workers // options.pipeline_parallel_size))
+
+
+@register("fsdp_pipeline")
+class ShardedStages(_Grid[FSDPPipelineConfig]):
+    """Stages of which each worker has a shard."""
+
+    config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
+
+    @classmethod
+    def mesh(cls, options: FSDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
+        before, p = len(errors), options.pipeline_parallel_size
+        shards = cls.pipelines(options, num_workers, errors)
+        if shards == 1 and len(errors) == before:
+            errors.append(
+                f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
+                f"set it to {2 * p} or more, or use strategy=pipeline"
+            )
+        return Mesh(pipeline=p, shard=shards, replicas_close=True)

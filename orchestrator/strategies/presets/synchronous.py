@@ -1,0 +1,130 @@
+"""A synchronous strategy: a name, its keys, and the mesh that they make. What trains follows from the mesh.
+
+Passes go through the whole model, through modules that are gathered, or through stages. Gradients are summed in the
+buckets of ``DistributedDataParallel``, into shards, or after the last backward pass. Parameters are divided, or the
+optimizer's state alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+
+from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.text import to_cli
+from orchestrator.job import Job, has_training_step
+from orchestrator.planning.layout import Keys, Layout
+from orchestrator.planning.memory import Division
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, reshard_errors, staged
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
+from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.sharded.options import ShardedConfig
+
+
+class Synchronous(Rules[Keys]):
+    """The rules that all products have."""
+
+    @classmethod
+    @abc.abstractmethod
+    def mesh(cls, options: Keys, num_workers: int, errors: list[str]) -> Mesh:
+        """Return the mesh of so many workers; append an error to ``errors`` if the keys do not make it."""
+
+    @classmethod
+    def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+        before, keys = len(errors), _keys(options)
+        mesh = cls.mesh(options, num_workers, errors)
+        valid_mesh = len(errors) == before
+        errors += [*_unused_keys(keys, mesh), *_tensor_errors(keys, mesh)] if valid_mesh else []
+        if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
+            return Layout(mesh=mesh)
+        gathers = mesh.shard > 1 and not _divides_optimizer(options)
+        if gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
+            errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
+        return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
+
+    @classmethod
+    def division(cls, options: Keys, mesh: Mesh) -> Division:
+        if _divides_optimizer(options):
+            return Division(optimizer=mesh.shard, stages=mesh.pipeline)
+        return dataclasses.replace(
+            Division.of(mesh),
+            gradients=mesh.shard if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
+            on_host=isinstance(options, ShardedConfig) and options.offloads,
+        )
+
+    @classmethod
+    def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
+        # Imported here, because only one of them is needed, and each imports another part of torch.
+        if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
+            if mesh.tensor > 1:
+                from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+
+                return TensorParallel
+            if has_training_step(job):
+                from orchestrator.strategies.replicated.job_step import JobStep
+
+                return JobStep
+            if not isinstance(options, ReplicatedConfig):
+                from orchestrator.strategies.trainer import Trainer
+
+                return Trainer
+            from orchestrator.strategies.replicated.ddp import DDP, ShardedDDP
+
+            return ShardedDDP if options.shard_optimizer else DDP
+        if mesh.pipeline == 1:
+            from orchestrator.strategies.sharded.fsdp import FSDP
+
+            return FSDP
+        if mesh.shard == 1:
+            from orchestrator.strategies.pipelined.pipeline import Pipeline
+
+            return Pipeline
+        if _divides_optimizer(options):
+            from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
+
+            return ShardedOptimizerPipeline
+        from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
+
+        return FSDPPipeline
+
+
+def _keys(options: StrategyConfig) -> StrategyConfig:
+    """Return ``options`` as what may have the keys of several classes."""
+    return options
+
+
+def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
+    """Return an error for each key that is set and would have no effect in this mesh."""
+    reasons: dict[str, Mapping[str, object]] = {}
+    if mesh.pipeline == 1:
+        of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
+        reasons["strategy.pipeline=1 has no stages"] = of_stages
+    if mesh.pipeline * mesh.tensor > 1 or (mesh.shard > 1 and not _divides_optimizer(options)):
+        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
+        reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
+    return [
+        f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
+        for reason, keys in reasons.items()
+        for key, unset in keys.items()
+        if (value := getattr(options, key, unset)) != unset
+    ]
+
+
+def _tensor_errors(options: StrategyConfig, mesh: Mesh) -> list[str]:
+    """Return why layers cannot be divided over the workers of a mesh with these options."""
+    if mesh.tensor == 1:
+        return []
+    if mesh.pipeline == 1 and not _divides_optimizer(options):
+        return []
+    other = f"strategy.pipeline={mesh.pipeline}" if mesh.pipeline > 1 else "strategy.shard_optimizer=true"
+    return [
+        f"strategy.tensor={mesh.tensor} with {other}: this product comes with a later version; set strategy.tensor to "
+        "1, or divide the model by strategy.tensor and strategy.shard alone"
+    ]
+
+
+def _divides_optimizer(options: StrategyConfig) -> bool:
+    return isinstance(options, ReplicatedConfig) and options.shard_optimizer

@@ -1,0 +1,114 @@
+"""What a strategy decides on the driver: the layout of a run, whether a job can be trained so, and what trains it."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+
+from orchestrator.compat.torch import own_buffers
+from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few, to_cli
+from orchestrator.job import Job, has_training_step
+from orchestrator.model.tensor_slots import sparse_error, tensor_slots
+from orchestrator.planning.layout import Keys, LayoutRules
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.state.model_state import saving_errors
+from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.carried import carried_errors
+from orchestrator.strategies.constructor import Outline, blocks_note, lazy_names
+from orchestrator.strategies.measure.metric_objects import metric_object_errors
+from orchestrator.strategies.memory_plan import memory_notes
+from orchestrator.strategies.resume_trial import optimizer_errors
+from orchestrator.strategies.training_step import training_step_errors
+from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
+from orchestrator.strategies.update.job_optimizer import check_optimizer
+
+
+class Rules(LayoutRules[Keys], abc.ABC):
+    """A strategy by its name: its keys ``Keys``, its layout, and its checks. All methods are class methods."""
+
+    @classmethod
+    @abc.abstractmethod
+    def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
+        """Return the class that trains ``job`` on the ranks of ``mesh``."""
+
+    @classmethod
+    def create(cls, context: Context, job: Job) -> Strategy:
+        """Return what trains on this rank."""
+        return cls.trainer(cls.keys(context.options), context.mesh, job)(context, job)
+
+    @classmethod
+    def check(cls, config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check whether the job can be trained by ``plan``, without allocating memory for its tensors.
+
+        Args:
+            config: the whole configuration.
+            job: the job.
+            plan: the plan of the run.
+            errors: receives a line for each reason why the job cannot be trained.
+
+        Returns:
+            Notes for the user, printed with the plan.
+        """
+        options, outline = cls.keys(config.strategy), Outline(job, config.train)
+        trainer = cls.trainer(options, plan.mesh, job)
+        errors += metric_object_errors(job, config.train.eval_splits)
+        if has_training_step(job):
+            errors += training_step_errors(config, outline, supported=trainer.runs_training_step)
+            if not trainer.runs_training_step:
+                return ()
+        if config.train.compile is not False and (reason := trainer.why_not_compiled(plan)) is not None:
+            errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
+        model = outline.model
+        if model is not None and (lazy := lazy_names(model)):
+            errors.append(
+                f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
+                "checkpoints need it; give the sizes, as in nn.Linear(in_features, out_features), or call the model "
+                "once in Job.model"
+            )
+            return ()
+        if model is not None and not has_training_step(job) and (refused := check_optimizer(job, model, config)):
+            errors += refused
+            return ()
+        if job.carried:
+            errors += carried_errors(config, job, model)
+        in_memory = _memory_errors(config, outline, plan, trainer)
+        errors += in_memory
+        notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
+        division = cls.division(options, plan.mesh)
+        if not errors and division is not None and model is not None and not has_training_step(job):
+            gathered = trainer.gathered_bytes(config, plan.mesh, model)
+            notes += memory_notes(config, outline, plan, division, gathered, errors)
+        if model is not None:
+            errors += saving_errors(model, in_parts=plan.mesh.is_divided)
+            if not errors and config.evaluate is None:
+                errors += optimizer_errors(config, job, plan, model)
+            notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
+        if config.train.init == "fast" and not plan.mesh.divides_tensors:
+            notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
+        return tuple(notes)
+
+    @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        """Check what the trainer alone demands of the job: see :meth:`Strategy.check_job`."""
+        trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
+        return trainer.check_job(config, outline, plan, errors)
+
+
+def _memory_errors(config: Config, outline: Outline, plan: Plan, trainer: type[Strategy]) -> list[str]:
+    """Refuse tensors that share memory or are sparse, where tensors are moved or divided."""
+    if not trainer.moves_parameters and not plan.mesh.divides_tensors:
+        return []
+    sparse = [slot for slot in tensor_slots(outline.whole.model) if slot.tensor.layout is not torch.strided]
+    if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
+        return [sparse_error(sent)]
+    if (overlap := outline.whole.overlap) is None:
+        return []
+    by = f"strategy={config.strategy.name}" if trainer.moves_parameters else "strategy.shard_optimizer=true"
+    return [
+        f"job.model(): {' and '.join(overlap)} share memory, and {by} would train them apart; use one parameter "
+        "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "
+        "strategy.shard_optimizer"
+    ]

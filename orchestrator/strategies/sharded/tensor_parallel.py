@@ -1,0 +1,140 @@
+"""Workers that compute each block together, in groups, and replicas of these groups.
+
+The gradients of replicas are summed after the last backward pass of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from orchestrator.config.schema import Config
+from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.tensor_slots import move, tensor_slots
+from orchestrator.planning.mesh import BATCH
+from orchestrator.planning.plan import Plan
+from orchestrator.state.transport import CPU
+from orchestrator.strategies.constructor import Outline, constructor_of
+from orchestrator.strategies.data.batch_parts import Division
+from orchestrator.strategies.group_reduction import PartReduction, Sums
+from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.reduction import Reduction
+from orchestrator.strategies.sharded.preflight import part_errors
+from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_parts
+from orchestrator.strategies.update.gradients import found_anywhere
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+from orchestrator.strategies.whole_model import WholeModel
+
+
+class TensorParallel(PartTrainer):
+    """A part of each block on every worker of a group, and replicas of the groups if the mesh has them."""
+
+    divides_model = True
+    moves_parameters = True
+    passes: WholeModel
+    _tensor: TensorParts
+
+    @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        notes = super().check_job(config, outline, plan, errors)
+        errors += part_errors(config, outline)
+        return (*notes, *check_tensor(config, outline, plan, errors))
+
+    def build(self, train_set: Dataset[Any]) -> nn.Module:
+        """Build this rank's part, with the initial values that the whole model would have."""
+        context = self.context
+        tensor = tensor_parts(context, self.job, train_set)
+        assert tensor is not None
+        self._tensor = tensor
+        model, parameters = build_divided(
+            tensor.of(constructor_of(self.job, context.train, self.precision)),
+            lambda shape: (),
+            seed=context.seed,
+            device=context.device,
+            draws_as=0 if context.train.init == "fast" else None,
+        )
+        own: dict[int, Tensor] = {id(fake): parameters[name] for name, fake in model.named_parameters()}
+        slots = list(tensor_slots(model))
+        move([slot for slot in slots if id(slot.tensor) not in own], context.device)
+        for slot in slots:
+            if id(slot.tensor) in own:
+                slot.fill(own)
+        self.passes = WholeModel(self.job, context, self.precision, model=model)
+        self.check_hooks(model)
+        self._warnings = self.notes_on(model, train_set)
+        self.passes.compile(context.train)
+        return model
+
+    def warning_about(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+        return self.warning_of_whole(division, model, train_set)
+
+    def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
+        whole = build_fake(constructor_of(self.job, self.context.train, self.precision), CPU).model
+        named = model.named_parameters(remove_duplicate=False)
+        return Trained(
+            self.job,
+            self.context,
+            [model],
+            {"": optimizer_of_part(self.job, whole, model)},
+            train_set,
+            placements={name: self._tensor.plan.placement(name, tuple(p.shape)) for name, p in named},
+        )
+
+    def undivided(self) -> nn.Module:
+        return self.passes.model
+
+    def attach(self) -> None:
+        super().attach()
+        groups, device = MeshGroups(self.context), self.context.device
+        self._tensor.connect(groups.over("tensor"), device)
+        sums = SumsAtEnd(self.trained.parameters, groups.over(*BATCH), device)
+        self.reduction = PartReduction(self.context, self.trained, groups, sums, self._sharing)
+
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        assert isinstance(self.reduction, PartReduction)
+        self.reduction.waits.restart(counts=logged)
+        with super().around_step(logged=logged):
+            yield
+
+    def comm_ms(self) -> float | None:
+        assert isinstance(self.reduction, PartReduction)
+        return self.reduction.waited_ms()
+
+    @property
+    def saved_names(self) -> Sequence[str]:
+        return tuple(self.passes.model.state_dict())
+
+    def close(self) -> None:
+        if hasattr(self, "_tensor"):
+            self._tensor.peers.group = None
+        self.reduction = Reduction()
+        super().close()
+
+
+class SumsAtEnd(Sums):
+    """All sums are made after the backward passes. What one rank has a gradient of gets one on all of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], batch: dist.ProcessGroup | None, device: torch.device):
+        """Prepare for the sums of ``parameters`` over the ranks of ``batch``."""
+        self.remaining = parameters
+        self._batch = batch
+        self._device = device
+
+    def finish(self, waits: WaitTimer) -> None:
+        if self._batch is None:
+            return
+        with waits.waiting():
+            found = found_anywhere(self._batch, [p.grad is not None for p in self.remaining], self._device)
+        for parameter, exists in zip(self.remaining, found, strict=True):
+            if exists and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,368 @@
+"""``tensor``: the workers of a group compute each block of the model together, each with a part of its linear layers.
+
+Which layers these are is found from the model, and proven on its blocks before anything is trained
+(:mod:`orchestrator.model.tensor`). Each worker has its part of the divided parameters, and the whole of all others. A
+block sums activations once for each row, and in the backward pass once for the inputs of its columns. Megatron-LM:
+Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.compat.generators import drawing
+from orchestrator.compat.torch import FakeTensor
+from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
+from orchestrator.job import Job
+from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
+from orchestrator.model.blocks import blocks_of, likeness
+from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.partial_init import FakeModel, build_divided
+from orchestrator.model.tensor.proof import ProvenBlock, proven
+from orchestrator.model.tensor.region import BlockParts, Pair, Peers, divide, is_linear
+from orchestrator.model.tensor.sample import BlockCall
+from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.planning.boxes import Shape
+from orchestrator.planning.placement import AxisCut, Placement
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.transforms.options import Pairs, TensorConfig
+
+LEAST_SHARE = 0.5
+"""The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
+ROWS, PLACES = 2, 16
+"""The samples, and the places along their second dimension, such as tokens, with which a division is proven."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKind:
+    """Blocks that compute alike.
+
+    Attributes:
+        names: the blocks in the model.
+        kind: their class.
+        proof: how they can be divided.
+        sizes: the number of elements of each parameter of one of them.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    proof: ProvenBlock
+    sizes: Mapping[str, int]
+
+    @property
+    def divided(self) -> int:
+        """The number of elements of the divided parameters."""
+        return sum(self.sizes[name] for name in self.proof.parts.cuts) * len(self.names)
+
+    @property
+    def total(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(self.sizes.values()) * len(self.names)
+
+    def __str__(self) -> str:
+        pairs = ", ".join(map(str, self.proof.parts.pairs))
+        text = f"{len(self.names)} x {self.kind}: {self.divided / max(1, self.total):.0%} of the parameters"
+        return text + (f" ({pairs})" if pairs else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How a model is divided over ``size`` workers."""
+
+    size: int
+    kinds: tuple[BlockKind, ...]
+
+    @property
+    def share(self) -> float:
+        """The part of the parameters of the blocks that is divided."""
+        return sum(kind.divided for kind in self.kinds) / max(1, sum(kind.total for kind in self.kinds))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the rest stays whole, if it has been tried."""
+        return [f"{pair}: {reason}" for kind in self.kinds for pair, reason in kind.proof.whole.items()]
+
+    @functools.cached_property
+    def blocks(self) -> Mapping[str, BlockParts]:
+        """How each block is divided, by its name."""
+        return {name: kind.proof.parts for kind in self.kinds for name in kind.names}
+
+    @functools.cached_property
+    def cuts(self) -> Mapping[str, int]:
+        """The axis along which each divided parameter is cut, by its name in the model."""
+        return {f"{b}.{name}": axis for b, parts in self.blocks.items() for name, axis in parts.cuts.items()}
+
+    @functools.cached_property
+    def partial(self) -> frozenset[str]:
+        """The whole parameters of whose gradients each worker computes a part."""
+        return frozenset(f"{block}.{name}" for block, parts in self.blocks.items() for name in parts.partial)
+
+    def placement(self, name: str, part: Shape) -> Placement:
+        """Return where a parameter is of which a worker has a part of this shape."""
+        if (axis := self.cuts.get(name)) is None:
+            return Placement(shape=part, partial=("tensor",) if name in self.partial else ())
+        whole = (*part[:axis], part[axis] * self.size, *part[axis + 1 :])
+        return Placement(shape=whole, cuts=(AxisCut(over="tensor", axis=axis),))
+
+    def divided(self, build: Callable[[], nn.Module], *, index: int, peers: Peers) -> Callable[[], nn.Module]:
+        """Return a constructor of the part number ``index`` of the model that ``build`` returns."""
+
+        def built() -> nn.Module:
+            model = build()
+            for name, parts in self.blocks.items():
+                divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers)
+            return model
+
+        return built
+
+    def check_equal(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Check that all ranks of a group have found the same. Collective.
+
+        Raises:
+            RuntimeError: they have not.
+        """
+        number = int.from_bytes(hashlib.blake2b(repr(self.blocks).encode(), digest_size=4).digest(), "big")
+        numbers = torch.tensor([number, -number], device=device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        if numbers.sum():
+            raise RuntimeError("strategy.tensor: the workers have found different divisions of the model")
+
+
+@dataclass(frozen=True)
+class TensorParts:
+    """The part of one worker.
+
+    Attributes:
+        plan: how the model is divided.
+        index: the number of the part.
+        peers: the workers that have the others.
+    """
+
+    plan: TensorPlan
+    index: int
+    peers: Peers
+
+    def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a constructor of this part of the model that ``build`` returns."""
+        return self.plan.divided(build, index=self.index, peers=self.peers)
+
+    def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Compute with the ranks of ``group``; None: with no others. Collective."""
+        if group is not None:
+            self.plan.check_equal(group, device)
+        self.peers.group = group
+
+
+def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> TensorPlan:
+    """Find how a model can be divided, and prove it on one block of each kind.
+
+    Args:
+        outline: the job and its model.
+        train_set: provides a sample.
+        size: the number of workers.
+        pairs: what to divide.
+
+    Raises:
+        ValueError: nothing can be said of the model; the text says why.
+    """
+    whole = outline.whole
+    named = {module: name for name, module in whole.model.named_modules()}
+    kinds: dict[Any, list[nn.Module]] = {}
+    for block in blocks_of(whole.model):
+        kinds.setdefault(likeness(block), []).append(block)
+    if not kinds:
+        raise ValueError("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
+    calls = _calls(outline.job, whole, train_set, {named[blocks[0]]: blocks[0] for blocks in kinds.values()})
+    given = None if pairs == "auto" else [parsed(pair) for pair in pairs]
+    found = []
+    for blocks in kinds.values():
+        names = tuple(named[block] for block in blocks)
+        with drawing(0):
+            block = _real(outline, names[0])
+            here = None if given is None else [pair for pair in given if _is_in(pair, block)]
+            proof = _proven(block, _real_call(calls[names[0]], whole), size, here)
+        kind = getattr(blocks[0], "kind", type(blocks[0])).__name__
+        sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
+        found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
+    plan = TensorPlan(size=size, kinds=tuple(found))
+    names_of: dict[Tensor, list[str]] = {}
+    for name, parameter in whole.model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    if tied := [names for names in names_of.values() if len(names) > 1 and plan.cuts.keys() & {*names}]:
+        raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
+    return plan
+
+
+def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | None:
+    """Return the part of a rank; None if the model is not divided in this way."""
+    size = context.mesh.tensor
+    if size == 1:
+        return None
+    plan = found_plan(Outline(job, context.train), train_set, size, TensorConfig.of(context.options).tensor_pairs)
+    return TensorParts(plan, context.mesh.coords(context.global_rank).tensor, Peers())
+
+
+def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    """Check that the job's model can be divided over the workers of ``plan.mesh.tensor``; return notes for the user."""
+    if plan.mesh.tensor == 1:
+        return ()
+    train_set = opened_dataset(outline.job, "train", config.seed)
+    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, TensorConfig.of(config.strategy).tensor_pairs)
+    errors += found
+    return notes
+
+
+def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
+    """Return why the model cannot be divided over ``size`` workers, and otherwise how it is, for users."""
+    key = f"strategy.tensor={size}"
+    remedy = f"use strategy.shard={size} in place of it"
+    if pairs != "auto":
+        try:
+            given = [parsed(pair) for pair in pairs]
+        except ValueError as e:
+            return [f"strategy.tensor_pairs: {e}"], ()
+        blocks = blocks_of(outline.whole.model)
+        if lost := [str(pair) for pair in given if not any(_is_in(pair, block) for block in blocks)]:
+            return [f"strategy.tensor_pairs: no block has the linear layers {first_few(lost, 1)}"], ()
+    try:
+        plan = found_plan(outline, train_set, size, pairs)
+    except ValueError as e:
+        return [f"{key}: {e}; {remedy}"], ()
+    if plan.reasons and pairs != "auto":
+        return [f"strategy.tensor_pairs: {first_few(plan.reasons, 1)}; leave it out, or set it to auto"], ()
+    if plan.share < LEAST_SHARE:
+        smaller = (n for n in range(size - 1, 1, -1) if size % n == 0)
+        fitting = next((n for n in smaller if found_plan(outline, train_set, n, pairs).share >= LEAST_SHARE), None)
+        if fitting is not None:
+            remedy = f"set it to {fitting}, or {remedy}"
+        why = f" ({first_few(plan.reasons, 2, separator='; ')})" if plan.reasons else ""
+        return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided{why}; {remedy}"], ()
+    notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
+    if plan.reasons:
+        notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
+    return [], tuple(notes)
+
+
+def parsed(text: str) -> Pair:
+    """Return the pair that ``q + k + v -> out`` stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    columns, arrow, row = text.partition("->")
+    pair = Pair(columns=tuple(name.strip() for name in columns.split("+")), row=row.strip())
+    if not arrow or not all(pair.layers):
+        raise ValueError(f"{text!r} is no pair; write it as in 'q + k + v -> out'")
+    return pair
+
+
+def _is_in(pair: Pair, block: nn.Module) -> bool:
+    modules = dict(block.named_modules())
+    return all(name in modules and is_linear(modules[name]) for name in pair.layers)
+
+
+def _proven(block: nn.Module, call: BlockCall, size: int, pairs: Sequence[Pair] | None) -> ProvenBlock:
+    """Return what :func:`proven` does; nothing if the block cannot be called as it has been seen."""
+    try:
+        return proven(block, call, size, pairs=pairs)
+    except Exception as e:
+        reason = f"cannot be called with random numbers ({type(e).__name__}: {e})"
+        return ProvenBlock(parts=BlockParts(pairs=(), cuts={}), whole={type(block).__name__: reason})
+
+
+def _calls(job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.Module]) -> Mapping[str, BlockCall]:
+    """Return what some blocks of a model are called with for a short sample, without memory.
+
+    Raises:
+        ValueError: the model cannot be called, or does not call a block.
+    """
+    inputs, _ = example_batch(job, train_set, ROWS)
+    short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
+    try:
+        return _seen_calls(job, whole, short, blocks)
+    except Exception:
+        pass  # the sizes of the model depend on those of the sample
+    try:
+        return _seen_calls(job, whole, inputs, blocks)
+    except Exception as e:
+        raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
+
+
+def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module]) -> Mapping[str, BlockCall]:
+    seen: dict[str, BlockCall] = {}
+
+    def hook(name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.setdefault(name, BlockCall(args=args, kwargs=kwargs).fresh())
+
+        return see
+
+    with contextlib.ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
+        stack.enter_context(fake_calls(whole))
+        stack.enter_context(drawing(0))
+        stack.enter_context(whole.mode)
+        job.forward(whole.model, map_tensors(whole.fake_input, inputs))
+    if missing := blocks.keys() - seen.keys():
+        raise ValueError(f"{first_few(sorted(missing), 1)} is not called")
+    return seen
+
+
+def _real(outline: Outline, name: str) -> nn.Module:
+    """Return a block with random weights, and the buffers that the model has."""
+    prefix = f"{name}."
+    model, _ = build_divided(
+        outline.build,
+        lambda shape: (),
+        seed=0,
+        device=torch.device("cpu"),
+        wanted=lambda tensor: tensor.startswith(prefix),
+        draws_as=0,
+    )
+    block = model.get_submodule(name)
+    fakes = {id(p): p for p in block.parameters() if isinstance(p, FakeTensor)}
+    values = {key: _random(fake) for key, fake in fakes.items()}
+    for slot in list(tensor_slots(block)):
+        if id(slot.tensor) in values:
+            slot.fill(values)
+    return block
+
+
+def _random(fake: Tensor) -> Tensor:
+    """Return random weights, none of which is zero, and all of which count."""
+    values = torch.randn(fake.shape, dtype=torch.float32)
+    values = values.div(max(fake.shape[-2:]) ** 0.5) if fake.ndim > 1 else 1 + 0.2 * values
+    return values.to(fake.dtype)
+
+
+def _real_call(call: BlockCall, whole: FakeModel) -> BlockCall:
+    """Return a call with real tensors, whose floating-point numbers are random."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape).to(leaf.dtype).requires_grad_(leaf.requires_grad)
+        if leaf.dtype == torch.bool:
+            return torch.ones(leaf.shape, dtype=torch.bool)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+    args, kwargs = map_leaves(real, (call.args, call.kwargs))
+    floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    for tensor in floats[:1]:  # what goes from block to block
+        tensor.requires_grad_()
+    return BlockCall(args=args, kwargs=kwargs)

@@ -1,0 +1,125 @@
+"""What can be divided over workers is found in a block, and divided only if the parts compute the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.pairs import candidates
+from orchestrator.model.tensor.proof import ProvenBlock, proven
+from orchestrator.model.tensor.region import Pair, Peers
+from orchestrator.model.tensor.sample import BlockCall
+
+WIDTH, HEADS = 16, 4
+ATTENTION = Pair(columns=("q", "k", "v"), row="out")
+MLP = Pair(columns=("gate", "up"), row="down")
+
+
+class Parallel(nn.Module):
+    """Attention beside a gated MLP, in one module, with a norm of each head of the queries."""
+
+    def __init__(self, *, kv_heads: int = HEADS, packed: bool = False, dropout: float = 0.0, bias: bool = True):
+        super().__init__()
+        self.packed, self.dropout, self.num_heads = packed, dropout, HEADS
+        size = WIDTH // HEADS
+        self.norm, self.q_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(size)
+        if packed:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
+        else:
+            self.q = nn.Linear(WIDTH, WIDTH, bias=bias)
+            self.k, self.v = (nn.Linear(WIDTH, kv_heads * size, bias=bias) for _ in range(2))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.gate, self.up = (nn.Linear(WIDTH, 24, bias=bias) for _ in range(2))
+        self.down = nn.Linear(24, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        parts = self.qkv(h).chunk(3, dim=-1) if self.packed else (self.q(h), self.k(h), self.v(h))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(
+            self.q_norm(q), k, v, is_causal=True, enable_gqa=True, dropout_p=self.dropout
+        )
+        mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1 if self.packed else self.num_heads * WIDTH // HEADS)
+        return x + self.out(mixed) + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def tried(block: nn.Module, count: int = 2, **given: list[Pair]) -> ProvenBlock:
+    torch.manual_seed(0)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return proven(block, BlockCall(args=(torch.randn(2, 5, WIDTH).requires_grad_(),), kwargs={}), count, **given)
+
+
+def test_both_pairs_of_a_block_are_found_with_the_number_of_heads_and_the_partial_gradient() -> None:
+    found = tried(Parallel(kv_heads=2))
+    assert {*found.parts.pairs} == {ATTENTION, MLP}
+    assert found.whole == {}
+    assert found.parts.attributes[""] == ["num_heads"]
+    assert found.parts.partial == {"q_norm.weight"}
+    cut = {"q", "k", "v", "gate", "up"}
+    rows = {f"{name}.{of}": 0 for name in cut for of in ("weight", "bias")}
+    assert found.parts.cuts == {**rows, "out.weight": 1, "down.weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("block", "count", "pair", "reason"),
+    [
+        (Parallel(packed=True), 2, Pair(columns=("qkv",), row="out"), "would change its output by"),
+        (Parallel(dropout=0.1), 2, ATTENTION, "draws other random numbers"),
+        (Parallel(kv_heads=2), 4, ATTENTION, "raises RuntimeError"),
+    ],
+    ids=["packed", "dropout", "shared heads"],
+)
+def test_what_is_not_proven_stays_whole_and_the_rest_is_divided(
+    block: nn.Module, count: int, pair: Pair, reason: str
+) -> None:
+    found = tried(block, count)
+    assert found.parts.pairs == (MLP,)
+    assert [*found.whole] == [str(pair)]
+    assert reason in found.whole[str(pair)]
+
+
+def test_a_wrong_pair_by_hand_is_not_proven() -> None:
+    wrong = Pair(columns=("gate",), row="down")
+    found = tried(Parallel(), pairs=[wrong, ATTENTION])
+    assert found.parts.pairs == (ATTENTION,)
+    assert [*found.whole] == [str(wrong)]
+
+
+def test_a_bias_of_a_row_counts_once() -> None:
+    assert {*tried(Parallel(), 4).parts.pairs} == {ATTENTION, MLP}
+    assert "out.bias" not in tried(Parallel()).parts.cuts | dict.fromkeys(tried(Parallel()).parts.partial)
+
+
+def test_a_layer_that_is_used_twice_is_no_column() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(self.up(x)))
+
+    block = Twice()
+    assert candidates(block, BlockCall(args=(torch.randn(2, WIDTH).requires_grad_(),), kwargs={})) == []
+
+
+def test_ranks_in_lockstep_see_each_others_sums_and_own_random_numbers() -> None:
+    def run(index: int, peers: Peers) -> tuple[float, float]:
+        first = torch.rand(())
+        return float(peers.sum(torch.tensor(10.0**index))), float(first + peers.sum(torch.rand(())))
+
+    torch.manual_seed(0)
+    found = in_lockstep(3, run)
+    assert found == [found[0]] * 3
+    assert found[0][0] == 111
+
+
+def test_ranks_that_differ_in_their_sums_end_with_an_error() -> None:
+    with pytest.raises(RuntimeError, match="do not compute the same sums"):
+        in_lockstep(3, lambda index, peers: peers.sum(torch.ones(index + 1)))
+    with pytest.raises(RuntimeError, match="do not compute the same sums"):
+        in_lockstep(2, lambda index, peers: peers.sum(torch.ones(1)) if index else None)
