@@ -32,7 +32,7 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
   python -m orchestrator.launch strategy=ddp                 on every GPU, or 2 workers on CPUs
   python -m orchestrator.launch strategy=ddp plan=true       print what would run where, and exit
   python -m orchestrator.launch job=gpt train.steps=200      a small language model
-  python -m orchestrator.launch job._target_=my_module.MyJob job.width=64     a job of your own
+  python -m orchestrator.launch job=my_module.MyJob job.width=64              a job of your own
   python -m orchestrator.launch resume=auto                  continue the newest unfinished run
   python -m orchestrator.launch -m strategy=single,ddp       several runs, and their comparison
   python -m orchestrator.launch -m experiment=compare        every strategy that fits here

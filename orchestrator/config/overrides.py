@@ -23,6 +23,8 @@ from orchestrator.config.typed import Typed, plain
 _UNKNOWN_KEY = "unknown key; write keys like train.steps, groups like strategy"
 _TEXTS = "cluster.env."
 """Keys whose values are always texts, also with a comma."""
+_CLASS = re.compile(r"job=(\w+(?:\.\w+)+)")
+"""A class of the user in place of the name of a job, which is short for ``job._target_``."""
 
 
 @own_hydra()
@@ -31,10 +33,12 @@ def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
 
     Options among ``words``, which choose files, are left out.
     """
-    parsed: list[Override] = []
+    words, parsed = list(words), list[Override]()
     for text in words:
         if is_option(text):
             continue
+        if (named := _CLASS.fullmatch(text)) and Files.of(words).find("job", named[1]) is None:
+            text = f"job._target_={named[1]}"
         try:
             parsed.append(_parse(text))
         except (HydraException, ValueError) as e:  # ValueError: a number of thousands of digits
@@ -189,8 +193,6 @@ def group_error(override: Override, files: Files) -> str | None:
     if not unknown:
         return None
     name = unknown[0]
-    if group == "job" and "." in name:
-        return f"{_typed(override)}: unknown; for a class of your own, write {format_override('job._target_', name)}"
     known = files.choices(group)
     hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")

@@ -94,6 +94,15 @@ def test_the_command_line_beats_the_files_of_the_user_which_beat_ours() -> None:
     assert composed("experiment=mine", "job=gpt", "strategy=single").job.target == "jobs.gpt.GPT"
 
 
+def test_a_class_may_take_the_place_of_the_name_of_a_job_unless_a_file_has_that_name() -> None:
+    assert composed("job=a.line", "job.width=3") == composed("job._target_=a.line", "job.width=3")
+    write(Path("conf/job/a.line.yaml"), "_target_: jobs.toy.Toy\n")
+    assert composed("job=a.line").job.target == "jobs.toy.Toy"
+    runs = expand_sweep(["job=line,b.Line", "strategy=single,ddp"])
+    assert [composed(*run).job.target for run in runs] == [*["jobs.digits.Digits"] * 2, *["b.Line"] * 2]
+    assert only_error("job=digits", "job=b.Line") == "job and job._target_: both name the job; keep one"
+
+
 def test_a_primary_file_of_the_user_extends_ours() -> None:
     config = composed("--config-name=mine")
     assert (config.name, config.strategy.name, config.tracking.uri) == ("1.10", "single", None)
