@@ -20,7 +20,7 @@ from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, pass
 from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
-from helpers.jobs.matrix_optimizers import OfColumns, OfTall, Orthogonal, Preconditioned
+from helpers.jobs.matrix_optimizers import OfColumns, OfMarked, OfTall, Orthogonal, Preconditioned
 from helpers.jobs.quick_jobs import MeasuredDigits, SteppedDigits, TinyGPT, digits
 from helpers.jobs.uneven_jobs import Uneven
 from helpers.ranks.streams import StreamToy, Weighed
@@ -187,6 +187,12 @@ SCENARIOS = {
             torch.optim.Adafactor: WHOLE_TENSORS[:4],
         }.items()
     },
+    "whole tensors, skipped step": Scenario(
+        job=OfMarked(kind=Preconditioned, marked=(BAD,)),
+        train={"steps": 30, "on_nonfinite": "skip", "global_batch_size": 16},
+        rtol=ADAMW,
+        layouts=("fsdp-2",),
+    ),
     "stream": Scenario(job=StreamToy(kind="Stateful"), train={"global_batch_size": 48}, want_grad_norm=False),
     "samples drawn by weight": Scenario(job=Weighed(), train={"global_batch_size": 48}, want_grad_norm=False),
 }

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from helpers.jobs.quick_jobs import TinyGPT
-from helpers.jobs.stage_toys import chain
+from helpers.jobs.stage_toys import Marked, chain
 from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 
@@ -133,6 +133,11 @@ class OfWholeTensors(Job):
 class OfTall(OfWholeTensors, Toy):
     def model(self) -> nn.Module:
         return tall()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfMarked(OfWholeTensors, Marked):
+    """With a gradient that is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
