@@ -98,7 +98,6 @@ WHOLE_TENSORS = {
     Orthogonal: ("sharded-ddp-3", "hsdp-2x2", "mesh-hsdp-in-stages-2x2x2"),
     Preconditioned: ("fsdp-2", "fsdp-ZBVZeroBubble-2x2", "mesh-zero1-in-stages-2x2"),
     OfColumns: ("sharded-ddp-3",),
-    torch.optim.Muon: ("fsdp-2",),
     torch.optim.Adafactor: ("sharded-ddp-3", "fsdp-2"),
 }
 """Optimizers that need whole tensors, in layouts with shards."""
@@ -176,7 +175,7 @@ SCENARIOS = {
         f"whole tensors, {kind.__name__}": Scenario(
             job=OfTall(kind=kind),
             train={"grad_accumulation": 2, "clip_norm": 0.2, "ema_decay": 0.8, "global_batch_size": 16},
-            rtol=1e-3 if kind is torch.optim.Muon else ADAMW,  # which computes in bfloat16
+            rtol=ADAMW,
             layouts=layouts,
         )
         for kind, layouts in WHOLE_TENSORS.items()

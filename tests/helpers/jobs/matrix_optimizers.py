@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from helpers.jobs.quick_jobs import TinyGPT
@@ -116,7 +116,7 @@ class OfWholeTensors(Job):
 
     def parameter_groups(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Any]:
         if not issubclass(self.kind, OfMatrices):
-            return [p for _, p in named_parameters if p.ndim == 2 or self.kind is not Muon]
+            return [p for _, p in named_parameters]
         groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
         for _, parameter in named_parameters:
             groups[parameter.ndim != 2].append(parameter)
