@@ -65,7 +65,8 @@ class Context:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank reports the samples that it computes, as the first of those that do so together."""
-        return self.mesh.coords(self.global_rank).tensor == 0
+        coords = self.mesh.coords(self.global_rank)
+        return coords.context == coords.tensor == 0
 
     @property
     def pp_rank(self) -> int:
@@ -148,6 +149,11 @@ class Strategy(abc.ABC):
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
 
     # On the driver, before anything starts
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        """Return what a worker computes of the model, before it is divided into shards and stages."""
+        return outline
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:

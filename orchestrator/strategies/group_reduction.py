@@ -140,7 +140,9 @@ class PartReduction(GroupReduction):
         self.waits = WaitTimer(context.device)
         self._sums = sums
         self._sharing = sharing
-        self._remaining = self.by_group(sums.remaining)
+        remaining = {*sums.remaining}
+        others = [parameter for parameter in trained.parameters if parameter not in remaining]
+        self._remaining = [*self.by_group(sums.remaining), *self._by_group(others, lambda placement: placement.partial)]
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:

@@ -80,8 +80,9 @@ class Rules(LayoutRules[Keys], abc.ABC):
         notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         division = cls.division(options, plan.mesh)
         if not errors and division is not None and model is not None and not has_training_step(job):
-            gathered = trainer.gathered_bytes(config, plan.mesh, model)
-            notes += memory_notes(config, outline, plan, division, gathered, errors)
+            of_worker = trainer.outline_of_worker(config, outline, plan)
+            gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
+            notes += memory_notes(config, of_worker, plan, division, gathered, errors)
         if model is not None:
             errors += saving_errors(model, in_parts=plan.mesh.is_divided)
             if not errors and config.evaluate is None:

@@ -72,10 +72,12 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, 
             "it to false, or use AdamW"
         )
         return ()
-    found = "asks for the loss at several points" if needs_closure(optimizer) else None
-    if with_modes(optimizer):
+    found: Mapping[str, float] | str
+    if needs_closure(optimizer):
+        found = "asks for the loss at several points"
+    elif with_modes(optimizer):
         found = "has a train() and an eval(), between which parameters change"
-    if found is None:
+    else:
         found = _trial(config, job, model)
     if isinstance(found, str):
         errors.append(
@@ -84,7 +86,7 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, 
         )
         return ()
     divided = [p for p in model.parameters() if p.requires_grad and is_divisible(p.shape)]
-    sizes = {p: p.nbytes * found[n] for n, p in model.named_parameters()}
+    sizes: dict[Tensor, float] = {p: p.nbytes * found[n] for n, p in model.named_parameters()}
     most = max((sum(sizes[p] for p in bucket) for bucket in buckets(divided)), default=0)
     return (
         f"{key}: {name} needs whole tensors: for each update, the workers that have shards of a tensor gather it, with "

@@ -14,9 +14,8 @@ from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.presets.stages import PipelineConfig
-from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import order_of, theoretical_bubble
-from orchestrator.timeline.spans import Span, bubble, extent_s
+from orchestrator.timeline.spans import Span, aligned, bubble, extent_s
 
 P, M = 4, 8
 STAGES_PER_WORKER = {
@@ -47,6 +46,8 @@ def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_ac
     options = PipelineConfig(
         name="pipeline",
         num_workers=P,
+        tensor=1,
+        tensor_pairs="auto",
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=M,

@@ -19,7 +19,7 @@ from orchestrator.job import Job
 from orchestrator.model.stages import module_of
 from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import load
-from orchestrator.state.checkpoint_results import Written
+from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
