@@ -69,7 +69,9 @@ def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other
     torch.testing.assert_close(continued["own"], continued["other"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["mesh-replicated-tensor-2x2", "mesh-sharded-tensor-2x2"])
+@pytest.mark.parametrize(
+    "layout", ["mesh-replicated-tensor-2x2", "mesh-sharded-tensor-2x2", "mesh-tensor-in-stages-2x2"]
+)
 def test_an_optimizer_gets_whole_tensors(gang: Gang, layout: str) -> None:
     """Of a matrix, a worker has a part of the rows or columns, or of these the rows of a shard."""
     case = Case(job=OfGPT(layers=3, kind=Preconditioned), train=having(steps=6, clip_norm=0.5, global_batch_size=16))
