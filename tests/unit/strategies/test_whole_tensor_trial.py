@@ -120,7 +120,7 @@ def test_what_needs_more_than_one_tensor_is_refused(job: Job, words: str) -> Non
     ):
         [error], notes = checked(job, options)
         assert notes == []
-        assert error.startswith(f"{key}: workers have shards of tensors, and {job.kind.__name__} {words}")  # type: ignore
+        assert error.startswith(f"{key}: workers have shards of tensors, and {job.kind.__name__} {words}")  # type: ignore[attr-defined]
         assert error.endswith(f"use another optimizer, such as AdamW or Muon, or {remedy}")
 
 
