@@ -40,7 +40,7 @@ from torch.utils.data import Dataset, TensorDataset
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.state.checkpoint import load
-from orchestrator.state.checkpoint_results import Written
+from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.strategies.base import Strategy

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from orchestrator import __version__
 from orchestrator.config.build import ConfigError
-from orchestrator.config.hydra_keys import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
+from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.options import add_files, file_words
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
@@ -145,8 +145,7 @@ def _runs(overrides: Sequence[str], *, sweep: bool) -> tuple[Mapping[str, str], 
     """Return what the preset of a sweep sets, and the overrides of each run; None for these if they are searched."""
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import preset_sweep
-    from orchestrator.config.overrides import expand_sweep, values
-    from orchestrator.config.search_space import example, is_search
+    from orchestrator.config.overrides import example, expand_sweep, is_search, values
 
     preset, given = preset_sweep(overrides), values(overrides)
     if not sweep and preset.keys() - given.keys() - {"sweep.unfit"}:

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from orchestrator.config.options import add_run
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.text import clean, refuse, writable
-from orchestrator.records.log_reader import LogLine, LogReader
 from orchestrator.records.output_dir import fetch, refresh
+from orchestrator.records.rank_log import LogLine, LogReader
 from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb

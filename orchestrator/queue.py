@@ -20,7 +20,7 @@ from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
 
 if TYPE_CHECKING:
-    from orchestrator.driver.queue.queue_control import QueueControl
+    from orchestrator.driver.queue.run_queue import QueueControl
 
 _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         address = os.environ.get("RAY_API_SERVER_ADDRESS")
     address = address or "auto"
     from orchestrator.config.build import ConfigError
-    from orchestrator.driver.queue.queue_control import QueueControl, QueueError
+    from orchestrator.driver.queue.run_queue import QueueControl, QueueError
 
     try:
         if is_url(address):

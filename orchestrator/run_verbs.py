@@ -12,7 +12,7 @@ from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import CONNECTION_LOST, INTERRUPTED
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
-from orchestrator.tracking.owed import owed_runs
+from orchestrator.tracking.pending_uploads import pending_runs
 
 
 def run_verb(
@@ -59,7 +59,7 @@ def _address(options: argparse.Namespace) -> str | None:
 def _resume_uploads(search: RunSearch) -> None:
     """Go on in the background with the uploads to MLflow that did not end."""
     for output in search.outputs:
-        if owed_runs(output):
+        if pending_runs(output):
             from orchestrator.tracking.uploader import resume_uploads  # its import takes a quarter of a second
 
             resume_uploads(output)
@@ -67,7 +67,7 @@ def _resume_uploads(search: RunSearch) -> None:
 
 def _outputs_of(address: str) -> list[str]:
     """The output directories of the runs on the cluster of which this machine is a node, as far as it can read them."""
-    from orchestrator.driver.reporting.known_outputs import known_outputs, readable
+    from orchestrator.driver.reporting.cluster_records import known_outputs, readable
 
     directories, notes = readable(known_outputs(address))
     for note in notes:

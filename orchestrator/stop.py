@@ -18,9 +18,8 @@ from orchestrator.config.options import add_run
 from orchestrator.display.text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
-from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of
+from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, request_stop, state_of
 from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
-from orchestrator.records.stop_request import request_stop
 from orchestrator.run_verbs import run_verb
 
 _POLL_S = 0.5
@@ -73,7 +72,7 @@ def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
 
 def _stop_by_queue(options: argparse.Namespace, unreachable: Exception) -> int:
     """Cancel the run in the queue of the cluster; ``unreachable`` says why its directory cannot be used."""
-    from orchestrator.driver.queue.queue_control import QueueControl, QueueError
+    from orchestrator.driver.queue.run_queue import QueueControl, QueueError
 
     try:
         with QueueControl(options.address) as queue:

@@ -38,7 +38,7 @@ from campaigns.trial import (
 from helpers.machines.disks import require_mounts
 from helpers.machines.nodes import node_with_its_own
 from helpers.records.runs import wait_for
-from orchestrator.records.log_reader import LogReader
+from orchestrator.records.rank_log import LogReader
 from orchestrator.state.checkpoint import list_checkpoints
 
 ANOTHER_BOOTTIME = ("unshare", "--map-root-user", "--time", "--boottime", "86400")

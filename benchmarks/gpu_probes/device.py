@@ -17,7 +17,7 @@ from helpers.conformance.layouts import LAYOUTS
 from helpers.conformance.training import make, steps
 from helpers.ranks.gang import GLOO, NCCL, close_gangs, gang_on
 from jobs.gpt import GPT
-from orchestrator.state.host_copies import host_copies
+from orchestrator.state.tensor_memory import host_copies
 from orchestrator.strategies.trainer import Trainer
 
 PRECISIONS = {

@@ -27,8 +27,8 @@ from orchestrator.protocol.flight import enqueued_in
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import StepGate
-from orchestrator.worker.control.teardown import Teardown
-from orchestrator.worker.process.nccl_variables import nccl_variables
+from orchestrator.worker.control.rendezvous import Teardown
+from orchestrator.worker.process.network import nccl_variables
 
 HOST = "127.0.0.1"
 LEARNING_RATE = 2.0**-10

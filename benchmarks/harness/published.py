@@ -85,8 +85,11 @@ def document(names: Sequence[str], results: Mapping[str, Result], commands: Mapp
                 ]
             )
     lacking = "not measured; run `{}`"
-    where = [f"- `{n}`: {results[n].where if n in results else lacking.format(commands[n])}" for n in names]
-    return f"{table(HEAD, rows)}\n\n" + "\n".join(where)
+    where: dict[str, list[str]] = {}
+    for name in names:
+        text = results[name].where if name in results else lacking.format(commands[name])
+        where.setdefault(text, []).append(f"`{name}`")
+    return f"{table(HEAD, rows)}\n\n" + "\n".join(f"- {', '.join(named)}: {text}" for text, named in where.items())
 
 
 def shown(value: float, median: float) -> str:

@@ -19,8 +19,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.slots import Slots
-from orchestrator.driver.process.event_stream import EventStream
-from orchestrator.driver.process.run_spec import RunContext, RunSpec
+from orchestrator.driver.process.run_context import EventStream, RunContext, RunSpec
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import ResourceWait
 from orchestrator.driver.reporting.uploads import RecordUpload

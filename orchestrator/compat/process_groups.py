@@ -80,7 +80,8 @@ def all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the ranks of ``group``, as an operation that compiled code can have."""
     total: Tensor = functional_collectives.all_reduce(tensor.contiguous(), "sum", group)
-    return functional_collectives.wait_tensor(total)
+    total = functional_collectives.wait_tensor(total)
+    return total
 
 
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

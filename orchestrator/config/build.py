@@ -71,7 +71,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
             try:
                 values[name] = _fit(data[name], kind, key, f.metadata)
             except _InvalidValue as e:
-                errors += e.errors or [f"{format_override(key, data[name])}: expected {_describe(kind, f.metadata)}"]
+                errors += e.errors or [f"{format_override(key, data[name])}: expected {describe(kind, f.metadata)}"]
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             errors.append(f"{key}: missing; give it a value")
     if len(errors) > before:
@@ -126,7 +126,7 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
     if isinstance(value, Typed) and kind in _TEXTS:
         if value.value is None:
             raise _InvalidValue(
-                f"{format_override(key, value)}: expected {_describe(kind, limits)}; the word null is typed in quotes"
+                f"{format_override(key, value)}: expected {describe(kind, limits)}; the word null is typed in quotes"
             )
         return kind(str(value))
     if kind is Any or kind in (*_SEQUENCES, *_MAPPINGS) or isinstance(value, Typed):
@@ -222,10 +222,11 @@ def _within(value: Any, key: str, limits: Mapping[str, Any]) -> Any:
     return value
 
 
-def _describe(kind: Any, limits: Mapping[str, Any]) -> str:
+def describe(kind: Any, limits: Mapping[str, Any]) -> str:
+    """Return in words what a field of this type takes."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _one_of(_describe(a, limits) for a in args)
+        return _one_of(describe(a, limits) for a in args)
     if origin is Literal:
         return _one_of(to_cli(a) for a in args)
     if kind is int and limits.get("minimum") is not None:
@@ -236,8 +237,8 @@ def _describe(kind: Any, limits: Mapping[str, Any]) -> str:
         return f"a section with the keys {', '.join(_names(kind))}"
     if (origin or kind) in _SEQUENCES:
         if origin is tuple and args[-1] is not ...:
-            return f"[{', '.join(_describe(a, {}) for a in args)}]"
-        return f"a list, each item {_describe(args[0], {})}" if args else "a list"
+            return f"[{', '.join(describe(a, {}) for a in args)}]"
+        return f"a list, each item {describe(args[0], {})}" if args else "a list"
     if (origin or kind) in _MAPPINGS:
         return "a mapping"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}

@@ -19,8 +19,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from orchestrator.compat.hydra import Composed, compose_files, show_info, yaml_value
 from orchestrator.config.build import ConfigError, build
-from orchestrator.config.files import DIR_OPTION, GROUPS, NAME_OPTION, PRIMARY, Files, choices, conf_dir
-from orchestrator.config.hydra_keys import HONOURED, choice_errors, file_errors
+from orchestrator.config.files import (
+    DIR_OPTION,
+    GROUPS,
+    HONOURED,
+    NAME_OPTION,
+    PRIMARY,
+    Files,
+    choice_errors,
+    choices,
+    conf_dir,
+    file_errors,
+)
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
 from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig

@@ -32,7 +32,7 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
   python -m orchestrator.launch strategy=ddp                 on every GPU, or 2 workers on CPUs
   python -m orchestrator.launch strategy=ddp plan=true       print what would run where, and exit
   python -m orchestrator.launch job=gpt train.steps=200      a small language model
-  python -m orchestrator.launch job._target_=my_module.MyJob job.width=64     a job of your own
+  python -m orchestrator.launch job=my_module.MyJob job.width=64              a job of your own
   python -m orchestrator.launch resume=auto                  continue the newest unfinished run
   python -m orchestrator.launch -m strategy=single,ddp       several runs, and their comparison
   python -m orchestrator.launch -m experiment=compare        every strategy that fits here
@@ -135,7 +135,7 @@ def config_text(words: Sequence[str], redactor: Redactor, *, kind: str, package:
     Args:
         words: options that choose files, and overrides.
         redactor: learns the secrets, and masks them.
-        kind: one of :data:`~orchestrator.config.hydra_keys.KINDS`: our keys, those of Hydra, or both.
+        kind: one of :data:`~orchestrator.config.files.KINDS`: our keys, those of Hydra, or both.
         package: the key of the section to return; None for everything.
         resolved: replace interpolations by their values.
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from orchestrator.compat.hydra import element_text, own_hydra, parse_override
 from orchestrator.config.build import ConfigError
-from orchestrator.config.files import GROUPS, Files, is_option, options_of
-from orchestrator.config.hydra_keys import instead_of
+from orchestrator.config.files import GROUPS, Files, instead_of, is_option, options_of
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.secret_names import is_secret
 from orchestrator.config.text import did_you_mean, format_override
@@ -23,6 +23,8 @@ from orchestrator.config.typed import Typed, plain
 _UNKNOWN_KEY = "unknown key; write keys like train.steps, groups like strategy"
 _TEXTS = "cluster.env."
 """Keys whose values are always texts, also with a comma."""
+_CLASS = re.compile(r"job=(\w+(?:\.\w+)+)")
+"""A class of the user in place of the name of a job, which is short for ``job._target_``."""
 
 
 @own_hydra()
@@ -31,10 +33,12 @@ def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
 
     Options among ``words``, which choose files, are left out.
     """
-    parsed: list[Override] = []
+    words, parsed = list(words), list[Override]()
     for text in words:
         if is_option(text):
             continue
+        if (named := _CLASS.fullmatch(text)) and Files.of(words).find("job", named[1]) is None:
+            text = f"job._target_={named[1]}"
         try:
             parsed.append(_parse(text))
         except (HydraException, ValueError) as e:  # ValueError: a number of thousands of digits
@@ -189,8 +193,6 @@ def group_error(override: Override, files: Files) -> str | None:
     if not unknown:
         return None
     name = unknown[0]
-    if group == "job" and "." in name:
-        return f"{_typed(override)}: unknown; for a class of your own, write {format_override('job._target_', name)}"
     known = files.choices(group)
     hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
@@ -243,3 +245,82 @@ def _quoted(text: str) -> str | None:
     ``~/a(1).txt``, a URL with ``?a=b``. None if the value could be meant as something other than plain text."""
     match = re.fullmatch(r"([\w.+~]+)=([^,'\"\[\]{}$\s=][^,\[\]{}$]*)", text)
     return None if match is None else f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The numbers from ``low`` to ``high``: whole ones if both are.
+
+    Attributes:
+        log: whether orders of magnitude are searched evenly.
+        step: the distance between whole numbers.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only whole numbers are meant."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Some values, as typed."""
+
+    values: tuple[str, ...]
+
+
+Space = Mapping[str, Interval | Choices]
+"""What may be tried, by key."""
+
+
+def search_space(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> tuple[list[str], Space]:
+    """Return the overrides of all runs of a search, and the values that it may try.
+
+    Args:
+        words: overrides, of which some have several values: ``a,b``, ``choice(a,b)``, ``range(1,5)``,
+            ``interval(0.1,1)``, or ``tag(log,interval(1e-4,1e-1))``.
+        preset: the values of further keys, unless ``words`` have them.
+
+    Raises:
+        ConfigError: an override cannot be parsed, or none has several values.
+    """
+    errors: list[str] = []
+    fixed, files = options_of(words), Files.of(words)
+    space: dict[str, Interval | Choices] = {}
+    for override in parse_sweep(words, preset, errors):
+        if not override.is_sweep_override():
+            fixed.append(str(override.input_line))
+        elif (tried := _values(override, files, errors)) is not None:
+            space[override.get_key_element()] = tried
+    if not space and not errors:
+        errors.append("sweep.trials: nothing to search; give a key several values, as in 'job.lr=interval(0.01,1)'")
+    if errors:
+        raise ConfigError(errors)
+    return fixed, space
+
+
+def _values(override: Override, files: Files, errors: list[str]) -> Interval | Choices | None:
+    match override.value():
+        case IntervalSweep(start=low, end=high, tags=tags) if low is not None and high is not None:
+            return Interval(low, high, log="log" in tags)
+        case RangeSweep(start=int() as start, stop=int() as stop, step=int() as step) if 0 < step <= stop - start:
+            return Interval(start, start + (stop - 1 - start) // step * step, step=step)
+    listed = tuple(line.partition("=")[2] for line in alternatives(override, files, errors))
+    return Choices(listed) if listed else None
+
+
+def is_search(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Return whether a launch with these overrides is a search. It takes the arguments of :func:`search_space`."""
+    return {**preset, **values(words)}.get("sweep.trials") is not None
+
+
+def example(words: Sequence[str], preset: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """Return the overrides of one run of a search, to check what all runs share. Raises like :func:`search_space`."""
+    fixed, space = search_space(words, preset)
+    first = {key: s.low if isinstance(s, Interval) else s.values[0] for key, s in space.items()}
+    return [*fixed, *(f"{key}={value}" for key, value in first.items())]

@@ -20,8 +20,17 @@ from orchestrator.display.comparison_analysis import (
     shared_baselines,
     verdict,
 )
-from orchestrator.display.text import bar, duration, format_value, number, takes_unicode
-from orchestrator.display.text_table import TableColumn, cut, text_lines, total_width
+from orchestrator.display.text import (
+    TableColumn,
+    bar,
+    cut,
+    duration,
+    format_value,
+    number,
+    takes_unicode,
+    text_lines,
+    total_width,
+)
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary
 

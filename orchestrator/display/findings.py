@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.text import first_few
 from orchestrator.display.text import count
-from orchestrator.protocol.finding import Finding, Level
+from orchestrator.protocol.node_report import Finding, Level
 
 _EXIT_CODES: Mapping[Level, int] = {"ok": 0, "warning": 1, "fault": 2}
 _LEVEL_WIDTH, _CHECK_WIDTH = 9, 12

@@ -1,14 +1,19 @@
-"""How a run ended, as one description that the console, ``show`` and MLflow lay out. Pure."""
+"""How a run ended, as one description that the console, ``show`` and MLflow lay out, and in words for MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.display.text import first_line
+from orchestrator.config.text import plain
+from orchestrator.display.text import count, duration, first_line, number, rate
+from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.protocol.machine_use import describe_sharing
 from orchestrator.protocol.metrics import summary_value, waited_s
+from orchestrator.records.json_file import read_json
+from orchestrator.records.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +97,103 @@ def run_end(
         recovery_s=tuple(summary.get("recovery_s") or ()),
         steps_lost=int(lost or 0),
     )
+
+
+_DEVICES = {"cuda": "GPU worker", "cpu": "CPU worker"}
+_RESULTS = {"final_loss": "loss", "val_loss": "validation loss", "val_accuracy": "validation accuracy"}
+_HOW = {"FINISHED": "finished", "PRUNED": "was pruned", "FAILED": "failed", "KILLED": "was stopped"}
+
+
+def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: str, reason: str) -> str:
+    """Return in Markdown what ran where, how fast, what it reached, what limited it, and how it recovered.
+
+    Args:
+        record: the contents of ``run.json`` at the end of the run.
+        summary: the summary of the run.
+        status: FINISHED, PRUNED, FAILED or KILLED.
+        reason: why the run did not finish; empty if it did.
+    """
+    end = run_end(summary, status=status, reason=reason, started=record.get("started"), ended=record.get("ended"))
+    sentences = [_what_ran(record, end), *_speed(end), *_limits(end)]
+    if end.restarts:
+        times = ", ".join(f"{seconds:.1f}" for seconds in end.recovery_s)
+        took = f" in {times} s" if times else ""
+        sentences.append(f"Recovered {count(end.restarts, 'time')}{took}; {count(end.steps_lost, 'step')} lost.")
+    if status not in ("FINISHED", "PRUNED") and end.reason:
+        sentences.append(f"Reason: {plain(end.reason)}")
+    return " ".join(sentences)
+
+
+def _what_ran(record: Mapping[str, Any], end: RunEnd) -> str:
+    mesh = recorded_mesh((record.get("plan") or {}).get("mesh") or {})
+    noun = _DEVICES.get((record.get("plan") or {}).get("device", ""), "worker")
+    servers = mesh.num_servers
+    where = count(mesh.num_workers, noun) + (f" and {count(servers, 'server')} of the parameters" if servers else "")
+    what = f"Job **{record.get('job')}** with strategy **{record.get('strategy')}** on {where}"
+    after = "" if end.status == "FINISHED" else "after "
+    length = "" if end.steps is None else f" {after}{count(end.steps, 'step')}"
+    took = "" if end.took_s is None else f" in {duration(end.took_s)}"
+    dirty = (record.get("source") or {}).get("source.git.dirty") == "true"
+    code = " The code has uncommitted changes." if dirty else ""
+    return f"{what} {_HOW.get(end.status, end.status)}{length}{took}.{code}"
+
+
+def _speed(end: RunEnd) -> Iterator[str]:
+    if end.samples_per_s is not None:
+        median = "" if end.step_ms is None else f", {end.step_ms:.3g} ms a step (median)"
+        yield f"Speed: **{rate(end.samples_per_s)} samples/s**{median}."
+    if found := [f"{name} {number(end.results[key])}" for key, name in _RESULTS.items() if key in end.results]:
+        yield f"Final {', '.join(found)}."
+
+
+def _limits(end: RunEnd) -> Iterator[str]:
+    if end.advice:
+        yield f"{end.advice[0].upper()}{end.advice[1:]}."
+    if end.bubble_pct is not None:
+        bubble, theory = end.bubble_pct
+        yield f"Pipeline bubble: {bubble:.0f}%, in theory {theory:.0f}%."
+    if end.profiled:
+        yield f"Profiled {end.profiled}."
+    if end.startup_s is not None:
+        yield f"Start-up: {duration(end.startup_s)}."
+
+
+def choice_in_words(run_dir: RunDir) -> str:
+    """Return in Markdown which strategy was chosen for a run, with the report; empty if it was not chosen by ``auto``.
+
+    Raises:
+        OSError: the report cannot be read.
+        ValueError: the record of the choice is damaged.
+    """
+    choice = read_json(run_dir.choice_record)
+    return f"{describe_choice(choice)}\n\n{run_dir.choice_report.read_text().strip()}" if choice else ""
+
+
+def describe_choice(choice: Mapping[str, Any]) -> str:
+    """Return in Markdown which strategy ``strategy=auto`` chose, which was the next best, and the step times of both.
+
+    Args:
+        choice: the contents of ``auto.json``.
+    """
+    able = [contender for contender in choice["contenders"] if not contender["refused"]]
+    (winner,) = (contender for contender in able if contender["overrides"] == choice["overrides"])
+    rivals = sorted((contender for contender in able if contender is not winner), key=_known_step_ms)
+    text = f"`strategy=auto` chose {_contender(winner)}"
+    return f"{text}; the next best is {_contender(rivals[0])}." if rivals else f"{text}, the only one that fits."
+
+
+def _known_step_ms(contender: Mapping[str, Any]) -> tuple[bool, float]:
+    """A sort key: measured times before predicted ones, which a measurement may have refuted."""
+    measured_ms, prediction = contender["measured_ms"], contender["prediction"]
+    if measured_ms is not None:
+        return False, measured_ms
+    return True, math.inf if prediction is None else prediction["step_ms"]
+
+
+def _contender(contender: Mapping[str, Any]) -> str:
+    times = []
+    if (prediction := contender["prediction"]) is not None:
+        times.append(f"predicted {prediction['step_ms']:.3g} ms a step")
+    if (measured_ms := contender["measured_ms"]) is not None:
+        times.append(f"measured {measured_ms:.3g} ms")
+    return f"**{contender['name']}**" + (f" ({', '.join(times)})" if times else "")

@@ -13,18 +13,16 @@ import torch
 
 from orchestrator.config.arguments import field_values, too_large
 from orchestrator.config.build import ConfigError, collect_errors
-from orchestrator.config.callback_loader import load_callbacks
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.evaluated import unknown_split
 from orchestrator.config.files import Files
-from orchestrator.config.job_loader import is_importable, load_job
+from orchestrator.config.job_loader import is_importable, load_callbacks, load_job
 from orchestrator.config.overrides import choosing, quote_text, values, with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.code import packages
-from orchestrator.driver.code.given_job import PickledJob, job_override, pickle_job
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors

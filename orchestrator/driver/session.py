@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from orchestrator.compat.ray.key_values import add_job_metadata
+from orchestrator.compat.ray.cluster import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
@@ -24,34 +24,30 @@ from orchestrator.display.report import plan_table
 from orchestrator.display.text import count
 from orchestrator.driver.auto.decision import NotMeasuredError
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
-from orchestrator.driver.code.given_job import pickle_job
-from orchestrator.driver.code.worker_code import CodeCache, WorkerCode
+from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
 from orchestrator.driver.preflight.paths import output_dir, tracking_note
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.process import cluster
-from orchestrator.driver.process.event_stream import EventStream, FailureSink
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_spec import RunContext, RunSpec
-from orchestrator.driver.process.signals import StopRequests, StopSignals
-from orchestrator.driver.process.stop_wait import stop_wait_warning
+from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunSpec
+from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
-from orchestrator.driver.reporting.job_metadata import JobStateSink, job_metadata
-from orchestrator.driver.reporting.known_outputs import enter_output
+from orchestrator.driver.reporting.cluster_records import JobStateSink, enter_output, job_metadata
 from orchestrator.driver.reporting.prometheus import PrometheusSink
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.left_reports import take_left_reports
 from orchestrator.driver.run.run import Run
+from orchestrator.driver.run.worker_reports import take_left_reports
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.patience import with_patience
-from orchestrator.policy.token_check import exposure_warning
+from orchestrator.policy.node_check import exposure_warning
+from orchestrator.policy.start_timeouts import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -349,7 +345,7 @@ def _opened(
     sweep_id = None if sweep is None else sweep["id"]
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
-        config=with_patience(config, processes_per_core=sizes.largest.processes_per_core),
+        config=with_shared_cores(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
         run_dir=run_dir,
         run_uid=uid,

@@ -13,6 +13,7 @@ A process of its own, because the export imports torch's compiler, takes seconds
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -28,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from orchestrator.compat.torch import as_bytes, pytree
 from orchestrator.config.compose import recorded_job
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.redact import MASK
 from orchestrator.config.schema import JobSpec
-from orchestrator.exporting.dataset import dataset_facts
 from orchestrator.exporting.program import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
@@ -42,10 +43,9 @@ from orchestrator.state import tensor_file
 from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT
-from orchestrator.state.model_state import own_tensors
-from orchestrator.state.stored_tensors import StoredTensors
-from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.state.model_state import LEFT_OUT, own_tensors
+from orchestrator.state.tensor_file import StoredTensors
+from orchestrator.strategies.data.datasets import is_stream, known_length
 from orchestrator.user_code.exits import error_text, exits_refused
 
 MAX_BYTES = 1_000_000_000
@@ -60,7 +60,7 @@ class Facts:
     """What is known about the final model and the data of a run. What was not asked for is None.
 
     Attributes:
-        dataset: the result of :func:`~orchestrator.exporting.dataset.dataset_facts`; None if the job cannot be built.
+        dataset: the result of :func:`~orchestrator.exporting.__main__.dataset_facts`; None if the job cannot be built.
         step: when the weights were saved; None if there are none.
         averaged: whether they are moving averages.
         problem: why there is no graph or there are no weights; None if there are both.
@@ -166,6 +166,34 @@ def _readme(spec: JobSpec, *, problem: str) -> str:
         f"    model = {name}({fields}).model()\n"
         '    model.load_state_dict(load_file("model.safetensors"))\n'
     )
+
+
+_DIGEST_LENGTH = 16
+
+
+def dataset_facts(spec: JobSpec, dataset: Any) -> dict[str, Any]:
+    """Return the ``name``, ``digest`` and number of ``samples`` (None if unknown) of a training set.
+
+    The digest covers the job's class and fields, the number of samples, and of a map-style dataset the first and the
+    last sample.
+    """
+    samples = known_length(dataset)
+    digest = hashlib.sha256(repr((spec.target, sorted(spec.fields.items()), samples)).encode())
+    if samples is not None and not is_stream(dataset):
+        for index in (0, samples - 1):
+            for leaf in pytree.tree_leaves(dataset[index]):
+                digest.update(_bytes_of(leaf))
+    return {"name": spec.target.rpartition(".")[2], "digest": digest.hexdigest()[:_DIGEST_LENGTH], "samples": samples}
+
+
+def _bytes_of(value: Any) -> bytes:
+    """The contents of a part of a sample; of an object of another library, only its type."""
+    if isinstance(value, Tensor):
+        return as_bytes(value.detach()).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    plain = isinstance(value, (str, bytes, int, float, bool, type(None)))
+    return (repr(value) if plain else type(value).__name__).encode()
 
 
 if __name__ == "__main__":

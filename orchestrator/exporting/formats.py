@@ -20,9 +20,8 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import path_of, step_of
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT, check_built, checksum
 from orchestrator.state.manifest import CheckpointError
-from orchestrator.state.model_state import own_tensors
+from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, own_tensors
 from orchestrator.user_code.exits import error_text
 
 

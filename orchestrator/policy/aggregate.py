@@ -29,14 +29,15 @@ from orchestrator.protocol.core_metrics import (
     SAMPLES_PER_S_PER_WORKER,
     STEP_MS,
     TOKENS_PER_S,
+    evaluation_metrics,
+    evaluation_specs,
+    sums_by_weight,
 )
-from orchestrator.protocol.evaluation import evaluation_metrics, evaluation_specs, sums_by_weight
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks
-from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import theoretical_bubble
-from orchestrator.timeline.spans import Timeline
+from orchestrator.timeline.spans import Timeline, aligned
 
 MOST_KEPT = 16384
 """Keep all values up to this number, and beyond it a random sample of so many."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from orchestrator.config.schema import RecoveryConfig
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
 from orchestrator.protocol.events import EndReason, PauseReason, RunState
 

@@ -1,5 +1,7 @@
 """Which rank is persistently slower than the others, not counting the time it waits for them. Pure.
 
+Other programs may be the reason: how much they used of the machines while steps were timed is known here too.
+
 A busy machine slows down each rank in turn, so a rank is blamed only if it has been the slow one nearly all of the time
 for :data:`MIN_SLOW_S`, and if the run would be noticeably faster without the delay.
 """
@@ -7,11 +9,12 @@ for :data:`MIN_SLOW_S`, and if the run would be noticeably faster without the de
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from orchestrator.protocol.events import Straggler
+from orchestrator.protocol.machine_use import IDLE_CPU_PCT, OTHERS_CPU_PCT, OTHERS_GPU_PCT, MachineUse
 from orchestrator.protocol.messages import TrainPoint
 
 MIN_SLOWDOWN = 1.5
@@ -173,3 +176,50 @@ def _describe(rank: int, slow: list[_Period], total_s: float) -> Straggler:
         others_data_wait_ms=others_data_wait_ms / steps,
         throughput_loss=(own_ms - others_ms) / 1e3 / total_s,
     )
+
+
+@dataclass
+class _Node:
+    own_s: float = 0.0
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # as each rank has measured it
+    idle_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class SharedMachine:
+    """Collects the readings of all ranks.
+
+    Ranks on one node measure the same node at about the same times, so the longest measurement of it counts.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: defaultdict[str, _Node] = defaultdict(_Node)
+        self._gpu_pct: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by rank: sum and number
+
+    def add(self, rank: int, node_id: str, use: MachineUse) -> None:
+        """Add the reading of a rank; ``node_id``: where it ran."""
+        node = self._nodes[node_id]
+        node.own_s += use.own_s
+        node.busy_s[rank] += use.busy_s
+        node.idle_s[rank] += use.idle_s
+        if use.others_gpu_pct is not None:
+            self._gpu_pct[rank][0] += use.others_gpu_pct
+            self._gpu_pct[rank][1] += 1
+
+    def summary(self, *, driver_node: str, driver_s: float) -> Mapping[str, float]:
+        """Return the shares, in percent, that others used and that stood idle; empty if nothing was measured.
+
+        Args:
+            driver_node: the id of the node of the driver.
+            driver_s: the CPU seconds of the driver in the same time.
+        """
+        found = []
+        for node_id, node in self._nodes.items():
+            rank = max(node.busy_s, key=lambda r: node.busy_s[r] + node.idle_s[r])
+            busy_s, idle_s = node.busy_s[rank], node.idle_s[rank]
+            if busy_s + idle_s > 0:
+                own_s = node.own_s + (driver_s if node_id == driver_node else 0.0)
+                share = 100 / (busy_s + idle_s)
+                found.append((max(0.0, busy_s - own_s) * share, idle_s * share))
+        summary = dict(zip((OTHERS_CPU_PCT, IDLE_CPU_PCT), max(found), strict=True)) if found else {}
+        gpus = [total / number for total, number in self._gpu_pct.values()]
+        return {**summary, OTHERS_GPU_PCT: max(gpus)} if gpus else summary

@@ -1,9 +1,10 @@
-"""What a node of the cluster is, as it says itself before a worker starts there."""
+"""What a node of the cluster says of itself before a worker starts there, and what a check has found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +70,25 @@ class NoReport(_OfNode):
     """A node that has not reported, and why."""
 
     reason: str
+
+
+Level = Literal["ok", "warning", "fault"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: what was checked, in one or two words.
+        level: ``fault`` if a run would fail, ``warning`` if it may fail or be slow.
+        text: what was found.
+        remedy: what to do; empty if nothing is to be done.
+        where: the nodes that it is about, as shown to users; empty for the driver or the whole cluster.
+    """
+
+    check: str
+    level: Level
+    text: str
+    remedy: str = ""
+    where: tuple[str, ...] = ()

@@ -24,9 +24,8 @@ from orchestrator.records.json_file import write_atomically
 from orchestrator.records.lock import locked
 from orchestrator.records.process import is_visible
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
-from orchestrator.storage.claim import claimed
 from orchestrator.storage.mirror import NOT_COPIED, make_private, staging_path
-from orchestrator.storage.remote import Remote, is_url
+from orchestrator.storage.remote import Remote, is_url, store_locked
 
 DEFAULT_TIMEOUT_S = 30.0
 """For commands that read a run without its configuration."""
@@ -79,7 +78,7 @@ class OutputDir:
         Raises:
             OSError: others have held it for too long, or it cannot be taken.
         """
-        return locked(self.path / ".lock") if self.remote is None else claimed(self.remote)
+        return locked(self.path / ".lock") if self.remote is None else store_locked(self.remote)
 
     def create(self, name: str) -> RunDir:
         """Create an empty run directory. To be called under the lock.

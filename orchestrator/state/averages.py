@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.stored_tensors import StoredTensors
+from orchestrator.state.tensor_file import StoredTensors
 
 KEY = "param_ema"
 """The key of the average in the optimizer state of a parameter."""

@@ -37,7 +37,7 @@ from orchestrator.state.manifest import (
     manifest_text,
     read_manifest,
 )
-from orchestrator.state.stored_tensors import StoredTensors
+from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.state.train_state import TrainState
 
 _FOREIGN_STALE_S = 3600.0

@@ -37,7 +37,7 @@ from orchestrator.state.manifest import (
     parse_manifest,
     read_manifest,
 )
-from orchestrator.state.stored_tensors import StoredTensors
+from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.storage.remote import Remote
 
 T = TypeVar("T")

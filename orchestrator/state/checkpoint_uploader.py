@@ -7,16 +7,53 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import list_checkpoints, remove_staging, remove_stale, step_of
-from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import CheckpointError
-from orchestrator.state.part_writers import PartError
+from orchestrator.state.part_writers import PartError, StagedPart
 from orchestrator.storage.remote import StorageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A checkpoint that is complete on disk at ``path``, or a ``part`` of it.
+
+    Attributes:
+        seconds: the duration of the write, with its upload.
+        stall_ms: how long training stood still for the snapshot.
+        best: the best evaluation so far, whose checkpoint is kept beside the newest ones; None if none is followed.
+        part: what this rank has staged of a checkpoint for a store that several ranks write; None of a whole one.
+    """
+
+    step: int
+    path: Path
+    seconds: float
+    stall_ms: float
+    size_bytes: int
+    best: BestSoFar | None = None
+    part: StagedPart | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A checkpoint that is being written. ``progress`` counts the parts that have been written."""
+
+    step: int
+    progress: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFailed:
+    """A checkpoint that could not be written, and why."""
+
+    step: int
+    reason: str
+
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 15.0

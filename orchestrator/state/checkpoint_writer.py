@@ -14,9 +14,8 @@ from typing import Any
 
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import path_of, save
-from orchestrator.state.checkpoint_results import Pending, WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.checkpoint_uploader import CheckpointUploader
+from orchestrator.state.checkpoint_uploader import CheckpointUploader, Pending, WriteFailed, Written
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.part_writers import JointSave, PartError
 from orchestrator.state.train_state import TrainState

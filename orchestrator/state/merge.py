@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.planning.boxes import Box
-from orchestrator.state.left_out import LEFT_OUT, total
 from orchestrator.state.manifest import Kind
+from orchestrator.state.model_state import LEFT_OUT, total
 from orchestrator.state.optimizer_state import FURTHER
 from orchestrator.state.train_state import NONFINITE, TrainState
 

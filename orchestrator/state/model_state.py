@@ -3,17 +3,24 @@
 Hooks of ``state_dict()`` may drop and rename entries, and those of loading expect what they have made. So tensors are
 saved and loaded without these hooks. Entries that are no parameters or buffers, such as ``get_extra_state()`` makes, go
 through ``load_state_dict()``, and so does all the rest once more, if the model has code for that.
+
+Of frozen parameters that a checkpoint leaves out (``checkpoint.only_trained``), a checksum says whether the job has
+built the same again. That of a tensor is the sum of those of its shards, so that it depends neither on the layout that
+saves nor on the one that loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_loading_code, own_parameters, persistent_buffers
+from orchestrator.planning.boxes import Box
 from orchestrator.state.optimizer_state import pack_values, unpack_values
 
 MODEL_FURTHER = "model_further"
@@ -105,3 +112,122 @@ def saving_errors(model: nn.Module, *, in_parts: bool) -> list[str]:
             "and leave the hook out, or use strategy=ddp without strategy.shard_optimizer"
         )
     return errors
+
+
+_LISTED = 4
+_ADVICE = "use the fields and the code of the job that it was trained with"
+
+
+def mismatches(
+    model_shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    saved: Mapping[str, Tensor],
+    *,
+    partial: bool = False,
+) -> list[str]:
+    """Return one line per parameter or buffer that does not fit; a single one if many names differ.
+
+    A change from one floating dtype to another fits.
+
+    Args:
+        model_shapes: the shape and dtype of each parameter and buffer of the model, by name.
+        saved: the tensors of the checkpoint, by name.
+        partial: whether the model is a part of the saved one, so that names only in the checkpoint fit too.
+    """
+    missing = [name for name in model_shapes if name not in saved]
+    others = [name for name in saved if name not in model_shapes]
+    unexpected = [] if partial else others
+    unlike = []
+    for name, (shape, dtype) in model_shapes.items():
+        tensor = saved.get(name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape):
+            unlike.append(f"{name}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
+        elif tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+            unlike.append(f"{name}: {tensor.dtype} in the checkpoint, {dtype} in the model")
+
+    if len(missing) + len(unexpected) > _LISTED:
+        kinds = (
+            (unexpected, "has {} tensors that the model lacks"),
+            (missing, "lacks {} tensors of the model"),
+            (unlike, "has {} of another shape or type"),
+        )
+        parts = [f"{text.format(len(found))}, such as {found[0]}" for found, text in kinds if found]
+        return [f"the checkpoint {'; '.join(parts)}; {_ADVICE}"]
+
+    def nearest(name: str, names: list[str]) -> str:
+        found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+        return f" (nearest: {found[0]})" if found else ""
+
+    return [
+        *(f"{name}: not in the checkpoint{nearest(name, others)}" for name in missing),
+        *(f"{name}: not in the model{nearest(name, missing)}" for name in unexpected),
+        *capped_lines(unlike, str, "differ in shape or type"),
+    ]
+
+
+def capped_lines(names: Sequence[str], line: Callable[[str], str], rest: str) -> Iterator[str]:
+    """Yield ``line(name)`` for the first few names, then one line that counts the others: "and 3 more <rest>"."""
+    yield from map(line, names[:_LISTED])
+    if len(names) > _LISTED:
+        yield f"and {len(names) - _LISTED} more {rest}"
+
+
+LEFT_OUT = "left_out"
+"""The entry of ``meta`` with the checksums of the frozen parameters that a checkpoint leaves out, by name."""
+
+
+class FrozenError(ValueError):
+    """The job does not build the frozen parameters of a checkpoint. The text explains it without a traceback."""
+
+
+_CHUNK = 2**20
+_ODD = 0x2545F4914F6CDD1D
+_BITS = 2**64
+
+
+def checksum(tensor: Tensor, box: Box) -> int:
+    """Return 64 bits that depend on each value of a ``box`` of a tensor and on its place, but not on its dtype."""
+    values = tensor.detach().reshape(-1)
+    total = 0
+    for start in range(0, len(values), _CHUNK):
+        part = values[start : start + _CHUNK]
+        bits = part.double().view(torch.int64) if part.is_floating_point() else part.long()
+        mixed = (bits ^ (bits >> 32)) * _ODD
+        mixed ^= mixed >> 29
+        places = _places(torch.arange(start, start + len(part), device=part.device), box)
+        total += int((mixed * (2 * places + 1)).sum())
+    return total % _BITS
+
+
+def total(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the checksums of whole tensors by name, from those of the shards that ranks have."""
+    every = Counter[str]()
+    for own in sums:
+        every.update(own)
+    return {name: value % _BITS for name, value in every.items()}
+
+
+def check_built(saved: Mapping[str, int], built: Mapping[str, int]) -> None:
+    """Check that the job builds the frozen parameters that a checkpoint was trained with.
+
+    Raises:
+        FrozenError: it does not.
+    """
+    unlike = [name for name, value in saved.items() if built.get(name) != value]
+    if unlike:
+        raise FrozenError(
+            "the job builds other frozen parameters than the checkpoint was trained with: "
+            f"{unlike[0]}, the first of {len(unlike)}; let it read the same weights as before, because the checkpoint "
+            "leaves these out (checkpoint.only_trained, or a hook of state_dict())"
+        )
+
+
+def _places(numbers: Tensor, box: Box) -> Tensor:
+    """Return the places in the whole tensor of the elements of a box with these numbers."""
+    places, stride = torch.zeros_like(numbers), 1
+    for size, offset, full in zip(reversed(box.shape), reversed(box.offset), reversed(box.full), strict=True):
+        places += (numbers % size + offset) * stride
+        numbers = numbers // size
+        stride *= full
+    return places

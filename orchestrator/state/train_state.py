@@ -17,16 +17,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from orchestrator.planning.boxes import Box
-from orchestrator.state.host_copies import host_copies
 from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
 from orchestrator.state.json_values import from_json, to_json
-from orchestrator.state.left_out import LEFT_OUT
 from orchestrator.state.manifest import Kind
-from orchestrator.state.mismatch import capped_lines, mismatches
-from orchestrator.state.model_state import MODEL_FURTHER, further_entries, load_tensors, own_tensors, pack_further
+from orchestrator.state.model_state import (
+    LEFT_OUT,
+    MODEL_FURTHER,
+    capped_lines,
+    further_entries,
+    load_tensors,
+    mismatches,
+    own_tensors,
+    pack_further,
+)
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
-from orchestrator.state.own_memory import with_own_memory
-from orchestrator.state.stored_tensors import StoredTensors
+from orchestrator.state.tensor_file import StoredTensors
+from orchestrator.state.tensor_memory import host_copies, with_own_memory
 
 NONFINITE = "nonfinite"
 

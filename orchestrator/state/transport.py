@@ -12,8 +12,8 @@ from torch import Tensor
 
 from orchestrator.compat.torch import as_bytes, copy_all
 from orchestrator.planning.boxes import Box
-from orchestrator.state.host_copies import runs_of
 from orchestrator.state.manifest import Kind
+from orchestrator.state.tensor_memory import runs_of
 from orchestrator.state.train_state import TrainState, outline
 
 CPU = torch.device("cpu")

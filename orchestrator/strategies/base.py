@@ -65,7 +65,8 @@ class Context:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank reports the samples that it computes, as the first of those that do so together."""
-        return self.mesh.coords(self.global_rank).tensor == 0
+        coords = self.mesh.coords(self.global_rank)
+        return coords.context == coords.tensor == 0
 
     @property
     def pp_rank(self) -> int:

@@ -19,8 +19,7 @@ from orchestrator.model.tensor_slots import sparse_error
 from orchestrator.planning.boxes import Box
 from orchestrator.planning.placement import Placement
 from orchestrator.state import train_state
-from orchestrator.state.left_out import checksum
-from orchestrator.state.model_state import dropped_names, own_tensors
+from orchestrator.state.model_state import checksum, dropped_names, own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch

@@ -8,7 +8,7 @@ first point, and the page of a shorter run after its end.
 
 The driver waits ``tracking.flush_timeout_s`` for the rest of the upload, which then goes on without it. An upload that
 fails after that time leaves the lock of the run to others, and is repeated until ``tracking.background_timeout_s``, by
-one process for each output directory. What is left then, the next command uploads (``owed.py``).
+one process for each output directory. What is left then, the next command uploads (``pending_uploads.py``).
 
 Given several run directories, of runs that have ended, it uploads one after another, each in a child process. None is
 repeated, because it would hold up the others.
@@ -42,7 +42,7 @@ from orchestrator.records.process import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.owed import alone_in_retrying
+from orchestrator.tracking.pending_uploads import alone_in_retrying
 from orchestrator.tracking.sinks import Sinks, record_problems
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed, read_cursor
 from orchestrator.tracking.uri import sqlite_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import math
 import os
@@ -10,17 +11,17 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample
+from orchestrator.records.lock import locked
 from orchestrator.records.names import storable_name
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
-from orchestrator.tracking.database import create_database
 from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
 
@@ -287,3 +288,43 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, str):
         return value in ("NaN", "Infinity", "-Infinity")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def create_database(path: Path, migrate: Callable[[Path], None], *, timeout_s: float) -> None:
+    """Create the database at ``path`` unless it exists. An empty file counts as no database.
+
+    MLflow creates its tables in many steps, and a database that was left in the middle of them cannot be opened again.
+    So the tables are created in a file beside it, which is then renamed. Of several processes, one does this, and the
+    others wait.
+
+    Args:
+        path: the database file.
+        migrate: creates the tables in the file that it is given.
+        timeout_s: the longest wait for another process.
+
+    Raises:
+        TimeoutError: another process still holds the lock.
+    """
+    if _exists(path):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock"), timeout_s=timeout_s):
+        if _exists(path):
+            return
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.new*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            migrate(temporary)
+            if not _exists(path):  # a process that does not know this lock may have created it
+                temporary.replace(path)
+        finally:
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False

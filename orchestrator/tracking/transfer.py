@@ -31,7 +31,7 @@ from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
 from orchestrator.records.sweep_dir import SweepDir
 from orchestrator.tracking.backend import Point, TrackingBackend
-from orchestrator.tracking.owed import settle
+from orchestrator.tracking.pending_uploads import clear_pending
 from orchestrator.tracking.uri import redact_uri
 
 _FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
@@ -139,7 +139,7 @@ class Transfer:
             elif self.cursor.error:
                 self._advance(error=None)
             if ending:
-                settle(self._run_dir)
+                clear_pending(self._run_dir)
         except Exception as e:
             self._opened = False  # the run may have been deleted on the server
             self._advance(error=self._describe(e))

@@ -26,7 +26,7 @@ from orchestrator.records.output_dir import OutputDir, is_present, push_records
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
-from orchestrator.tracking.owed import owe, owed_runs
+from orchestrator.tracking.pending_uploads import note_pending, pending_runs
 from orchestrator.tracking.sinks import record_problems, sink_problem
 from orchestrator.tracking.transfer import (
     count_points,
@@ -97,7 +97,7 @@ class Uploader:
         if tracking.uri is None and not tracking.all_sinks:
             return cls(run_dir, None)
         if tracking.uri is not None:
-            owe(run_dir)
+            note_pending(run_dir)
         if tracking.all_sinks:
             record_problems(run_dir, {})  # an earlier command may have had other sinks
         offset = run_dir.events_file.stat().st_size if run_dir.events_file.exists() else 0
@@ -229,7 +229,7 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
                 push_records(run_dir)
             orphans.append(run_dir)
             if record["tracking"]["uri"] is not None:
-                owe(run_dir)
+                note_pending(run_dir)
     resume_uploads(output_dir, resumed=resumed)
     return orphans
 
@@ -250,7 +250,7 @@ def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()
     another host has continued on a store. Runs whose stored URI has a masked password need ``orchestrator sync``.
     """
     uploads = {}
-    for run_dir in owed_runs(output_dir):
+    for run_dir in pending_runs(output_dir):
         if run_dir in resumed:
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
@@ -280,7 +280,7 @@ def report_sweep(run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[st
         tracking = replace(tracking, log_model=False, log_dataset=False)
         if (driver := run_dir.read_record().get("driver")) is None:
             raise ValueError(f"{run_dir.record_file} is damaged: no driver")
-        owe(run_dir)
+        note_pending(run_dir)
         _upload_in_background({run_dir: _options(tracking, secrets, driver)})
 
 

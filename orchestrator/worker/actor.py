@@ -33,9 +33,9 @@ from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.fault_injection import inject_fault
-from orchestrator.worker.control.teardown import Teardown
+from orchestrator.worker.control.rendezvous import Teardown
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process import allocator, memory
+from orchestrator.worker.process import memory
 from orchestrator.worker.process.stacks import all_stacks, flight_record_of
 from orchestrator.worker.script_actor import ScriptWorker
 
@@ -101,7 +101,7 @@ class Worker(BaseWorker):
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         config = environment.config
-        allocator.set_allocator(gathers=config.strategy.gathers)
+        memory.set_allocator(gathers=config.strategy.gathers)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

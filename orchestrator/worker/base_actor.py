@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import faulthandler
+import functools
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,8 +24,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import ray
 
 from orchestrator.compat.ray.process import keep_process_title
-from orchestrator.config.callback_loader import load_callbacks
-from orchestrator.config.job_loader import load_job
+from orchestrator.config.job_loader import load_callbacks, load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
 from orchestrator.protocol.messages import (
@@ -36,7 +38,7 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records import staged
+from orchestrator.records import staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.exits import exits_refused, readable
@@ -44,10 +46,9 @@ from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.gpu_meter import GpuMeter
 from orchestrator.worker.measure.machine_meter import CpuMeter, system_metrics
-from orchestrator.worker.process import interfaces, packages
-from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process import network, packages
+from orchestrator.worker.process.network import LOOPBACK
 from orchestrator.worker.process.output import Output
-from orchestrator.worker.process.preemption import TerminationNotice
 from orchestrator.worker.process.shared_directory import check_shared
 from orchestrator.worker.process.stacks import all_stacks, is_waiting
 
@@ -150,7 +151,7 @@ class BaseWorker(abc.ABC):
         """End ``generation``, and shut down connections to the ``unreachable`` IP addresses of lost nodes."""
         self.gate.abandon(generation)
         if unreachable:
-            interfaces.shut_down_connections(unreachable)
+            network.shut_down_connections(unreachable)
 
     @ray.method(concurrency_group="control")  # noqa: B027 - not abstract, because a process may have no groups
     def abort(self, generation: int) -> None:
@@ -234,7 +235,7 @@ class BaseWorker(abc.ABC):
                 run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
             )
         else:
-            staged.enter(run_dir)
+            staging.prepare(run_dir)
         if (log := run_dir.log_file(assignment.global_rank)) != self.log:
             self.output.redirect(log)
             self.log = log
@@ -274,3 +275,27 @@ def _worker_info() -> WorkerInfo:
     from orchestrator.worker.process.gpu import with_gpus
 
     return with_gpus(info, gpus)
+
+
+class TerminationNotice:
+    """Catches SIGTERM in this process and remembers it.
+
+    Python runs its signal handlers in the main thread, which never leaves Ray's C++ loop. The handler of
+    ``faulthandler`` runs in C: the stack that it writes into a pipe is the notice.
+    """
+
+    def __init__(self) -> None:
+        self._received = False
+        self._reading, self._writing = os.pipe()
+        for end in (self._reading, self._writing):
+            os.set_blocking(end, False)  # a full pipe must not block the handler
+        faulthandler.register(signal.SIGTERM, file=self._writing, all_threads=False, chain=False)
+        # A forked process has to end on SIGTERM, as multiprocessing expects.
+        os.register_at_fork(after_in_child=functools.partial(faulthandler.unregister, signal.SIGTERM))
+
+    def received(self) -> bool:
+        """Return whether this process has received SIGTERM."""
+        if not self._received:
+            with contextlib.suppress(BlockingIOError):
+                self._received = bool(os.read(self._reading, 1))
+        return self._received

@@ -19,7 +19,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.left_out import total
+from orchestrator.state.model_state import total
 from orchestrator.state.part_writers import Store
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
@@ -28,22 +28,19 @@ from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd
 from orchestrator.user_code.current_step import set_current_step
 from orchestrator.worker.control.context import context_of, seed_step
-from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.control.fault_injection import inject_fault
-from orchestrator.worker.control.warner import Warner
 from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
-from orchestrator.worker.measure.compile_meter import CompileMeter
 from orchestrator.worker.measure.flops import FlopMeter
-from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError, Window, lr_of_groups
+from orchestrator.worker.measure.metrics import CompileMeter, NonFiniteError, NoUpdateError, Window, lr_of_groups
 from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
-from orchestrator.worker.process import allocator
+from orchestrator.worker.process import memory
+from orchestrator.worker.reports.after_evaluation import Improvement, Steered
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import check_trial, evaluate
 from orchestrator.worker.reports.histograms import Histograms
-from orchestrator.worker.reports.improvement import Improvement
 from orchestrator.worker.reports.job_reports import JobReports
-from orchestrator.worker.reports.steering import Steered
 from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
 
 GRAD_NORM_EVERY = 10
@@ -271,7 +268,7 @@ class Loop:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                     if self.config.strategy.gathers:
-                        allocator.keep_if_plentiful(self.assignment.plan.world_size)
+                        memory.keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:

@@ -12,15 +12,14 @@ from orchestrator.protocol.messages import Assignment
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.left_out import LEFT_OUT, check_built, total
+from orchestrator.state.model_state import LEFT_OUT, check_built, total
 from orchestrator.state.schedule import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.data.job_data import JobData
-from orchestrator.worker.reports.improvement import Improvement
-from orchestrator.worker.reports.steering import Steered
+from orchestrator.worker.reports.after_evaluation import Improvement, Steered
 
 
 @dataclass

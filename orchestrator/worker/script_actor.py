@@ -20,7 +20,7 @@ from orchestrator.strategies.external.job import Script
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.exits import error_text
 from orchestrator.worker.base_actor import BaseWorker
-from orchestrator.worker.process import interfaces
+from orchestrator.worker.process import network
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.process.stacks import all_stacks
 from orchestrator.worker.script.run import ScriptRun
@@ -44,7 +44,7 @@ class ScriptWorker(BaseWorker):
     def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
         """Run the script of the user, whose ranks form their process group themselves."""
         assert isinstance(job, Script)
-        interfaces.choose_for(assignment, node_ip=ray.util.get_node_ip_address())
+        network.choose_for(assignment, node_ip=ray.util.get_node_ip_address())
         self.script = ScriptRun(assignment, job, gate=self.gate, outbox=self.outbox)
         return self.script.run(startup)
 

@@ -27,7 +27,7 @@ from orchestrator import stop
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
 from orchestrator.compat.ray.process import without_services
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.queue.queue_place import QueuePlace
 

@@ -28,13 +28,12 @@ from orchestrator import stop
 from orchestrator.compat.ray.process import without_services
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.calls import GangError
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import TurnLostError
 from orchestrator.driver.queue import queue_place
-from orchestrator.driver.queue.queue_control import QueueControl, QueueError
 from orchestrator.driver.queue.queue_place import QueuePlace
-from orchestrator.driver.queue.run_queue import find_queue
+from orchestrator.driver.queue.run_queue import QueueControl, QueueError, find_queue
 from orchestrator.protocol.events import WaitingInQueue, Warned
 from orchestrator.protocol.queue import QueueEntry
 from orchestrator.queue import main

@@ -8,8 +8,7 @@ import pytest
 
 from helpers.files.documents import PAGES, ROOT, launches
 from orchestrator.config.compose import compose, preset_sweep
-from orchestrator.config.overrides import expand_sweep
-from orchestrator.config.search_space import example, is_search
+from orchestrator.config.overrides import example, expand_sweep, is_search
 from orchestrator.strategies import registry
 
 WITH_COMMANDS = [page for page in PAGES if launches(page)]

@@ -19,7 +19,7 @@ from helpers.ranks.gang import Backend
 from helpers.records.runs import events, losses, series
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
-from orchestrator.worker.process import interfaces
+from orchestrator.worker.process import network
 
 STEPS = 12
 WORDS = (
@@ -61,7 +61,7 @@ def test_nccl_gets_the_interface_of_the_node_and_the_variables_of_the_shell(
     run: Callable[..., Any], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it fails, NCCL chooses an interface of its own, or ignores the user's settings."""
-    names = (interfaces.GLOO, interfaces.NCCL, "NCCL_DEBUG", "NCCL_NVLS_ENABLE")
+    names = (network.GLOO, network.NCCL, "NCCL_DEBUG", "NCCL_NVLS_ENABLE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking.database import create_database
+from orchestrator.tracking.mlflow import create_database
 
 OPEN = """
 import sys

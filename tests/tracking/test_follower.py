@@ -30,7 +30,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import this_process
 from orchestrator.tracking.follower import FollowerOptions
-from orchestrator.tracking.owed import alone_in_retrying, owed_runs
+from orchestrator.tracking.pending_uploads import alone_in_retrying, pending_runs
 from orchestrator.tracking.transfer import exclusive, read_cursor
 from orchestrator.tracking.uploader import Uploader
 
@@ -78,7 +78,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
         upload = uploader.finish(200)
     assert (upload.complete, upload.in_progress) == (False, False)
     assert "refused" in upload.error
-    assert owed_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
+    assert pending_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
 
 
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):

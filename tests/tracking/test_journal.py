@@ -11,7 +11,7 @@ import pytest
 
 from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.protocol.events import (
     Continued,
     MetricsLogged,

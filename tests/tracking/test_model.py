@@ -24,7 +24,7 @@ from orchestrator.exporting.program import NotExportedError, export_program, pre
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import find_run, push_records
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.staged import announce
+from orchestrator.records.staging import announce
 from orchestrator.state import checkpoint
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint_store import CheckpointStore

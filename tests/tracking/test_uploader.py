@@ -32,15 +32,15 @@ from helpers.records.tracked_runs import (
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
-from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.runs import main
-from orchestrator.tracking.owed import owe, owed_runs
+from orchestrator.tracking.pending_uploads import note_pending, pending_runs
 from orchestrator.tracking.transfer import read_cursor
 from orchestrator.tracking.uploader import Uploader
 
@@ -152,12 +152,12 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
     (ended,) = console.seen
     assert ended.summary["mlflow_missing"] == "the upload goes on in the background"
     assert not any("orchestrator.sync" in command for command in ended.next_commands)
-    assert owed_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
+    assert pending_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
     before = set(psutil.Process().children())
     assert main(["--output-dir", str(tmp_path / "outputs")]) == 0
     assert set(psutil.Process().children()) <= before, "a command leaves an upload in progress alone"
     follower.resume()
-    wait_for(lambda: not owed_runs(OutputDir(tmp_path / "outputs")))
+    wait_for(lambda: not pending_runs(OutputDir(tmp_path / "outputs")))
     run = run_of(uri, run_dir)
     assert run.info.status == "FINISHED"
     assert run_dir.read_record()["mlflow_run_id"] == run.info.run_id
@@ -191,14 +191,14 @@ def test_the_next_command_goes_on_with_an_upload_that_was_killed(tmp_path, uri):
     (run_dir.path / ".upload").mkdir()
     (run_dir.path / ".upload" / "rank-1.log").write_text("left")
     damaged = new_run(tmp_path, uri)
-    owe(damaged)
+    note_pending(damaged)
     damaged.record_file.write_text("{")
     shutil.rmtree(new_run(tmp_path, uri).path)
     assert main(["--output-dir", str(tmp_path / "outputs")]) == 0
     wait_for(lambda: run_dir.read_record().get("mlflow_run_id"))
     run = run_of(uri, run_dir)
     assert (run.info.status, history(uri, run.info.run_id)) == ("FINISHED", expected(run_dir))
-    assert owed_runs(OutputDir(tmp_path / "outputs")) == [damaged]
+    assert pending_runs(OutputDir(tmp_path / "outputs")) == [damaged]
     assert not (run_dir.path / ".upload").exists()
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import hashlib
+import inspect
+import json
 import math
+import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError, build
@@ -17,8 +24,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.auto.profile_key import hardware_key, profile_key
-from orchestrator.driver.preflight.in_child import check_job
+from orchestrator.driver.preflight.in_child import ChildDiedError, check_job, in_child
+from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.result import RunResult
 from orchestrator.job import Job, has_training_step
@@ -26,15 +33,17 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.output_dir import remove, staged_run
+from orchestrator.records.process import processor
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline.ideal import Action
 from orchestrator.tuning.choose import Contender, best, next_to_measure
 from orchestrator.tuning.predict import memory_error, predict
 from orchestrator.tuning.profile import Profile
-from orchestrator.tuning.proposals import proposals
+from orchestrator.tuning.proposals import proposals, stage_counts
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, the past errors, and the runs that measure."""
@@ -284,3 +293,72 @@ def add_errors(file: Path, contenders: Iterable[Contender]) -> None:
     new = {c.name: [*before.get(c.name, []), c.error][-_KEPT:] for c in contenders if c.error is not None}
     if new:
         write_json(file, {**before, **new})
+
+
+def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str:
+    """Return the key of the profile of ``job``, which another run may use if it has the same one.
+
+    Args:
+        config: the configuration, with ``strategy=auto``.
+        job: the job.
+        plan: the plan of the run which measures.
+        nodes: the nodes of the cluster.
+    """
+    assert isinstance(config.strategy, AutoConfig)
+    return _digest(
+        config.job.target,
+        plain_fields(job),
+        _code_of(type(job)),
+        _shape_of(Outline(job, config.train), timeout_s=config.recovery.build_max_s),
+        dataclasses.asdict(config.train.only_training(steps=1, log_every=1)),
+        plan.world_size,
+        plan.threads_per_worker,
+        plan.device,
+        stage_counts(plan.world_size, config.strategy.schedules),
+        config.strategy.with_servers,
+        config.strategy.with_parts,
+        config.strategy.with_pipelines,
+        config.strategy.with_devices,
+        *_hardware(nodes),
+        torch.__version__,
+    )
+
+
+def hardware_key(plan: Plan, nodes: Sequence[Node]) -> str:
+    """Return the key of the hardware on which a run with ``plan`` measures."""
+    return _digest(plan.device, *_hardware(nodes))
+
+
+def _digest(*facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _hardware(nodes: Sequence[Node]) -> tuple[Any, ...]:
+    # The driver does not know the model of a GPU, so that nodes with GPUs are told apart by name.
+    sizes = sorted((node.cpus, node.gpus, node.name if node.gpus else "") for node in nodes)
+    return sizes, platform.machine(), processor()
+
+
+def _code_of(cls: type) -> list[str]:
+    """Return the source of a job's class and of its bases below :class:`Job`, but for classes typed at a terminal."""
+    sources = []
+    for base in cls.__mro__[: cls.__mro__.index(Job)]:
+        try:
+            sources.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            continue
+    return sources
+
+
+def _shape_of(outline: Outline, *, timeout_s: float) -> list[str]:
+    """Return the modules of the model with the shapes of their tensors; nothing if they are unknown."""
+
+    def shape() -> list[str]:
+        if (model := outline.model) is None:
+            return []
+        return [repr(model), *(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items())]
+
+    try:
+        return in_child(shape, timeout_s=timeout_s)
+    except ChildDiedError:
+        return []

@@ -7,8 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from orchestrator.config.schema import Config
-from orchestrator.display.text import takes_unicode, writable
-from orchestrator.display.text_table import TableColumn, text_lines, without_least
+from orchestrator.display.text import TableColumn, takes_unicode, text_lines, without_least, writable
 from orchestrator.driver.process.result import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes

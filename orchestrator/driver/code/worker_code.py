@@ -1,8 +1,4 @@
-"""The code and the packages that Ray brings to each node for the workers of a run: their runtime environment.
-
-A node that has the code of the job where the driver has it, on a shared disk or in a checkout of its own, needs
-nothing. For other nodes, the working directory of the driver travels as a package.
-"""
+"""What Ray brings to each node for the workers of a run: code, packages, environment variables, and a pickled job."""
 
 from __future__ import annotations
 
@@ -12,20 +8,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ray
+import ray.cloudpickle as cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_bytes, upload_package
+from orchestrator.config.arguments import GivenJob
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import quote_text
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code.packages import loaded_files, module_paths, module_size_errors, requirements, size_errors
 from orchestrator.driver.process.cluster import allowed_nodes
 from orchestrator.driver.process.waiting import node_answers
+from orchestrator.job import Job
 from orchestrator.planning.plan import Node
+from orchestrator.protocol.messages import Variables
+from orchestrator.worker.process import network
 
 
 class WorkerCode:
@@ -162,3 +165,80 @@ def _digest(file: Path) -> str | None:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class PickledJob:
+    """A job for processes that cannot import its class, or not build it from text.
+
+    Attributes:
+        data: in the format of cloudpickle, which includes the class if a notebook or a script defines it.
+        display: the job as it stands in a call of ``orchestrator.run``.
+    """
+
+    data: bytes
+    display: str
+
+
+def job_override(given: GivenJob) -> str:
+    """Return the override that records which class a run has trained."""
+    cls = given if isinstance(given, type) else type(given)
+    return f"job._target_={quote_text(f'{cls.__module__}.{cls.__qualname__}')}"
+
+
+def pickle_job(given: GivenJob, job: Job, errors: list[str]) -> PickledJob | None:
+    """Pickle ``job``, which is the instance ``given``, or was built from the class ``given``.
+
+    Returns:
+        None if something that the job refers to cannot be pickled; ``errors`` then says what.
+    """
+    name = type(job).__name__
+    try:
+        data = cloudpickle.dumps(job)
+    except Exception as e:  # pickling calls code of any class that the job refers to
+        errors.append(
+            f"job {name}: cannot be sent to the workers: {type(e).__name__}: {' '.join(str(e).split())[:300]}; create "
+            "such objects in a method of the job, or put the class into a module"
+        )
+        return None
+    return PickledJob(data, name if isinstance(given, type) else f"{name}(...)")
+
+
+FORWARDED_PREFIXES = (
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "NCCL_",
+    "OFI_NCCL_",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "UCX_",
+)
+"""Variables of the driver with these prefixes need not be named in ``cluster.env``."""
+OF_A_NODE = frozenset({network.GLOO})
+"""Variables that each worker sets for its own node, where a value of the driver's may be wrong, unless it is named."""
+
+
+def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) -> Variables:
+    """Return the variables for the workers.
+
+    Args:
+        named: ``cluster.env``: the value of each variable; None for the driver's own value.
+        own: the environment of the driver.
+
+    Raises:
+        ConfigError: ``named`` has None for variables that are not in ``own``.
+    """
+    missing = [name for name, value in named.items() if value is None and name not in own]
+    if missing:
+        raise ConfigError(
+            f"cluster.env.{name}=null: the variable {name} is not set in this process; export it, or give a value"
+            for name in missing
+        )
+    return Variables(
+        values={name: own[name] if value is None else value for name, value in named.items()},
+        defaults={
+            name: value for name, value in own.items() if name.startswith(FORWARDED_PREFIXES) and name not in OF_A_NODE
+        },
+    )

@@ -14,11 +14,10 @@ from orchestrator.driver.nodes.node_reports import ask_nodes, driver_report, rep
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import check_ray
-from orchestrator.driver.process.run_spec import RunSpec
+from orchestrator.driver.process.run_context import RunSpec
 from orchestrator.driver.process.waiting import WaitMonitor
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import differences, fault_lines
-from orchestrator.policy.node_health import check_sharing
+from orchestrator.policy.node_check import check_sharing, differences, fault_lines
 from orchestrator.protocol.node_report import NodeReport, NoReport
 
 POLL_S = 0.1

@@ -17,9 +17,8 @@ import ray.exceptions
 from orchestrator.compat.ray.cluster import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.admission import Admission
-from orchestrator.driver.gang.slots import Slots, kill_process
+from orchestrator.driver.gang.slots import Slots, kill_process, wait_for_actors
 from orchestrator.driver.gang.spares import START_ATTEMPTS, Spares
-from orchestrator.driver.gang.start_wait import wait_for_actors
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.calls import (
     GangError,

@@ -1,4 +1,4 @@
-"""Slots: resources for one worker each, reserved in the cluster, and the actors that run in them."""
+"""Slots: resources for one worker each, reserved in the cluster, and the actors that run in them, from their start."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import ray
+import ray.exceptions
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -20,10 +22,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.process.waiting import ResourceWait
+from orchestrator.driver.process.calls import GangError, check_ray, completed, describe_error
+from orchestrator.driver.process.waiting import MESSAGE_EVERY_S, ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
+from orchestrator.worker.process.packages import InstallError
 
 RELEASE_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
@@ -209,3 +213,65 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
     for group in groups:
         with contextlib.suppress(Exception):
             remove_placement_group(group)
+
+
+_POLL_S = 0.5
+
+
+def wait_for_actors(
+    starting: Mapping[Any, str], *, timeout_s: float, pip: Sequence[str], monitor: WaitMonitor
+) -> list[WorkerInfo]:
+    """Wait until all actors are up, and report meanwhile what is missing.
+
+    Args:
+        starting: the name of the node of each actor, by the reference to its :class:`WorkerInfo`.
+        timeout_s: how long to wait.
+        pip: the requirements that the actors install first.
+        monitor: checked several times a second.
+
+    Returns:
+        What the actors say about themselves, in order.
+
+    Raises:
+        GangError: an actor died, or is not up in time; or Ray is dead.
+        Interrupted, SupersededError: see :meth:`WaitMonitor.check`.
+    """
+    began = reported_at = time.monotonic()
+    pending = dict(starting)
+    while pending:
+        for reference in completed(pending, _POLL_S):
+            _check_started(reference, host=pending.pop(reference))
+        check_ray()
+        monitor.check()
+        now = time.monotonic()
+        what = _awaited(len(pending), len(starting), sorted(set(pending.values())), pip)
+        if pending and now - began > timeout_s:
+            raise GangError(
+                f"no {what} within {timeout_s:.0f} s; see Ray's logs there, or raise cluster.start_timeout_s"
+            )
+        if pending and now - reported_at > MESSAGE_EVERY_S:
+            reported_at = now
+            monitor.report(now - began, what)
+    return [cast(WorkerInfo, info) for info in ray.get(list(starting))]
+
+
+def start_failure(error: ray.exceptions.RayError, *, host: str) -> str:
+    """Return why an actor did not start on ``host``, in one line."""
+    what = describe_error(error)
+    if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
+        return f"Ray cannot bring the code of the run to {host}: {what}"
+    _, raised_by_pip, why = what.partition(f"{InstallError.__name__}: ")
+    return why if raised_by_pip else f"a worker died on {host} while it started: {what}"
+
+
+def _check_started(reference: Any, *, host: str) -> None:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayError as e:
+        raise GangError(start_failure(e, host=host)) from e
+
+
+def _awaited(missing: int, total: int, hosts: Sequence[str], pip: Sequence[str]) -> str:
+    names = [line.split()[0] for line in pip if not line.startswith("-")]  # options and URLs may hold secrets
+    installs = f", where pip installs {' and '.join(names)}" if names else ""
+    return f"start of {missing} of {total} workers on {' and '.join(hosts)}{installs}"

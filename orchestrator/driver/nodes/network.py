@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.driver.nodes.node_reports import on_nodes
 from orchestrator.driver.process.calls import all_answers
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_health import AllReduce, ClockOffset
+from orchestrator.policy.node_check import AllReduce, ClockOffset
 from orchestrator.worker.control.network_probe import LARGE_BYTES, NetworkProbe
 from orchestrator.worker.process import node_facts
-from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process.network import LOOPBACK
 
 MOST_NODES = 8
 """Nodes that take part in the all-reduce."""

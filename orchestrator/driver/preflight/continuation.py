@@ -15,9 +15,7 @@ from orchestrator.driver.preflight.in_child import ChildDiedError, in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.state.checkpoint import load, step_of
 from orchestrator.state.joint import AnyOptimizer, label_of
-from orchestrator.state.left_out import LEFT_OUT
-from orchestrator.state.mismatch import mismatches
-from orchestrator.state.model_state import further_entries, own_tensors
+from orchestrator.state.model_state import LEFT_OUT, further_entries, mismatches, own_tensors
 from orchestrator.state.optimizer_state import optimizers_in
 from orchestrator.state.schedule import ScheduleError, made_for
 from orchestrator.state.train_state import TrainState, outline, restore

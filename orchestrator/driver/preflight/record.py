@@ -29,7 +29,7 @@ from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.process import machine_facts, this_process
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.staged import announce, take_over
+from orchestrator.records.staging import announce, take_over
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
 _RECORDED_TRACKING = (

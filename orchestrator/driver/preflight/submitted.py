@@ -14,10 +14,9 @@ from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, own_files, preset_sweep
 from orchestrator.config.files import DEFAULT_DIR, DIR_OPTION, conf_dir
 from orchestrator.config.job_loader import load_job
-from orchestrator.config.overrides import expand_sweep, values
+from orchestrator.config.overrides import example, expand_sweep, is_search, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, JobSpec
-from orchestrator.config.search_space import example, is_search
 from orchestrator.config.secret_names import is_secret
 from orchestrator.driver.code.packages import ignored_errors, loaded_files, module_size_errors, size_errors
 from orchestrator.job import Job

@@ -42,7 +42,7 @@ from orchestrator.compat.ray.process import (
 )
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.process.head_watch import watched_head
+from orchestrator.driver.process.calls import watched_head
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import without_excluded
 

@@ -18,10 +18,9 @@ from orchestrator.compat.ray.connection import is_own_ray
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.driver.process.calls import GangError
-from orchestrator.driver.process.cluster_state import cluster_state
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.process.waiting import TurnLostError, UnfitLimit
+from orchestrator.driver.process.waiting import TurnLostError, UnfitLimit, cluster_state
 from orchestrator.driver.queue.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.queue import why_waiting

@@ -17,16 +17,14 @@ from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
-from orchestrator.driver.process.run_spec import RunContext
-from orchestrator.driver.run.abandonment import abandon
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
-from orchestrator.driver.run.pause import Pause
+from orchestrator.driver.run.run_workers import Held, RunWorkers
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
-from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import Fault
-from orchestrator.policy.failure import cannot_leave_nccl, death, no_store
+from orchestrator.policy.failure import Outcomes, cannot_leave_nccl, death, no_store
 from orchestrator.policy.hang import WatchedTime
-from orchestrator.policy.outcomes import Outcomes
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.events import Event, GenerationStarted
@@ -35,7 +33,7 @@ from orchestrator.records.rank_log import crash_report
 from orchestrator.storage.remote import Remote
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
-from orchestrator.worker.process.interfaces import LOOPBACK
+from orchestrator.worker.process.network import LOOPBACK
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
@@ -82,7 +80,7 @@ class Generation:
         self,
         number: int,
         context: RunContext,
-        workers: Workforce,
+        workers: RunWorkers,
         start: Start,
         *,
         telemetry: Telemetry,

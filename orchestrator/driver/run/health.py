@@ -11,11 +11,12 @@ import ray.exceptions
 
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.process.calls import describe_error
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.telemetry import Telemetry
-from orchestrator.driver.run.workforce import Workforce
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.failure import (
+    Outcomes,
     failed_call,
     hang,
     node_loss,
@@ -26,7 +27,6 @@ from orchestrator.policy.failure import (
     unreachable_addresses,
 )
 from orchestrator.policy.hang import HangDetector, culprit
-from orchestrator.policy.outcomes import Outcomes
 from orchestrator.protocol.messages import Failure, Heartbeat, Phase, Stacks, WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
@@ -47,7 +47,7 @@ class Health:
         self,
         generation: int,
         context: RunContext,
-        workers: Workforce,
+        workers: RunWorkers,
         *,
         telemetry: Telemetry,
         outcomes: Outcomes,

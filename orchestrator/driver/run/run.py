@@ -13,14 +13,14 @@ import ray.exceptions
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.course import Course, worker_failed, worker_lost
 from orchestrator.driver.run.generation import Generation, Start
+from orchestrator.driver.run.run_recorder import RunRecorder, worker_failed, worker_lost
+from orchestrator.driver.run.run_workers import Held, RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
-from orchestrator.driver.run.workforce import Held, Workforce
 from orchestrator.planning.faults import without_next
 from orchestrator.policy import run_state, verdict
 from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
@@ -41,11 +41,11 @@ class Run:
         self._context = context
         self._events = context.events
         self._stop = context.stop
-        self._workers = Workforce(context, code)
-        self._course = Course(context, self._workers)
+        self._workers = RunWorkers(context, code)
+        self._recorder = RunRecorder(context, self._workers)
         self._checkpoints = SavedCheckpoints(context)
         self._reports = WorkerReports(
-            context, self._workers, self._course, self._checkpoints, uploader=uploader, records=records
+            context, self._workers, self._recorder, self._checkpoints, uploader=uploader, records=records
         )
         self._uploader = uploader
         self._runs_script = registry.load(self.spec.config.strategy.name).runs_script
@@ -63,7 +63,7 @@ class Run:
             SupersededError: another driver has taken over the run.
             KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
         """
-        self._course.begin()
+        self._recorder.begin()
         with contextlib.ExitStack() as at_end:
             at_end.callback(shutil.rmtree, self.spec.run_dir.spools, ignore_errors=True)
             try:
@@ -118,14 +118,14 @@ class Run:
         raise AssertionError("a generation leads to another one, or to a verdict")
 
     def _acquire(self) -> None:
-        """Wait for the turn of the run, and acquire its workers. Raises as :meth:`Workforce.acquire`."""
+        """Wait for the turn of the run, and acquire its workers. Raises as :meth:`RunWorkers.acquire`."""
         workers = self._workers
         plan, began = workers.plan, time.perf_counter() - workers.waited_s
         workers.acquire()
-        self._course.startup_s.setdefault("workers_s", time.perf_counter() - workers.waited_s - began)
+        self._recorder.startup_s.setdefault("workers_s", time.perf_counter() - workers.waited_s - began)
         if workers.plan is not plan:
             self._reports.telemetry.begin_generation(workers.plan, (), self._checkpoints.step)
-        self._course.enter("running", precision=workers.environment.config.train.precision)
+        self._recorder.enter("running", precision=workers.environment.config.train.precision)
 
     def _prepare(self, number: int, plan: RecoveryPlan | None, held: Held, *, only_saves: bool = False) -> Generation:
         """Return the next generation, which has not begun."""
@@ -173,7 +173,7 @@ class Run:
         self._reports.handle(generation.watch())
         outcomes = generation.outcomes
         if outcomes.all_ended("done"):  # without a first step, if the failure came after the last one
-            self._course.end_transition(generation.number, time.time())
+            self._recorder.end_transition(generation.number, time.time())
         if generation.health.hung_at is not None:
             self._hangs.append(generation.health.hung_at)
         if outcomes.any_failed or generation.end().paused is not None:
@@ -196,8 +196,8 @@ class Run:
     def _transition(self, end: GenerationEnd, state: run_state.GoingOn, held: Held) -> tuple[RecoveryPlan, Held]:
         """Prepare the workers for the next generation; returns how it starts, and the state that they hold."""
         failure = end.failure
-        self._course.enter(state.name)
-        self._course.begin_transition(
+        self._recorder.enter(state.name)
+        self._recorder.begin_transition(
             Interruption(
                 began=end.asked_at if failure is None else end.outcomes.failure(failure.rank).time,
                 reached=end.last_step,
@@ -221,17 +221,17 @@ class Run:
         """
         workers, step = self._workers, end.last_step
         to, num_workers, waited_s = workers.queue.yield_to, workers.plan.mesh.num_workers, workers.waited_s
-        self._course.enter("yielding")
+        self._recorder.enter("yielding")
         workers.queue.begin_yielding()
         self._reports.finish_workers(end.outcomes)
         if not self._runs_script and (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")
         workers.gang.release()
-        self._course.enter("waiting")
+        self._recorder.enter("waiting")
         self._events.emit(Yielded(step=step, to=to or "another run"))
         self._acquire()
         began = end.asked_at + workers.waited_s - waited_s
-        self._course.begin_transition(
+        self._recorder.begin_transition(
             Interruption(began=began, reached=step, num_workers=num_workers, planned="yielded")
         )
         plan = RecoveryPlan(lost=tuple(range(workers.plan.world_size)), sources=None, step=0, pause_s=0.0)
@@ -241,14 +241,14 @@ class Run:
     def _continue_with(self, plan: RecoveryPlan) -> None:
         """Prepare the records for the next generation, to which a transition leads."""
         if self._runs_script:  # its first report tells from which step it continues
-            self._course.continue_with(plan, step=None)
+            self._recorder.continue_with(plan, step=None)
             self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, 0)
             return
         if plan.sources is None:
             self._checkpoints.find_newest()
         step = self._checkpoints.step if plan.sources is None else plan.step
         self._events.emit(Continued(step=step))
-        self._course.continue_with(plan, step=step)
+        self._recorder.continue_with(plan, step=step)
         self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, step)
 
     def _save_survivors(
@@ -323,7 +323,7 @@ class Run:
             run_dir=self.spec.run_dir.path,
             url=self.spec.run_dir.url,
             reason=verdict.reason,
-            summary=summary | self._course.summary(step_s=step_s),
+            summary=summary | self._recorder.summary(step_s=step_s),
             timeline=aggregator.timeline,
             metrics=aggregator.specs(),
         )

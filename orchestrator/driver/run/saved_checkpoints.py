@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from orchestrator.driver.gang.gang import Gang
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import PendingCheckpoint
 from orchestrator.state.checkpoint import path_of

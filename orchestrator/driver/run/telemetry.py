@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from orchestrator.driver.gang.gang import Gang, Member
-from orchestrator.driver.process.run_spec import RunContext
+from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
-from orchestrator.policy.shared_machine import SharedMachine
-from orchestrator.policy.straggler import StragglerWatch
+from orchestrator.policy.straggler import SharedMachine, StragglerWatch
 from orchestrator.protocol.events import (
     CheckpointSaved,
     Continued,

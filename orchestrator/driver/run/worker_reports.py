@@ -1,28 +1,47 @@
-"""What the workers of a run report, during a generation and at its end, and the summary of it."""
+"""What the workers of a run report, during a generation and at its end, and the summary of it.
+
+Workers of a driver that has died train on until Ray ends them. What they have reported since its last heartbeats is for
+the driver that resumes, which continues from a checkpoint that they may have saved then.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
 import ray.exceptions
 
+from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, check_ray
-from orchestrator.driver.process.run_spec import RunContext
-from orchestrator.driver.reporting.job_metadata import add_tracking_page
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.reporting.cluster_records import add_tracking_page
 from orchestrator.driver.reporting.uploads import RecordUpload
-from orchestrator.driver.run.course import Course
-from orchestrator.driver.run.left_reports import record_ranks
+from orchestrator.driver.run.run_recorder import RunRecorder
+from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.telemetry import Telemetry
-from orchestrator.driver.run.workforce import Workforce
-from orchestrator.policy.outcomes import Outcomes
-from orchestrator.protocol.events import BestFound, CheckpointFailed, CheckpointSaved, Event, FirstStepDone
+from orchestrator.planning.mesh import recorded_mesh
+from orchestrator.planning.plan import Plan
+from orchestrator.policy.aggregate import Aggregator
+from orchestrator.policy.failure import Outcomes
+from orchestrator.protocol.events import (
+    BestFound,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    FirstStepDone,
+    MetricsLogged,
+)
+from orchestrator.records.journal import read_lines
+from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import Uploader
-from orchestrator.worker.control.spool import spool_files
+from orchestrator.worker.control.spool import read_spool, spool_files
 
 FINAL_HEARTBEAT_S = 2.0
 """Wait this long for the heartbeat of a worker that has finished its part."""
@@ -38,8 +57,8 @@ class WorkerReports:
     def __init__(
         self,
         context: RunContext,
-        workers: Workforce,
-        course: Course,
+        workers: RunWorkers,
+        recorder: RunRecorder,
         checkpoints: SavedCheckpoints,
         *,
         uploader: Uploader,
@@ -49,7 +68,7 @@ class WorkerReports:
         self._spec = spec = context.spec
         self._events = context.events
         self._workers = workers
-        self._course = course
+        self._recorder = recorder
         self._checkpoints = checkpoints
         self._node_id = ray.get_runtime_context().get_node_id()
         self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
@@ -69,9 +88,9 @@ class WorkerReports:
                     self._checkpoints.record(event)
                 case BestFound():
                     self._best = event
-                    self._course.record(best={"metric": event.metric, "step": event.step, "value": event.value})
+                    self._recorder.record(best={"metric": event.metric, "step": event.step, "value": event.value})
                 case FirstStepDone():
-                    self._course.begin_training(event)
+                    self._recorder.begin_training(event)
                     self._workers.refill()
 
     def collect_last(self, outcomes: Outcomes) -> None:
@@ -117,3 +136,57 @@ class WorkerReports:
         if best is not None:
             summary |= {f"best_{best.metric.replace('/', '_')}": best.value, "best_step": best.step}
         return summary
+
+
+def record_ranks(run_dir: RunDir, plan: Plan, members: Sequence[Member], *, tokens_per_sample: int | None) -> None:
+    """Write which process has which rank, for :func:`take_left_reports`. Disk errors are ignored.
+
+    ``members``: the workers, by rank.
+    """
+    ranks = {
+        "mesh": asdict(plan.mesh),
+        "global_batch_size": plan.global_batch_size,
+        "tokens_per_sample": tokens_per_sample,
+        "processes": [{"node_id": m.info.node_id, "pid": m.info.pid} for m in members],
+    }
+    with contextlib.suppress(OSError):
+        run_dir.spools.mkdir(exist_ok=True)
+        write_json(run_dir.ranks_file, ranks)
+
+
+def take_left_reports(run_dir: RunDir, *, up_to_step: int) -> list[Event]:
+    """Return what the last generation of a dead driver has reported and its journal lacks, oldest first.
+
+    The files with the reports are deleted. Metrics that the journal has may be among them; it writes none twice. There
+    are none from workers whose run directory was not this one.
+
+    ``up_to_step``: leave out metrics of later steps, which are repeated.
+    """
+    left = _read(run_dir)
+    shutil.rmtree(run_dir.spools, ignore_errors=True)
+    kept = (event for event in left if not isinstance(event, MetricsLogged) or event.step <= up_to_step)
+    return sorted(kept, key=lambda event: event.time)
+
+
+def _read(run_dir: RunDir) -> list[Event]:
+    try:
+        ranks = read_json(run_dir.ranks_file)
+        spools = [run_dir.spool(process["node_id"], process["pid"]) for process in ranks.get("processes", ())]
+        aggregator = Aggregator(
+            mesh=recorded_mesh(ranks.get("mesh", {})),
+            global_batch_size=ranks.get("global_batch_size", 0),
+            tokens_per_sample=ranks.get("tokens_per_sample"),
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # the file is damaged, or cannot be read
+        return []
+    known = {(record.get("event"), record.get("time")) for record, _ in read_lines(run_dir.events_file)}
+    left: list[Event] = []
+    for rank, spool in enumerate(spools):
+        for _, report in read_spool(spool):
+            if not isinstance(report, Event):
+                metrics = aggregator.add(rank, report)
+                left += [] if metrics is None else [metrics]
+            # The first step ends the start of a generation in its driver.
+            elif (report.kind, report.time) not in known and not isinstance(report, FirstStepDone):
+                left.append(report)
+    return left

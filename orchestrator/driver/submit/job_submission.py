@@ -30,8 +30,8 @@ from orchestrator.config.schema import Config
 from orchestrator.display.marked_output import MarkedLog
 from orchestrator.driver.code.packages import module_paths
 from orchestrator.driver.process.origin import NO_PY_MODULES, PY_MODULES, Origin, origin_of_submission
-from orchestrator.driver.process.stop_wait import STOP_WAIT_VARIABLE, needed_stop_wait_s
-from orchestrator.driver.reporting.job_metadata import job_metadata, launch_name
+from orchestrator.driver.process.signals import STOP_WAIT_VARIABLE, needed_stop_wait_s
+from orchestrator.driver.reporting.cluster_records import job_metadata, launch_name
 from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"

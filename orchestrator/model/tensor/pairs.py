@@ -72,7 +72,7 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
 
 
 def _size(pair: Pair, linear: Mapping[str, nn.Module]) -> int:
-    return sum(linear[name].weight.numel() for name in pair.layers)
+    return sum(linear[name].get_parameter("weight").numel() for name in pair.layers)
 
 
 def _disjoint(pairs: Iterable[Pair]) -> list[Pair]:

@@ -159,10 +159,10 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
     for rank in ranks:
         if not torch.equal(rank.random_state, whole.random_state):
             raise Unproven("draws other random numbers, as for dropout inside")
-        for found, wanted in zip(rank.outputs, whole.outputs, strict=True):
-            _compare("its output", found, wanted)
-        for found, wanted in zip(rank.inputs, whole.inputs, strict=True):
-            _compare("the gradient of its input", found, wanted, scale)
+        for output, expected in zip(rank.outputs, whole.outputs, strict=True):
+            _compare("its output", output, expected)
+        for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
+            _compare("the gradient of its input", gradient, given, scale)
     partial = set()
     for name, wanted in whole.parameters.items():
         found = [rank.parameters[name] for rank in ranks]

@@ -85,7 +85,7 @@ def inner_sizes(block: nn.Module, pair: Pair) -> list[int]:
     """Return the sizes that are divided: the outputs of each column, and the inputs of the row."""
     axes = {name: output_axis(block.get_submodule(name)) for name in pair.layers}
     axes[pair.row] = 1 - axes[pair.row]
-    return [block.get_submodule(name).weight.shape[axis] for name, axis in axes.items()]
+    return [block.get_parameter(f"{name}.weight").shape[axis] for name, axis in axes.items()]
 
 
 def cuts_of(block: nn.Module, pairs: Collection[Pair]) -> dict[str, int]:
@@ -114,8 +114,8 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
         assert whole is not None
         size = whole.shape[axis] // count
         own = whole.detach().narrow(axis, index * size, size).clone(memory_format=torch.contiguous_format)
-        owned[attribute] = nn.Parameter(own, requires_grad=whole.requires_grad)
-        adopt_user_state(owned[attribute], whole)
+        owned[attribute] = part = nn.Parameter(own, requires_grad=whole.requires_grad)
+        adopt_user_state(part, whole)
     for path, names in parts.attributes.items():
         module = block.get_submodule(path)
         for name in names:
@@ -126,6 +126,7 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
             block.get_submodule(name).register_forward_pre_hook(region)
         row = block.get_submodule(pair.row)
         row.__class__ = _row_class(type(row))
+        assert isinstance(row, _Row)
         row.region = region
 
 
@@ -155,6 +156,8 @@ class _Row(nn.Module):
     """A row. The class of the layer has become a subclass of this one and of what it was."""
 
     region: _Region
+    weight: Tensor
+    bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.T if _is_transposed_row(self) else self.weight

@@ -1,15 +1,14 @@
-"""``mesh``: any product of stages, replicas, shards and parts of layers; the other synchronous names are its cases."""
+"""``mesh``: any product of the dimensions. The other synchronous strategies are cases of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from orchestrator.config.schema import StrategyConfig, option
-from orchestrator.config.text import to_cli
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.pipelined.layout import PipelinedConfig, at_other_size
@@ -17,7 +16,7 @@ from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.transforms.tensor import TensorConfig
+from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +98,6 @@ class Product(Synchronous[MeshConfig]):
                 "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
                 "workers over which the optimizer's state is divided"
             )
-        if mesh.tensor > 1 and options.shard_optimizer:
-            errors.append(
-                f"strategy.shard_optimizer=true: with strategy.tensor={mesh.tensor}, optimizers are divided together "
-                "with the parameters alone; set it to false"
-            )
-        errors += _unused_keys(options, mesh)
         return mesh
 
     @classmethod
@@ -121,20 +114,3 @@ class Product(Synchronous[MeshConfig]):
             options, num_workers=num_workers, pipeline=mesh.pipeline, shard=mesh.shard, replicate=replicas
         )
         return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
-
-
-def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
-    """Return an error for each key that is set and would have no effect in this mesh."""
-    reasons: dict[str, Mapping[str, object]] = {}
-    if mesh.pipeline == 1:
-        of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
-        reasons["strategy.pipeline=1 has no stages"] = of_stages
-    if mesh.is_divided and (mesh.pipeline > 1 or not options.shard_optimizer):
-        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
-        reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
-    return [
-        f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
-        for reason, keys in reasons.items()
-        for key, unset in keys.items()
-        if (value := getattr(options, key)) != unset
-    ]

@@ -11,6 +11,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
+from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Single(Synchronous[SingleConfig]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(ReplicatedConfig):
+class DDPConfig(ReplicatedConfig, TensorConfig):
     """The keys of ``ddp``."""
 
     elastic = True
@@ -58,5 +59,12 @@ class Replicas(Synchronous[DDPConfig]):
     config_class: ClassVar[type[StrategyConfig]] = DDPConfig
 
     @classmethod
+    def replica_size(cls, options: DDPConfig) -> int:
+        return options.tensor
+
+    @classmethod
     def mesh(cls, options: DDPConfig, num_workers: int, errors: list[str]) -> Mesh:
-        return Mesh(shard=num_workers) if options.shard_optimizer else Mesh(replicate=num_workers)
+        replicas = options.groups(num_workers, errors)
+        if options.shard_optimizer:
+            return Mesh(shard=replicas, tensor=options.tensor)
+        return Mesh(replicate=replicas, tensor=options.tensor)

@@ -16,13 +16,14 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.transforms.options import TensorConfig
 
 LEAST_SIZE = 2
 """The least number of workers that a tensor is divided over."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ShardedConfig):
+class FSDPConfig(ShardedConfig, TensorConfig):
     """The keys of ``fsdp``."""
 
     elastic = True
@@ -45,17 +46,27 @@ class Shards(Synchronous[FSDPConfig]):
     config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
 
     @classmethod
+    def replica_size(cls, options: FSDPConfig) -> int:
+        return options.tensor
+
+    @classmethod
     def mesh(cls, options: FSDPConfig, num_workers: int, errors: list[str]) -> Mesh:
+        shards = options.groups(num_workers, errors)
         if num_workers < 2:
             errors.append(
                 f"strategy.num_workers={num_workers}: strategy=fsdp divides the model over at least 2 workers; use "
                 "strategy=single for one"
             )
-        return Mesh(shard=num_workers)
+        elif shards < 2:
+            errors.append(
+                f"strategy.num_workers={num_workers}: strategy.tensor={options.tensor} leaves nothing to divide over; "
+                f"set it to {2 * options.tensor} or more, or use strategy=ddp"
+            )
+        return Mesh(shard=shards, tensor=options.tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSDPConfig(ShardedConfig):
+class HSDPConfig(ShardedConfig, TensorConfig):
     """The keys of ``hsdp``."""
 
     elastic = True
@@ -76,12 +87,13 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
     @classmethod
     def replica_size(cls, options: HSDPConfig) -> int:
         size = options.shard_size
-        return LEAST_SIZE if size == "auto" else size
+        return (LEAST_SIZE if size == "auto" else size) * options.tensor
 
     @classmethod
     def default_num_workers(cls, options: HSDPConfig, *, gpus: Sequence[int], spares: int) -> int:
         if options.shard_size == "auto":
-            for size in range(max(gpus, default=0), 1, -1):
+            for shards in range(max(gpus, default=0) // options.tensor, 1, -1):
+                size = shards * options.tensor
                 replicas = min(_replicas_in_nodes(size, gpus), (sum(gpus) - spares) // size)
                 if replicas >= 2:
                     return replicas * size
@@ -92,6 +104,7 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
         cls, options: HSDPConfig, num_workers: int, *, room: Sequence[int]
     ) -> tuple[HSDPConfig, tuple[str, ...]]:
         requested = options.shard_size
+        num_workers, room = num_workers // options.tensor, [n // options.tensor for n in room]
         sizes = [size for size in range(num_workers // 2, 1, -1) if num_workers % size == 0]
         best = next((size for size in sizes if _replicas_in_nodes(size, room) * size >= num_workers), None)
         if requested == "auto":
@@ -116,18 +129,21 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
 
     @classmethod
     def mesh(cls, options: HSDPConfig, num_workers: int, errors: list[str]) -> Mesh:
-        size = cls.replica_size(options)
+        before, size = len(errors), cls.replica_size(options)
+        options.groups(num_workers, errors)
         replicas, rest = divmod(num_workers, size)
-        if rest or replicas < 2:
+        if len(errors) == before and (rest or replicas < 2):
             nearest = [str(number * size) for number in (replicas, replicas + 1) if number >= 2] or [str(2 * size)]
-            reason = f"not divisible by strategy.shard_size={size}" if rest else "makes no replicas of the shards"
+            by = f"strategy.shard_size={size // options.tensor}"
+            by += f" x strategy.tensor={options.tensor}" if options.tensor > 1 else ""
+            reason = f"not divisible by {by}" if rest else "makes no replicas of the shards"
             if options.shard_size == "auto":
                 reason = "cannot be divided into replicas of two or more workers"
             errors.append(
                 f"strategy.num_workers={num_workers}: {reason}; set it to {' or '.join(nearest)}, or use strategy=fsdp "
                 "or strategy=ddp, which take any number of workers"
             )
-        return Mesh(replicate=max(1, replicas), shard=size)
+        return Mesh(replicate=max(1, replicas), shard=size // options.tensor, tensor=options.tensor)
 
 
 def _replicas_in_nodes(size: int, room: Sequence[int]) -> int:

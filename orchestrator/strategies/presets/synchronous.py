@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import Keys, Layout
 from orchestrator.planning.memory import Division
@@ -32,10 +34,10 @@ class Synchronous(Rules[Keys]):
 
     @classmethod
     def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
-        before = len(errors)
+        before, keys = len(errors), _keys(options)
         mesh = cls.mesh(options, num_workers, errors)
         valid_mesh = len(errors) == before
-        keys: StrategyConfig = options
+        errors += [*_unused_keys(keys, mesh), *_tensor_errors(keys, mesh)] if valid_mesh else []
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
         gathers = mesh.shard > 1 and not _divides_optimizer(options)
@@ -56,11 +58,11 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
-        if mesh.pipeline == mesh.shard == 1 < mesh.tensor:
-            from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
-
-            return TensorParallel
         if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
+            if mesh.tensor > 1:
+                from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+
+                return TensorParallel
             if has_training_step(job):
                 from orchestrator.strategies.replicated.job_step import JobStep
 
@@ -87,6 +89,38 @@ class Synchronous(Rules[Keys]):
         from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
 
         return FSDPPipeline
+
+
+def _keys(options: StrategyConfig) -> StrategyConfig:
+    """Return ``options`` as what may have the keys of several classes."""
+    return options
+
+
+def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
+    """Return an error for each key that is set and would have no effect in this mesh."""
+    reasons: dict[str, Mapping[str, object]] = {}
+    if mesh.pipeline == 1:
+        of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
+        reasons["strategy.pipeline=1 has no stages"] = of_stages
+    if mesh.pipeline * mesh.tensor > 1 or (mesh.shard > 1 and not _divides_optimizer(options)):
+        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
+        reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
+    return [
+        f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
+        for reason, keys in reasons.items()
+        for key, unset in keys.items()
+        if (value := getattr(options, key, unset)) != unset
+    ]
+
+
+def _tensor_errors(options: StrategyConfig, mesh: Mesh) -> list[str]:
+    """Return why layers cannot be divided over the workers of a mesh with these options."""
+    if mesh.tensor == 1 or not _divides_optimizer(options):
+        return []
+    return [
+        f"strategy.shard_optimizer=true: with strategy.tensor={mesh.tensor}, optimizers are divided together with the "
+        "parameters alone; set it to false"
+    ]
 
 
 def _divides_optimizer(options: StrategyConfig) -> bool:

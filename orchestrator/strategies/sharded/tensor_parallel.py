@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
@@ -50,7 +50,7 @@ class TensorParallel(PartTrainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(config, outline, plan)
+        return tensor_outline(outline, plan)
 
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""
@@ -63,7 +63,7 @@ class TensorParallel(PartTrainer):
             device=context.device,
             draws_as=0 if context.train.init == "fast" else None,
         )
-        own = {id(fake): parameters[name] for name, fake in model.named_parameters()}
+        own: dict[int, Tensor] = {id(fake): parameters[name] for name, fake in model.named_parameters()}
         slots = list(tensor_slots(model))
         move([slot for slot in slots if id(slot.tensor) not in own], context.device)
         for slot in slots:

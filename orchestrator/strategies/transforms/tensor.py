@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
-from orchestrator.config.schema import Config, StrategyConfig, option
+from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
@@ -38,21 +38,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
-
-Pairs = Literal["auto"] | tuple[str, ...]
-"""What is divided: what is found, or pairs as ``q + k + v -> out``, with the names of layers in a block."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorConfig(StrategyConfig):
-    """How layers are divided."""
-
-    tensor: int = option("workers that the linear layers of each block of the model are divided over", minimum=1)
-    tensor_pairs: Literal["auto"] | tuple[str, ...] = option(
-        "the linear layers of a block that are divided together; auto: what is found in the model; or their names, as "
-        "in ['q + k + v -> out']"
-    )
-
+from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
@@ -240,13 +226,12 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
         )
         return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
-    pairs = TensorConfig.of(config.strategy).tensor_pairs
-    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
+    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, TensorConfig.of(config.strategy).tensor_pairs)
     errors += found
     return notes
 
 
-def tensor_outline(config: Config, outline: Outline, plan: Plan) -> Outline:
+def tensor_outline(outline: Outline, plan: Plan) -> Outline:
     """Return the outline of what a worker has of the model, after :func:`check_tensor`."""
     found = outline.found.get(("tensor", plan.mesh.tensor))
     if not isinstance(found, TensorPlan):
@@ -376,9 +361,8 @@ def _real(outline: Outline, name: str) -> nn.Module:
 def _random(fake: Tensor) -> Tensor:
     """Return random weights, none of which is zero, and all of which count."""
     values = torch.randn(fake.shape, dtype=torch.float32)
-    if fake.ndim > 1:
-        return (values / max(fake.shape[-2:]) ** 0.5).to(fake.dtype)
-    return (1 + 0.2 * values).to(fake.dtype)
+    values = values.div(max(fake.shape[-2:]) ** 0.5) if fake.ndim > 1 else 1 + 0.2 * values
+    return values.to(fake.dtype)
 
 
 def _real_call(call: BlockCall, whole: FakeModel) -> BlockCall:

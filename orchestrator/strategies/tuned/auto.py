@@ -256,10 +256,19 @@ def _ddp_options(num_workers: int) -> DDPConfig:
         static_graph=False,
         shard_optimizer=False,
         sync_batchnorm=False,
+        tensor=1,
+        tensor_pairs="auto",
     )
 
 
 def _fsdp_options(num_workers: int) -> FSDPConfig:
     return FSDPConfig(
-        name="fsdp", num_workers=num_workers, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False
+        name="fsdp",
+        num_workers=num_workers,
+        tensor=1,
+        tensor_pairs="auto",
+        wrap="auto",
+        reshard_after_forward=True,
+        prefetch=1,
+        cpu_offload=False,
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.strategies.tuned.stopwatch import medians_ms
 from orchestrator.worker.control import rendezvous
-from orchestrator.worker.process import interfaces
+from orchestrator.worker.process import network
 
 SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20
 RUNS = 8
@@ -43,7 +43,7 @@ class NetworkProbe:
         Raises:
             RuntimeError: the group was not formed, or an all-reduce failed.
         """
-        interfaces.choose(address, nccl=address)
+        network.choose(address, nccl=address)
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Measurements on a worker: step times, the metrics of a logged point, system metrics of the node.
+"""Measurements on a worker: step times, the metrics of a logged point, system metrics of the node, compilation.
 
 The host waits for the device only at the edges of a logging window. A metric of the training loop is declared and
 measured here; it needs no other change.
@@ -6,21 +6,24 @@ measured here; it needs no other change.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestrator.compat.torch import watching_compilation
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
 from orchestrator.protocol.machine_use import MachineUse
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
+from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.gpu_meter import GpuSharing
 from orchestrator.worker.measure.machine_meter import MachineMeter
@@ -227,3 +230,45 @@ def peak_memory_mb(device: torch.device) -> float | None:
         return torch.cuda.max_memory_allocated(device) / 1e6
     peak = peak_bytes()
     return None if peak is None else peak / 1e6
+
+
+COMPILE_S = MetricSpec(name="perf/compile_s", reduce="max")
+RECOMPILES = MetricSpec(name="perf/recompiles", reduce="max")
+
+
+class CompileMeter:
+    """Measures how long torch compiles the model. Meanwhile the rank is in the phase ``compile``, which may take long.
+
+    Attributes:
+        seconds: the time so far.
+        recompiles: how often code was compiled again, for other inputs or in another mode.
+    """
+
+    def __init__(self, outbox: Outbox, *, enabled: bool):
+        """``enabled``: whether the model is compiled; otherwise nothing is imported for it."""
+        self.seconds = 0.0
+        self.recompiles = 0
+        self._outbox = outbox
+        self._enabled = enabled
+        self._began = 0.0
+        self._phase = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measure what is compiled in this block."""
+        with watching_compilation(self._begin, self._end) if self._enabled else contextlib.nullcontext():
+            yield
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the metrics of a logged point; empty if the model is not compiled."""
+        return measured({COMPILE_S: self.seconds, RECOMPILES: self.recompiles}) if self._enabled else {}
+
+    def _begin(self, again: bool) -> None:
+        self._began = time.perf_counter()
+        self.recompiles += again
+        self._phase.enter_context(self._outbox.within("compile"))
+
+    def _end(self) -> None:
+        self._phase.close()
+        self._outbox.progress()
+        self.seconds += time.perf_counter() - self._began

@@ -18,16 +18,15 @@ from orchestrator.records.lease import restored_within_s
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import path_of
-from orchestrator.state.checkpoint_results import WriteFailed
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import KINDS, CheckpointError
 from orchestrator.state.part_writers import JointSave, Store, Writers
 from orchestrator.state.tensor_file import header_text
 from orchestrator.strategies.base import Strategy
-from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, Warner
 from orchestrator.worker.measure.metrics import NonFiniteError
 
 BUSY_WAIT_S = 2.0

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from orchestrator.config.evaluated import VAL
 from orchestrator.config.text import did_you_mean
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.job import Job
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json, gather_states
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObjects
 from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.reports.job_calls import error_with_place
-from orchestrator.worker.reports.predictions import predict
+from orchestrator.worker.reports.job_calls import call_without_effect, error_with_place
 
 
 class MetricError(ValueError):
@@ -161,3 +163,51 @@ def _point_of(data: Mapping[str, Any]) -> EvalPoint:
     """Return the point that ``dataclasses.asdict`` and JSON have made plain."""
     ema = None if data["ema"] is None else _point_of(data["ema"])
     return EvalPoint(**{**data, "ema": ema, "others": tuple(map(_point_of, data["others"]))})
+
+
+def predict(
+    strategy: Strategy,
+    split: str,
+    update: Callable[[Any, Any], None],
+    *,
+    device: torch.device,
+    most: int | None,
+    progress: Callable[[], None],
+) -> None:
+    """Let the job predict this rank's share of a ``split``. All ranks call this at the same step.
+
+    Args:
+        update: receives each prediction and its target.
+        device: of this rank.
+        most: the number of predictions; None for all.
+        progress: called after each of them.
+
+    Raises:
+        ModelChangedError: the job has changed the model.
+        Exception: whatever the job raises.
+    """
+    job, model = strategy.job, strategy.own_model
+    part, parts = strategy.context.dp_rank, strategy.context.mesh.data_parallel_size
+    if strategy.divides_model:
+        weights = strategy.gather_model()
+        strategy.confirm()
+        if weights is not None:
+            model, part, parts = rebuilt(job, weights), 0, 1
+    if model is None:
+        return
+    whole: nn.Module = model
+
+    def predicted() -> None:
+        whole.eval()
+        for output, target in itertools.islice(job.predictions(whole, split, part, parts), most):
+            update(output, target)
+            progress()
+
+    call_without_effect(predicted, method="predictions", model=whole, device=device)
+
+
+def rebuilt(job: Job, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return the job's model on the CPU with these ``weights``."""
+    model = job.model()
+    model.load_state_dict(weights)
+    return model

@@ -17,8 +17,7 @@ from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.transport import gather_json
-from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, Warner
 
 LOWEST, HIGHEST = -32, 8
 """A bin is [2^e, 2^(e+1)), for each e from the first to the last of these, which also have what lies beyond."""

@@ -24,7 +24,7 @@ from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import evaluation, loop_of, losses_by_step, run_loop
 from helpers.ranks.streams import Measured, Stateful
 from orchestrator.config.redact import Redactor
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.events import BestFound, Warned
 from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps, TrainPoint
 from orchestrator.state.best import BestSoFar
@@ -67,9 +67,9 @@ def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
 
 def keeps_after_a_step(rank: int, case: Case, folder: str) -> bool:
     """Whether a worker that gathers keeps a large block when it has trained."""
-    from orchestrator.worker.process import allocator, memory
+    from orchestrator.worker.process import memory
 
-    allocator.set_allocator(gathers=True)
+    memory.set_allocator(gathers=True)
     run_loop(rank, case, 2, folder, None, 0)
     block = torch.ones(30 * 2**18)  # 30 MiB, just below what glibc can keep
     before = memory._status()["VmData"]

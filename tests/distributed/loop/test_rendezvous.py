@@ -23,7 +23,7 @@ from orchestrator.protocol.flight import Enqueued, enqueued_in
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import AbandonedError, PeersMissingError, StepGate
-from orchestrator.worker.control.teardown import Teardown
+from orchestrator.worker.control.rendezvous import Teardown
 
 
 def join(rank: int, world_size: int, generation: int, port: int, timeout_s: float = 20) -> dist.TCPStore:

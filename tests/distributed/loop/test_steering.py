@@ -24,8 +24,8 @@ from orchestrator import Evaluation, Steering
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.errors import JobError
+from orchestrator.worker.reports.after_evaluation import EVALUATIONS, Steered
 from orchestrator.worker.reports.evaluation import MetricError
-from orchestrator.worker.reports.steering import EVALUATIONS, Steered
 
 LR, STEPS, EVERY = 0.1, 8, 2
 TRAIN = having(steps=STEPS, global_batch_size=32, eval_every=EVERY)

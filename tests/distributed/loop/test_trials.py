@@ -23,7 +23,7 @@ from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import loop_of, run_loop
 from helpers.ranks.streams import Counting
 from orchestrator.job import Split
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint, Failure, TrainPoint
 from orchestrator.state.checkpoint import list_checkpoints, load

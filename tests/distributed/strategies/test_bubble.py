@@ -14,9 +14,8 @@ from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.presets.stages import PipelineConfig
-from orchestrator.timeline.align import aligned
 from orchestrator.timeline.ideal import order_of, theoretical_bubble
-from orchestrator.timeline.spans import Span, bubble, extent_s
+from orchestrator.timeline.spans import Span, aligned, bubble, extent_s
 
 P, M = 4, 8
 STAGES_PER_WORKER = {

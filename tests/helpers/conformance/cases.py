@@ -48,6 +48,8 @@ DDP = DDPConfig(
     static_graph=False,
     shard_optimizer=False,
     sync_batchnorm=False,
+    tensor=1,
+    tensor_pairs="auto",
 )
 CLUSTER = schema.ClusterConfig(
     address=None,

@@ -15,7 +15,7 @@ from helpers.conformance.training import Steps, make, steps, watched
 from helpers.ranks.batches import HERE, validated
 from helpers.ranks.gang import Gang
 from orchestrator.job import Job
-from orchestrator.protocol.evaluation import evaluation_metrics
+from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import EvalSums, Strategy

@@ -89,8 +89,26 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
     )
 
 
-FSDP = FSDPConfig(name="fsdp", num_workers=2, wrap="auto", reshard_after_forward=True, prefetch=1, cpu_offload=False)
-HSDP = HSDPConfig(name="hsdp", num_workers=4, shard_size=2, wrap="auto", reshard_after_forward=True, prefetch=1)
+FSDP = FSDPConfig(
+    name="fsdp",
+    num_workers=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+    cpu_offload=False,
+)
+HSDP = HSDPConfig(
+    name="hsdp",
+    num_workers=4,
+    shard_size=2,
+    tensor=1,
+    tensor_pairs="auto",
+    wrap="auto",
+    reshard_after_forward=True,
+    prefetch=1,
+)
 
 
 def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:

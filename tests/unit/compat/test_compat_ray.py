@@ -18,10 +18,9 @@ import ray.exceptions
 
 from helpers.servers.ports import free_port
 from orchestrator.compat.ray import cluster, idle_agent, process
-from orchestrator.compat.ray.cluster import NODE_HAS_DIED, died_with_node
+from orchestrator.compat.ray.cluster import NODE_HAS_DIED, add_job_metadata, died_with_node
 from orchestrator.compat.ray.connection import known_nodes, own_ray_has_died, probe_gcs
 from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
-from orchestrator.compat.ray.key_values import add_job_metadata
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.driver.process.calls import cause_of_death
 

@@ -271,7 +271,7 @@ def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused(
     """In a process of its own, because torch decides once in each what ``nccl`` is."""
     script = (
         "import os\n"
-        "from orchestrator.worker.process.nccl_variables import nccl_variables\n"
+        "from orchestrator.worker.process.network import nccl_variables\n"
         "os.environ |= nccl_variables(os.environ, recovers=True)\n"
         "import torch.distributed as dist\n"
         "from torch.distributed import distributed_c10d\n"

@@ -14,11 +14,10 @@ from orchestrator import evaluate, launch, schema
 from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
 from orchestrator.config.files import Files, choices, conf_dir
 from orchestrator.config.json_schema import json_schema
-from orchestrator.config.overrides import choosing, expand_sweep, masked
+from orchestrator.config.overrides import choosing, expand_sweep, is_search, masked, search_space
 from orchestrator.config.recorded import overrides_to_evaluate
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.config.search_space import is_search, search_space
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.sweep.sweep import output_of
 from orchestrator.strategies import registry
@@ -93,6 +92,15 @@ def test_the_command_line_beats_the_files_of_the_user_which_beat_ours() -> None:
     assert composed("cluster=ours").cluster.cpus_per_worker == 0.5 != composed().cluster.cpus_per_worker
     assert composed("cluster=ours", "cluster.cpus_per_worker=2").cluster.cpus_per_worker == 2
     assert composed("experiment=mine", "job=gpt", "strategy=single").job.target == "jobs.gpt.GPT"
+
+
+def test_a_class_may_take_the_place_of_the_name_of_a_job_unless_a_file_has_that_name() -> None:
+    assert composed("job=a.line", "job.width=3") == composed("job._target_=a.line", "job.width=3")
+    write(Path("conf/job/a.line.yaml"), "_target_: jobs.toy.Toy\n")
+    assert composed("job=a.line").job.target == "jobs.toy.Toy"
+    runs = expand_sweep(["job=line,b.Line", "strategy=single,ddp"])
+    assert [composed(*run).job.target for run in runs] == [*["jobs.digits.Digits"] * 2, *["b.Line"] * 2]
+    assert only_error("job=digits", "job=b.Line") == "job and job._target_: both name the job; keep one"
 
 
 def test_a_primary_file_of_the_user_extends_ours() -> None:

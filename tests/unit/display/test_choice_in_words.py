@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.display.description import choice_in_words, describe_choice
+from orchestrator.display.run_end import choice_in_words, describe_choice
 from orchestrator.records.run_dir import RunDir
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.files.golden import Golden
 from jobs.digits import Digits
-from orchestrator.display.description import describe_run
+from orchestrator.display.run_end import describe_run
 from orchestrator.driver.preflight.record import source_of
 from orchestrator.tracking.tags import run_tags
 

@@ -19,8 +19,7 @@ from helpers.machines.plans import config_of
 from orchestrator import cli
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.driver.doctor import check_job
-from orchestrator.policy.node_check import grouped
-from orchestrator.policy.node_health import (
+from orchestrator.policy.node_check import (
     GIB,
     AllReduce,
     ClockOffset,
@@ -30,11 +29,12 @@ from orchestrator.policy.node_health import (
     check_limits,
     check_network,
     check_output_dir,
+    check_token,
+    exposure_warning,
+    grouped,
 )
-from orchestrator.policy.token_check import check_token, exposure_warning
-from orchestrator.protocol.finding import Finding
-from orchestrator.protocol.node_report import NodeReport
-from orchestrator.tracking.reachable import check_tracking
+from orchestrator.protocol.node_report import Finding, NodeReport
+from orchestrator.tracking.uri import check_tracking
 
 NODE = NodeReport(
     name="node2",

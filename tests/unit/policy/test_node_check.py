@@ -16,8 +16,7 @@ import pytest
 from helpers.files.golden import Golden
 from orchestrator.driver.nodes.node_reports import driver_report
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import fault_lines, node_errors, without_excluded
-from orchestrator.policy.node_health import check_sharing
+from orchestrator.policy.node_check import check_sharing, fault_lines, node_errors, without_excluded
 from orchestrator.protocol.node_report import NodeReport, NoReport
 from orchestrator.worker.process import node_facts
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.conformance.cases import RECOVERY
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
 from orchestrator.policy.run_state import (
     Done,

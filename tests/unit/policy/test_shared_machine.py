@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.policy.shared_machine import SharedMachine
+from orchestrator.policy.straggler import SharedMachine
 from orchestrator.protocol.machine_use import MachineUse, describe_sharing
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator import logs
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.log_reader import LogLine, LogReader
+from orchestrator.records.rank_log import LogLine, LogReader
 from orchestrator.records.run_dir import RunDir
 
 

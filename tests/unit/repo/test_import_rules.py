@@ -86,7 +86,7 @@ RULES = {
 
 # Of a package that knows a library, the modules that do.
 KNOWS = {
-    ("config", "hydra"): {"config.search_space", "config.overrides", "config.compose"},
+    ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.tensorboard"},

@@ -15,7 +15,7 @@ import yaml
 from helpers.files.cluster_files import KUBERNETES, check_ray_command, documents, launched, ray_commands
 from helpers.files.kubernetes import KINDS, REGISTRY
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
+from orchestrator.driver.process.signals import STOP_MARGIN_S
 
 DOCUMENTS = [document for path in sorted(KUBERNETES.glob("*.yaml")) for document in documents(path)]
 JOBS = [document for document in DOCUMENTS if document["kind"] == "RayJob"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from helpers.files.cluster_files import CLUSTER, check_ray_command, launched, ray_commands
-from orchestrator.driver.process.stop_wait import STOP_MARGIN_S
+from orchestrator.driver.process.signals import STOP_MARGIN_S
 
 TEXT = (CLUSTER / "slurm" / "train.sbatch").read_text()
 OPTIONS = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", TEXT, re.MULTILINE))

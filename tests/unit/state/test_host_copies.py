@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.state.host_copies import ALIGNMENT, BLOCK_BYTES, host_copies, in_blocks
+from orchestrator.state.tensor_memory import ALIGNMENT, BLOCK_BYTES, host_copies, in_blocks
 
 
 def test_tensors_of_any_type_share_one_block_of_memory() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orchestrator.planning.boxes import Box
-from orchestrator.state.left_out import check_built, checksum, total
+from orchestrator.state.model_state import check_built, checksum, total
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 2), (5,), ()])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from orchestrator.state.checkpoint import load, save
-from orchestrator.state.left_out import LEFT_OUT
-from orchestrator.state.model_state import dropped_names, saving_errors
+from orchestrator.state.model_state import LEFT_OUT, dropped_names, saving_errors
 from orchestrator.state.train_state import TrainState, capture, restore
 
 

@@ -18,8 +18,8 @@ from torch import nn, optim
 from helpers.records.runs import wait_for
 from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import list_checkpoints, load, verify
-from orchestrator.state.checkpoint_results import WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import WriteFailed, Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.merge import without_copies

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lr
 from helpers.jobs.optimizers import KINDS, Unsavable
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.merge import merge
-from orchestrator.state.mismatch import mismatches
+from orchestrator.state.model_state import mismatches
 from orchestrator.state.train_state import TrainState, capture, restore
 
 STEPS = 4

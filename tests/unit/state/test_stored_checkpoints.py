@@ -13,8 +13,8 @@ import torch
 from helpers.records.runs import wait_for
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import load, save
-from orchestrator.state.checkpoint_results import WriteFailed, Written
 from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_uploader import WriteFailed, Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence
 from orchestrator.state.manifest import CheckpointError, read_manifest

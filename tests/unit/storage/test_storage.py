@@ -12,10 +12,8 @@ import pytest
 
 from helpers.records.runs import wait_for
 from helpers.servers.object_store import OUTPUT, s3  # noqa: F401 - s3 is a fixture
-from orchestrator.storage import claim
-from orchestrator.storage.claim import claimed
 from orchestrator.storage.mirror import Mirror, make_private, staging_path
-from orchestrator.storage.remote import Remote, StorageError, is_url
+from orchestrator.storage.remote import ABANDONED_S, Remote, StorageError, is_url, store_locked
 
 
 @pytest.fixture
@@ -108,7 +106,7 @@ def test_the_lock_is_held_by_one_at_a_time(remote: Remote) -> None:
     most: list[int] = []
 
     def work(number: int) -> None:
-        with claimed(remote):
+        with store_locked(remote):
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.02)
@@ -125,11 +123,11 @@ def test_the_lock_is_held_by_one_at_a_time(remote: Remote) -> None:
 
 def test_the_claim_of_a_dead_process_is_removed_after_a_while(remote: Remote, tmp_path: Path) -> None:
     remote.write(".claims/00", b"claim")
-    with pytest.raises(TimeoutError, match="claimed"), claimed(remote, timeout_s=0.3):
+    with pytest.raises(TimeoutError, match="claimed"), store_locked(remote, timeout_s=0.3):
         pass
-    long_ago = time.time() - claim.ABANDONED_S - 1
+    long_ago = time.time() - ABANDONED_S - 1
     os.utime(tmp_path / "store" / ".claims" / "00", (long_ago, long_ago))
-    with claimed(remote, timeout_s=0.3):
+    with store_locked(remote, timeout_s=0.3):
         pass
     assert not [e for e in remote.list(".claims") if e.is_file]
 

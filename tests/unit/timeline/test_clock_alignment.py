@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.timeline.align import aligned, clock_offset_s
 from orchestrator.timeline.ideal import Action, simulate
-from orchestrator.timeline.spans import ActionKind, Span
+from orchestrator.timeline.spans import ActionKind, Span, aligned, clock_offset_s
 
 LAYOUTS = {
     "a stage each": [[0], [1], [2]],

@@ -20,7 +20,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto.chooser import Chooser, without_samples
 from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.candidates import check_all
-from orchestrator.driver.process.event_stream import FailureSink
+from orchestrator.driver.process.run_context import FailureSink
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, RunEnded, Warned

@@ -26,7 +26,7 @@ from orchestrator.config.job_loader import is_importable, load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.typed import plain
-from orchestrator.driver.code.given_job import pickle_job
+from orchestrator.driver.code.worker_code import pickle_job
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.process.host_process import only_run, unchanged
 from orchestrator.driver.process.result import RunResult

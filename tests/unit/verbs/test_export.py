@@ -28,7 +28,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import save
-from orchestrator.state.left_out import checksum
+from orchestrator.state.model_state import checksum
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.update.weight_average import keep_average
 

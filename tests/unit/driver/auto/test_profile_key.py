@@ -13,7 +13,7 @@ from helpers.conformance.cases import Case, config_of, plan_of
 from jobs.digits import Digits
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
-from orchestrator.driver.auto.profile_key import hardware_key, profile_key
+from orchestrator.driver.auto.chooser import hardware_key, profile_key
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry

@@ -16,8 +16,8 @@ from orchestrator.compat.ray.packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.code.packages import module_paths, requirements
 from orchestrator.driver.code.worker_code import code_files
-from orchestrator.driver.gang.start_wait import start_failure
-from orchestrator.policy.patience import with_patience
+from orchestrator.driver.gang.slots import start_failure
+from orchestrator.policy.start_timeouts import with_shared_cores
 
 
 def test_the_code_of_a_run_is_what_was_imported_from_its_directory(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_modules_are_directories_python_files_and_wheels(tmp_path: Path, monkeyp
 def test_workers_that_share_cores_have_more_time_to_start(workers: int, factor: float) -> None:
     config = config_of(Case(job=digits()), workers)
     plan = plan_of(config)  # on eight cores
-    patient = with_patience(config, processes_per_core=plan.processes_per_core).cluster
+    patient = with_shared_cores(config, processes_per_core=plan.processes_per_core).cluster
     before = config.cluster
     assert patient.start_timeout_s == factor * before.start_timeout_s
     assert patient.rendezvous_timeout_s == factor * before.rendezvous_timeout_s

@@ -13,11 +13,11 @@ from helpers.conformance.cases import CLUSTER, assignment
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.code.worker_variables import worker_variables
+from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.protocol.messages import Variables
 from orchestrator.strategies import registry
-from orchestrator.worker.process import interfaces
-from orchestrator.worker.process.nccl_variables import nccl_variables
+from orchestrator.worker.process import network
+from orchestrator.worker.process.network import nccl_variables
 
 OWN = {
     "HOME": "/home/me",
@@ -51,7 +51,7 @@ def test_variables_of_the_libraries_are_forwarded_and_others_if_they_are_named()
 
 
 def test_an_interface_of_the_driver_is_forwarded_only_if_it_is_named() -> None:
-    assert worker_variables({interfaces.GLOO: None}, OWN).values == {interfaces.GLOO: "eth7"}
+    assert worker_variables({network.GLOO: None}, OWN).values == {network.GLOO: "eth7"}
 
 
 def test_a_variable_that_nobody_has_set_is_an_error() -> None:
@@ -108,22 +108,22 @@ def test_failures_of_nccl_are_left_to_us_unless_the_user_decides_otherwise() -> 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, str]]:
     """The environment of a process in which no interface has been chosen."""
-    for name in (interfaces.GLOO, interfaces.NCCL):
+    for name in (network.GLOO, network.NCCL):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    interfaces._chosen.clear()
+    network._chosen.clear()
     yield os.environ
-    interfaces._chosen.clear()
+    network._chosen.clear()
 
 
 def test_the_interface_is_the_one_with_the_address() -> None:
-    assert interfaces.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("127.0.0.1") == "lo"
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family.name == "AF_INET":
-                assert interfaces.interface_of(address.address) == name
+                assert network.interface_of(address.address) == name
     with pytest.raises(LookupError, match=r"192\.0\.2\.1"):
-        interfaces.interface_of("192.0.2.1")
+        network.interface_of("192.0.2.1")
 
 
 def own_addresses() -> dict[str, str]:
@@ -138,14 +138,14 @@ def own_addresses() -> dict[str, str]:
 
 def test_gloo_and_nccl_use_the_interface_of_each_generation(environment: Mapping[str, str]) -> None:
     for ip, name in own_addresses().items():
-        interfaces.choose(ip, nccl=ip)
-        assert (environment[interfaces.GLOO], environment[interfaces.NCCL]) == (name, f"={name}")
+        network.choose(ip, nccl=ip)
+        assert (environment[network.GLOO], environment[network.NCCL]) == (name, f"={name}")
 
 
 def test_without_nccl_its_variable_is_left_alone(environment: Mapping[str, str]) -> None:
-    interfaces.choose("127.0.0.1", nccl=None)
-    assert environment[interfaces.GLOO] == "lo"
-    assert interfaces.NCCL not in environment
+    network.choose("127.0.0.1", nccl=None)
+    assert environment[network.GLOO] == "lo"
+    assert network.NCCL not in environment
 
 
 def test_nccl_gets_no_loopback_interface_that_a_later_generation_could_not_leave(
@@ -158,22 +158,22 @@ def test_nccl_gets_no_loopback_interface_that_a_later_generation_could_not_leave
     ip, name = next(iter(outside.items()))
     for backend, expected in (("gloo", None), ("nccl", f"={name}")):
         orders = assignment(rank=0, world_size=2, generation=1, store_port=0, run_dir="", backend=backend)  # type: ignore[arg-type]
-        interfaces.choose_for(orders, node_ip=ip)
-        assert (environment.get(interfaces.GLOO), environment.get(interfaces.NCCL)) == ("lo", expected)
-    interfaces.choose_for(replace(orders, store_host=ip), node_ip=ip)
-    assert environment[interfaces.GLOO] == name
+        network.choose_for(orders, node_ip=ip)
+        assert (environment.get(network.GLOO), environment.get(network.NCCL)) == ("lo", expected)
+    network.choose_for(replace(orders, store_host=ip), node_ip=ip)
+    assert environment[network.GLOO] == name
 
 
-@pytest.mark.parametrize("chosen", [interfaces.GLOO, interfaces.NCCL])
+@pytest.mark.parametrize("chosen", [network.GLOO, network.NCCL])
 def test_an_interface_that_the_user_has_chosen_stays(
     environment: Mapping[str, str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(chosen, "mine")
     for _ in range(2):
-        interfaces.choose("127.0.0.1", nccl="127.0.0.1")
+        network.choose("127.0.0.1", nccl="127.0.0.1")
     assert environment[chosen] == "mine"
-    (other,) = {interfaces.GLOO, interfaces.NCCL} - {chosen}
+    (other,) = {network.GLOO, network.NCCL} - {chosen}
     assert environment[other].endswith("lo")
     monkeypatch.setenv(other, "mine too")
-    interfaces.choose("192.0.2.1", nccl="192.0.2.1")
+    network.choose("192.0.2.1", nccl="192.0.2.1")
     assert environment[other] == "mine too", "the address does not matter"

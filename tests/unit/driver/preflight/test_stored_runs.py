@@ -21,9 +21,9 @@ from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
-from orchestrator.driver.process.event_stream import EventStream
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
@@ -33,13 +33,13 @@ from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.output_dir import OutputDir, fetch, find_run
 from orchestrator.records.process import this_process
 from orchestrator.records.run_dir import LEASE_S, RunDir
-from orchestrator.records.staged import enter, folder_of_node
+from orchestrator.records.staging import folder_of_node, prepare
 from orchestrator.state.checkpoint import save
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
-from orchestrator.tracking.owed import owe
+from orchestrator.tracking.pending_uploads import note_pending
 from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 
 JOB = Digits(hidden=4)
@@ -260,7 +260,7 @@ def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.Monk
 def write_as_worker(folder: Path, host: str, run_dir: RunDir) -> RunDir:
     """Write what a worker on ``host`` does, if the driver of the run is elsewhere; returns the directory there."""
     there = output_of(folder, host).staged("/".join(run_dir.path.parts[-2:]))
-    enter(there)
+    prepare(there)
     for file in ("logs/rank-1.log", ".spools/node-1", "samples/step-000001-text.txt"):
         (there.path / file).parent.mkdir(exist_ok=True)
         (there.path / file).write_text("of the worker")
@@ -316,7 +316,7 @@ def test_a_driver_on_the_node_of_a_worker_keeps_what_that_has_written(tmp_path: 
 def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path) -> None:
     run_dir = start(config_of(tmp_path, "here", "tracking.uri=http://127.0.0.1:1"))
     run_dir.update_record(state="failed")
-    owe(run_dir)
+    note_pending(run_dir)
     output = output_of(tmp_path, "here")
     (found,) = uploads_to_resume(output)
     assert found.path == run_dir.path
@@ -328,15 +328,15 @@ def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path
 def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Path) -> None:
     first = start(config_of(tmp_path, "here"))
     first.log_file(0).write_text("of the first")
-    enter(first)
+    prepare(first)
     assert first.log_file(0).exists(), "its driver lives"
     first.update_record(driver={**this_process(), "boot_id": "of a host that is not visible from here"})
-    enter(first)
+    prepare(first)
     assert first.log_file(0).exists(), "its driver may live"
     first.update_record(driver={**this_process(), "start_ticks": 0})
     left = first.path.with_name(f".{first.path.name}.{'0' * 32}")
     left.mkdir()  # by a process that was killed before it had deleted it
-    enter(first)
+    prepare(first)
     assert contents(first.path) == {}
     assert not left.exists()
 

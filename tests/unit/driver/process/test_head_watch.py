@@ -10,8 +10,7 @@ import pytest
 
 from helpers.records.runs import wait_for
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
-from orchestrator.driver.process.calls import GangError, check_ray
-from orchestrator.driver.process.head_watch import LOST_AFTER, watched_head
+from orchestrator.driver.process.calls import LOST_AFTER, GangError, check_ray, watched_head
 
 
 @pytest.fixture

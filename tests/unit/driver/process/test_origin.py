@@ -23,7 +23,7 @@ from orchestrator.driver.process.origin import (
     this_origin,
     who_asks,
 )
-from orchestrator.driver.process.stop_wait import stop_wait_warning
+from orchestrator.driver.process.signals import stop_wait_warning
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote

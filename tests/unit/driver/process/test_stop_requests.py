@@ -15,8 +15,7 @@ from helpers.records.runs import wait_for
 from orchestrator import logs, stop
 from orchestrator.driver.process.signals import StopRequests, StopSignals
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.run_dir import RunDir
-from orchestrator.records.stop_request import request_stop, stop_requested_by
+from orchestrator.records.run_dir import RunDir, request_stop, stop_requested_by
 
 
 @pytest.fixture(params=["directory", "store"])

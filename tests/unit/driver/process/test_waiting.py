@@ -12,7 +12,7 @@ from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process import waiting
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError
-from orchestrator.driver.process.event_stream import EventStream
+from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
 from orchestrator.policy.shortage import ClusterState, NodeState, Request

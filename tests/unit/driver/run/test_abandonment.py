@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.driver.run.abandonment import abandon
+from orchestrator.driver.run.generation_end import abandon
 
 
 class Calls:

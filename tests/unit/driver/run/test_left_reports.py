@@ -10,7 +10,7 @@ import pytest
 
 from helpers.records.runs import losses
 from orchestrator.driver.gang.gang import Member
-from orchestrator.driver.run.left_reports import record_ranks, take_left_reports
+from orchestrator.driver.run.worker_reports import record_ranks, take_left_reports
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.events import CheckpointSaved, Event, FirstStepDone, MetricsLogged, SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint, WorkerInfo

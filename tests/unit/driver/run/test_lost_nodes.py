@@ -11,7 +11,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.run.health import Health
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.run.course import worker_failed, worker_lost
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.driver.run.run_recorder import worker_failed, worker_lost
+from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol.messages import Failure
 from orchestrator.records.run_dir import RunDir

@@ -13,9 +13,8 @@ import pytest
 
 from orchestrator import launch
 from orchestrator.config.build import ConfigError
-from orchestrator.config.overrides import values
+from orchestrator.config.overrides import Choices, Interval, example, is_search, search_space, values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.search_space import Choices, Interval, example, is_search, search_space
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.search import NONE_FINISHED, Search, Trial, open_search

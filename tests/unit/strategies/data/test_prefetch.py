@@ -14,8 +14,7 @@ from helpers.conformance.training import make
 from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
-from orchestrator.worker.control.control import Outbox, StepGate
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.data.job_data import JobData
 
 

@@ -21,7 +21,7 @@ from orchestrator.worker import failures
 from orchestrator.worker.actor import _close, _recoverable_steps
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import AbandonedError
-from orchestrator.worker.control.teardown import ReleaseError, Teardown
+from orchestrator.worker.control.rendezvous import ReleaseError, Teardown
 from orchestrator.worker.measure.metrics import NonFiniteError
 from orchestrator.worker.reports.job_calls import ModelChangedError
 
@@ -165,7 +165,7 @@ def test_with_nccl_a_clean_end_waits_for_no_rank_but_for_the_next_generation(mon
 NO_WORD = """
 import threading
 import torch.distributed as dist
-from orchestrator.worker.control.teardown import Teardown
+from orchestrator.worker.control.rendezvous import Teardown
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

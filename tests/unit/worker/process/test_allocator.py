@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # the imports of new processes
 SCRIPT = """
 import resource
 import torch
-from orchestrator.worker.process import allocator, memory
+from orchestrator.worker.process import memory
 
 def says(what):
     block = torch.ones(2**22)
@@ -21,18 +21,18 @@ def says(what):
     del block
     print(what, "returned" if memory._status()["VmData"] < before else "kept")
 
-allocator.set_allocator(gathers=True)
+memory.set_allocator(gathers=True)
 says("a worker that gathers:")
-allocator.keep_if_plentiful(10**6)
+memory.keep_if_plentiful(10**6)
 says("shared by more workers than any machine has memory for:")
 limits = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (memory._status()["VmData"] + 64 * 2**20, limits[1]))
-allocator.keep_if_plentiful(1)
+memory.keep_if_plentiful(1)
 says("within a limit:")
 resource.setrlimit(resource.RLIMIT_DATA, limits)
-allocator.keep_if_plentiful(1)
+memory.keep_if_plentiful(1)
 says("with plenty of memory:")
-allocator.set_allocator(gathers=False)
+memory.set_allocator(gathers=False)
 says("another worker:")
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from orchestrator.worker.process.interfaces import shut_down_connections
+from orchestrator.worker.process.network import shut_down_connections
 
 
 def connected(host: str) -> tuple[socket.socket, socket.socket]:

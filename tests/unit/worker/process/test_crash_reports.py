@@ -12,8 +12,7 @@ import pytest
 
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.policy.failure import death, describe_crash
-from orchestrator.records.log_reader import LogReader
-from orchestrator.records.rank_log import crash_report, log_header, log_tail, newest_part
+from orchestrator.records.rank_log import LogReader, crash_report, log_header, log_tail, newest_part
 from orchestrator.records.run_dir import RunDir
 
 CRASH = """

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import multiprocessing, os, signal, threading, time
-from orchestrator.worker.process.preemption import TerminationNotice
+from orchestrator.worker.base_actor import TerminationNotice
 
 notices = []
 thread = threading.Thread(target=lambda: notices.append(TerminationNotice()))  # as in a worker: not the main one

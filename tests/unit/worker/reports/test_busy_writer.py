@@ -18,8 +18,7 @@ from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import CheckpointSaved, Event, Warned
 from orchestrator.records.run_dir import RunDir
-from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, Warner
 from orchestrator.worker.reports import checkpoints
 from orchestrator.worker.reports.checkpoints import Checkpoints, lost_timeout_s
 

@@ -19,11 +19,10 @@ from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state import checkpoint
 from orchestrator.state.best import BEST, BestSoFar
-from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.control.warner import Warner
+from orchestrator.worker.control.control import Outbox, Warner
+from orchestrator.worker.reports.after_evaluation import Improvement
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import MetricError
-from orchestrator.worker.reports.improvement import Improvement
 
 Saved = Callable[[BestSoFar], BestSoFar]
 

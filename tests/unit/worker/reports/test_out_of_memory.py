@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.conformance.cases import TRAIN
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
-from orchestrator.worker.reports.out_of_memory import explain_out_of_memory, is_out_of_memory
+from orchestrator.worker.failures import explain_out_of_memory, is_out_of_memory
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.61 GiB is "

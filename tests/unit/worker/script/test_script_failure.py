@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from orchestrator.policy.outcomes import Outcomes
+from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import Failure, Outcome
-from orchestrator.worker.script.failure import last_traceback, script_failure
+from orchestrator.worker.script.reports import last_traceback, script_failure
 
 RAISED = """\
 loading

@@ -1,0 +1,229 @@
+"""The workers of a run: the wait for a turn and for room, and the changes of the gang from generation to generation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from orchestrator.display.text import count
+from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
+from orchestrator.driver.gang.admission import Admission
+from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.nodes.node_watch import NodeWatch
+from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
+from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.policy.devices import with_common_precision
+from orchestrator.policy.elastic import RankAssignment, find_rank_assignment, find_rescue, reassigned
+from orchestrator.policy.rank_order import placement_note
+from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
+from orchestrator.protocol.queue import run_label
+from orchestrator.strategies import registry
+
+Held = Mapping[int, RecoverableSteps]
+"""By rank, the state that its worker holds."""
+
+
+class RunWorkers:
+    """The workers of a run. Use as a context manager, which releases all of them on exit.
+
+    Attributes:
+        plan: what the present generation follows, or the next one.
+        environment: what all workers are given.
+    """
+
+    def __init__(self, context: RunContext, code: WorkerCode):
+        spec, config = context.spec, context.spec.config
+        self.plan = spec.sizes.initial
+        self.environment = WorkerEnvironment(
+            working_dir=None if code.working_dir is not None else str(Path.cwd()),
+            import_paths=tuple(str(Path(p).resolve()) for p in sys.path),
+            config=config,
+            pickled_job=spec.pickled_job,
+        )
+        self.nodes = NodeWatch(config.cluster.node_timeout_s)
+        self.queue = QueuePlace(
+            spec.queue_entry,
+            context.events,
+            context.stop,
+            timeout_s=config.cluster.queue_timeout_s,
+            unfit_timeout_s=config.cluster.unfit_timeout_s,
+            known_namesakes=spec.known_namesakes,
+            reserved=lambda: self.gang.reserved_by_node,
+            avoids=lambda: self._admission.trouble(),
+        )
+        self._monitor = WaitMonitor(
+            context.events,
+            context.lease,
+            context.stop,
+            check_turn=self.queue.check_turn,
+            offer_turn=self.queue.offer_turn,
+        )
+        self._admission = Admission(spec, code, self.nodes, self._monitor)
+        self.gang = Gang(
+            self.plan,
+            self.environment,
+            code,
+            self.nodes,
+            self._admission,
+            self._monitor,
+            variables=worker_variables(config.cluster.env, os.environ),
+            label=run_label(self.plan.run_name, spec.run_uid),
+        )
+        self._config = config
+        self._stop = context.stop
+        self._events = context.events
+        self._sizes = spec.sizes
+        self._entered = contextlib.ExitStack()
+        self._placement_note: str | None = None
+
+    def __enter__(self) -> RunWorkers:
+        with contextlib.ExitStack() as entered:
+            for part in (self.nodes, self.queue, self.gang):
+                entered.enter_context(part)
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    @property
+    def waited_s(self) -> float:
+        """How long the run has waited until now, in seconds: for its turns in the queue, and for resources."""
+        return self.queue.waited_s + self.gang.waited_s
+
+    def acquire(self) -> None:
+        """Wait for the turn of the run, and acquire its workers, by the plan of a size for which there is room.
+
+        Raises as :meth:`Gang.acquire`, but for TurnLostError.
+        """
+        while True:
+            self.queue.wait_for_turn(self._monitor.check)
+            try:
+                plan = self.gang.acquire(self._sizes)
+            except TurnLostError:
+                self.gang.release()
+                continue
+            if plan is not self.plan:
+                self._events.note(
+                    f"the run starts with {plan.mesh.num_workers} of {self.plan.mesh.num_workers} workers, for which "
+                    "there is room; it grows when there is more"
+                )
+            self.plan = plan
+            self._choose_precision()
+            return
+
+    def _choose_precision(self) -> None:
+        """Choose what all ranks compute in until the run ends."""
+        refused = registry.load(self._config.strategy.name).refused_precisions
+        train = with_common_precision(self._config.train, self.gang.workers, refused=refused)
+        self.environment = replace(self.environment, config=replace(self._config, train=train))
+
+    def name_of(self, rank: int) -> str:
+        """Return how a rank is called. The name has the node, unless the driver and all workers are on one."""
+        members = self.gang.members
+        nodes = {ray.get_runtime_context().get_node_id(), *(member.info.node_id for member in members)}
+        return self.plan.display_name(rank) + (f" on {members[rank].info.place}" if len(nodes) > 1 else "")
+
+    def note_placement(self) -> None:
+        """Say which parts of the mesh cross nodes, unless it has been said."""
+        note = placement_note(self.plan.mesh, [member.info for member in self.gang.members])
+        if note is not None and note != self._placement_note:
+            self._events.note(note)
+        self._placement_note = note
+
+    def refill(self) -> None:
+        """Start missing spares in the background, and workers for sizes that the cluster has no room for yet.
+
+        If other runs wait, only the workers of the present plan are started, and what is beyond it is given back.
+        """
+        plan = self.plan
+        self.gang.refill(plan.world_size + plan.spares if self.queue.others_wait else self._sizes.max_processes)
+
+    def find_larger(self) -> RankAssignment | None:
+        """Return an assignment larger than the plan for which all workers are ready; None if there is none.
+
+        None if other runs wait.
+        """
+        plan, ready = self.plan, self.gang.ready()
+        if self.queue.others_wait or not ready or plan is self._sizes.largest:
+            return None
+        assignment = find_rank_assignment(plan, self._sizes, range(plan.world_size), ready=ready, saved=True)
+        is_larger = assignment is not None and assignment.plan.world_size > plan.world_size
+        return assignment if is_larger else None
+
+    def change(self, decision: RecoveryPlan, held: Held, *, saved: bool) -> tuple[RecoveryPlan, Held]:
+        """Replace the lost workers, or continue with fewer or more of them.
+
+        Args:
+            decision: how to go on.
+            held: the state that the workers hold.
+            saved: a checkpoint holds all of the state.
+
+        Returns:
+            How the next generation starts, and the state that its workers hold.
+
+        Raises:
+            NoWorkersError: not in time, or each new worker dies at once.
+            Interrupted: a stop was requested.
+        """
+        alive = self._alive(decision)
+        # A stop is obeyed in the next generation, which can save what survivors hold. Here it ends only the pause, and
+        # the wait for a worker without which nothing could be saved, after a while.
+        can_wait = decision.sources is not None and find_rescue(self.plan, self._sizes, alive) is None
+        with self._monitor.grace(self._config.cluster.stop_grace_s if can_wait else 0.0):
+            deadline = time.monotonic() + decision.pause_s
+            while time.monotonic() < deadline and self._stop.received is None:
+                time.sleep(0.1)
+            self.gang.lose(decision.lost)
+            if (assignment := self._change_size(alive, saved=saved)) is None:
+                self.gang.replace(decision.lost)
+                return decision, {rank: states for rank, states in held.items() if rank in alive}
+        self.plan = assignment.plan
+        return reassigned(decision, assignment, held), {}
+
+    def rescue(self, decision: RecoveryPlan, held: Held, *, newer_than: int) -> RecoveryPlan | None:
+        """Let the survivors alone form a generation in which they save what they hold.
+
+        Returns:
+            How it starts; None if they hold nothing complete, or nothing that is ``newer_than`` that step.
+        """
+        assignment = find_rescue(self.plan, self._sizes, self._alive(decision))
+        if assignment is None:
+            return None
+        plan = reassigned(decision, assignment, held)
+        if plan.sources is None or plan.step <= newer_than:
+            return None
+        self.gang.reassign_ranks(assignment.plan, assignment.before)
+        self.plan = assignment.plan
+        return plan
+
+    def _change_size(self, alive: Collection[int], *, saved: bool) -> RankAssignment | None:
+        """Give the present workers the ranks of a plan of another size; None if the run keeps its size.
+
+        Waits until there are enough workers for the smallest size.
+        """
+        while self._sizes.is_elastic:
+            self.gang.advance_spares()
+            assignment = find_rank_assignment(self.plan, self._sizes, alive, ready=self.gang.ready(), saved=saved)
+            if assignment is None:
+                least = self._sizes.smallest.world_size
+                missing = least - len(alive)
+                wanted = f"{count(missing, 'worker')} more (has {len(alive)}, least {least})"
+                self.gang.wait_for_spares(missing, wanted)
+            elif assignment.plan is self.plan:
+                return None
+            elif self.gang.reassign_ranks(assignment.plan, assignment.before):
+                return assignment
+        return None
+
+    def _alive(self, decision: RecoveryPlan) -> list[int]:
+        return [rank for rank in range(self.plan.world_size) if rank not in decision.lost]
