@@ -6,7 +6,7 @@ Two of them can be compared, although dropout draws other numbers for a batch th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ def passed(
     *,
     in_turn: bool,
     seed: int,
+    nudged: Collection[str] = (),
 ) -> Passed:
     """Run the parts of a batch through copies of a model that share its parameters, without gradients.
 
@@ -77,6 +78,7 @@ def passed(
         in_turn: whether a part finds what the one before has left in the model, as micro-batches do; otherwise
             each begins with the model as it is, as replicas do.
         seed: seeds the random generators before the parts are made.
+        nudged: the names of parameters that begin with slightly other values.
 
     Raises:
         NotRepeatableError: the forward pass cannot be compared with another one.
@@ -92,6 +94,7 @@ def passed(
             for number, part in enumerate(made):
                 if number == 0 or not in_turn:
                     shared.restore()
+                    shared.nudge(nudged)
                     module = _copy_of(model)
                 with _Expected(shared.keep):
                     outputs.append(forward(module, part))
@@ -118,6 +121,13 @@ class _Shared:
             for name, (_, values, key) in self._parameters.items():
                 if key == written and name not in self._kept:
                     self._kept[name] = values.clone()
+
+    def nudge(self, names: Collection[str]) -> None:
+        """Change the values of some parameters by a hundredth."""
+        for name in names:
+            _, values, _ = self._parameters[name]
+            self.keep(values)
+            values.mul_(1.01)
 
     def changed(self) -> dict[str, Tensor]:
         """Return copies of the parameters that have been overwritten, or been given other memory, by name."""

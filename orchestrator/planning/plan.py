@@ -119,6 +119,13 @@ class Plan:
         return text + "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
 
     @property
+    def rows_of_pass(self) -> float:
+        """The number of samples in a forward pass of a worker, in the mean."""
+        if self.pipeline is not None:
+            return self.microbatch_rows
+        return self.workers[0].samples_per_step / self.grad_accumulation
+
+    @property
     def microbatch_rows(self) -> int:
         """The number of samples in a micro-batch of a pipeline, the same in all its replicas."""
         assert self.pipeline is not None

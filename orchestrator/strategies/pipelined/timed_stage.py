@@ -25,6 +25,7 @@ from orchestrator.compat.torch import parameter_of
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage
 from orchestrator.timeline.spans import ActionKind, Span
+from orchestrator.user_code.errors import JobError
 
 
 class Clock:
@@ -203,28 +204,48 @@ def backward_splits(outputs: Sequence[Node], inputs: Sequence[Node]) -> bool:
     """Return whether torch's split backward pass computes every gradient.
 
     Its second half starts from the paths between outputs and inputs. It misses parameters that contribute beside all
-    of these paths, through a branch that takes no input or only inputs without a gradient.
+    of these paths, through a branch that takes no input or only inputs without a gradient. Of one that contributes at
+    several nodes of the paths, it goes through what lies between them, and frees that before others need it.
     """
     on_path = nodes_between(outputs, inputs)
-    off_path = [node for node in outputs if node not in on_path]
-    seen = set(off_path)
-    while off_path:
-        node = off_path.pop()
-        if isinstance(parameter_of(node), nn.Parameter):
+    if _parameters_off(on_path, [node for node in outputs if node not in on_path]):
+        return False
+    seen: set[Node] = set()
+    for node in on_path:
+        found = _parameters_off(on_path, [n for n, _ in node.next_functions if n is not None and n not in on_path])
+        if found & seen:
             return False
-        found = {n for n, _ in node.next_functions if n is not None} - on_path - seen
         seen |= found
-        off_path += found
     return True
+
+
+def _parameters_off(path: set[Node], nodes: Sequence[Node]) -> set[Node]:
+    """Return the nodes of parameters that ``nodes`` lead to without a node of the path."""
+    todo, seen = list(nodes), set(nodes)
+    while todo:
+        found = {n for n, _ in todo.pop().next_functions if n is not None} - path - seen
+        seen |= found
+        todo += found
+    return {node for node in seen if isinstance(parameter_of(node), nn.Parameter)}
 
 
 @contextlib.contextmanager
 def _original_error() -> Iterator[None]:
-    """Raise a layer's own error instead of torch's error that wraps it."""
+    """Raise a layer's own error instead of torch's error that wraps it.
+
+    Raises:
+        JobError: a forward pass has changed in place what the backward pass of an earlier micro-batch needs.
+    """
     try:
         yield
     except RuntimeError as e:
         original = e.__cause__
+        if "modified by an inplace operation" in str(original or e):
+            raise JobError(
+                "forward() changes a weight or a buffer in place that the backward pass of an earlier micro-batch "
+                "still needs; compute a new tensor (self.mean = self.mean * 0.9 + ...), use "
+                "torch.nn.utils.parametrize for weights, or use strategy=model_parallel or ddp"
+            ) from e
         if original is None:
             raise
         e.__cause__ = None

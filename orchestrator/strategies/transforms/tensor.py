@@ -247,7 +247,8 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
         )
         return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
-    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, TensorConfig.of(config.strategy).tensor_pairs)
+    pairs = TensorConfig.of(config.strategy).tensor_pairs
+    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
     errors += found
     return notes
 

@@ -1,6 +1,6 @@
 """Other people's models under every strategy: as on one worker, or refused with a reason, and never silently different.
 
-``benchmarks/model_zoo.py`` writes the same table, with all models, to docs/models.md.
+``benchmarks/models.py`` makes the same comparison with all models, and writes its counts to docs/models.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from helpers.models.by_hand import PACKAGE as BY_HAND
+from helpers.models.catalogue import MODELS
 from helpers.models.zoo import ZOO
-from helpers.models.zoo_cells import STRATEGIES, cell
+from helpers.models.zoo_cells import STRATEGIES, Outcome, cell
 from helpers.ranks.gang import Gang
 from orchestrator.config.files import choices
 
@@ -37,13 +39,31 @@ REFUSED = {
     ("dit", "fsdp"),
     ("dit", "hsdp"),
 }
+KINDS: list[tuple[str, str, Outcome, str]] = [
+    ("block experts, skipped", "fsdp", "equal", ""),
+    ("block clamps its weights", "fsdp", "refused", "is a copy there, gathered from all workers"),
+    ("block reads its weights", "fsdp", "equal", ""),
+    ("gradient penalty", "fsdp", "refused", "strategy.reshard_after_forward=false"),
+    ("memory shared", "pipeline", "refused", "share memory"),
+    ("momentum teacher", "ddp", "equal", ""),
+    ("frozen BatchNorm", "ddp, optimizer sharded", "equal", ""),
+    ("contrastive loss", "fsdp", "by nature", "trains otherwise on parts of a batch"),
+    ("class weights", "ddp", "by nature", "let Job.loss return a mean, and Job.weight"),
+    ("hook that normalizes", "pipeline", "refused", "the gradient hook"),
+    ("block clamps its weights", "pipeline", "refused", "that the backward pass of an earlier micro-batch still needs"),
+    ("block parameter lists", "pipeline, zero bubble", "equal", ""),
+    ("call overridden", "pipeline, zero bubble", "equal", ""),
+    ("blocks tied", "mesh", "equal", ""),
+    ("norms in float32", "fsdp", "equal", ""),
+]
+"""Models by hand for the kinds of idioms that a strategy could break, the outcome, and words that are said."""
 ASYNCHRONOUS = {"hogwild", "locked_sgd", "parameter_server async"}
 
 
 def needs_package(name: str) -> None:
-    package = ZOO[name].package
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is missing: pip install -e '.[hf]'")
+    package = MODELS[name].package
+    if package != BY_HAND and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is missing: pip install {package}")
 
 
 def assert_as_expected(gang: Gang, name: str, strategy: str, *, split: Any = None) -> None:
@@ -57,13 +77,19 @@ def assert_as_expected(gang: Gang, name: str, strategy: str, *, split: Any = Non
 
 
 def test_every_strategy_is_in_the_table() -> None:
-    assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")} - {"auto", "script", "mesh"}
+    assert {options.name for options, _ in STRATEGIES.values()} == {*choices("strategy")} - {"auto", "script"}
 
 
 @pytest.mark.parametrize(("name", "strategy"), SHORT)
 def test_a_model_under_every_strategy(gang: Gang, name: str, strategy: str) -> None:
     needs_package(name)
     assert_as_expected(gang, name, strategy)
+
+
+@pytest.mark.parametrize(("name", "strategy", "outcome", "words"), KINDS)
+def test_an_idiom(gang: Gang, name: str, strategy: str, outcome: Outcome, words: str) -> None:
+    found = cell(gang, f"hand/{name}", strategy, adamw=True)
+    assert (found.outcome, words in found.detail) == (outcome, True), found.detail
 
 
 @pytest.mark.parametrize("name", ["llama_with_cache", "clip"])

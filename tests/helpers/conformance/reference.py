@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from helpers.conformance.cases import Case
 from helpers.conformance.training import Steps, batches_in, make, snapshot, steps, watched
-from orchestrator.model.batch import num_rows
+from orchestrator.model.batch import map_tensors, num_rows, split_batch
 from orchestrator.state.averages import KEY
 from orchestrator.strategies.update.job_optimizer import scheduler_of
 from orchestrator.user_code.current_step import set_current_step
@@ -54,7 +54,7 @@ def trained_plainly(case: Case) -> Seen:
     kept: dict[str, Tensor] = {}
     for step, (batch,) in enumerate(batches_in(job, case.seed, share, range(1, train.steps + 1)), 1):
         set_current_step(step)
-        inputs, target = batch
+        inputs, target = split_batch(batch)
         output = job.forward(model, inputs)
         loss = job.loss(output, target)
         optimizer.zero_grad()
@@ -64,7 +64,10 @@ def trained_plainly(case: Case) -> Seen:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         skipped = train.on_nonfinite == "skip" and not bool(norm.isfinite())
         with torch.no_grad():
-            metrics = {name: float(value) for name, value in job.train_metrics(output.detach(), target).items()}
+            metrics = {
+                name: float(value)
+                for name, value in job.train_metrics(map_tensors(Tensor.detach, output), target).items()
+            }
         seen.loss_sums.append(float(loss.detach()) * weight)
         seen.weights.append(weight)
         seen.norms.append(float(norm))

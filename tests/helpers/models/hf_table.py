@@ -1,39 +1,30 @@
-"""Models of transformers by their type, tiny and with random weights, and what divides or cuts them.
+"""Models of transformers by their type, tiny and with random weights.
 
 A configuration gets a small value for every size that it has. So a type is a row of the table without code of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from helpers.models.zoo import (
+from helpers.models.tasks import (
     CLASSES,
     LENGTH,
     VOCABULARY,
     Classes,
     Exhibit,
     NextToken,
-    Staged,
     Task,
     TextClasses,
-    Whole,
+    Translation,
 )
-from orchestrator.compat.torch import BatchNorm
-from orchestrator.model.parity import compare
-from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
-from orchestrator.model.stages import sequence_of
-from orchestrator.strategies.data.batch_parts import Division, mean_loss, warning_about_parts
-from orchestrator.strategies.data.datasets import example_batch
 
-CPU = torch.device("cpu")
 IMAGE = 32
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -76,105 +67,114 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 """Sizes that a type has as lists, or under names of its own."""
 
 
+SOUND: dict[str, Any] = {
+    "conv_dim": (8, 8),
+    "conv_stride": (4, 4),
+    "conv_kernel": (8, 8),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+}
+_RANDOM = re.compile("drop|mask_time_prob|mask_feature_prob|jitter")
+
+
+def _ended(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    item["input_ids"][item["attention_mask"].sum() - 1] = SIZES["eos_token_id"]
+    return item
+
+
 class EndedTexts(TextClasses):
     """The last valid token ends the sequence, and some models classify it."""
 
     def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        item = super().item(number, random)
-        item["input_ids"][item["attention_mask"].sum() - 1] = SIZES["eos_token_id"]
-        return item
+        return _ended(super().item(number, random))
 
 
-Kind = Literal["text", "image", "language"]
+Kind = Literal["text", "image", "language", "translation", "sound"]
+TYPES: dict[Kind, str] = {
+    "text": """
+        albert arcee axk2 bart bert big_bird bigbird_pegasus biogpt bloom camembert canine convbert ctrl
+        data2vec-text deberta deberta-v2 diffllama distilbert doge electra ernie esm esmc eurobert exaone4
+        flaubert fnet gemma gemma2 gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gte helium
+        hunyuan_v1_dense hunyuan_v1_moe ibert jamba jetmoe jina_embeddings_v3 layoutlm llama longformer markuplm
+        mbart megatron-bert minicpm3 minimax ministral ministral3 mistral mixtral mobilebert modernbert
+        modernbert-decoder mpnet mpt mra mt5 mvp nemotron nomic_bert nystromformer olmo olmo2 olmo3 openai-gpt
+        opt persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next rembert
+        roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 tapas
+        ultrabert umt5 xlm xlm-roberta xlm-roberta-xl yoso
+    """,
+    "image": """
+        beit bit convnext convnextv2 data2vec-vision dinov2 dinov2_with_registers efficientnet focalnet hgnet_v2
+        ijepa mobilenet_v1 mobilenet_v2 mobilevit poolformer regnet resnet segformer swiftformer swin swinv2
+        textnet vit vit_msn
+    """,
+    "language": """
+        afmoe apertus arcee aria_text axk2 bailing_hybrid bart beam bert bert-generation big_bird
+        bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert cohere cohere2 cohere2_moe
+        cpmant ctrl cwm data2vec-text deepseek_v32 deepseek_v4 diffllama doge electra ernie ernie4_5
+        ernie4_5_moe exaone4 exaone_moe falcon_mamba flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa
+        gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoeshared hrm_text hy_v3 hy_v4
+        hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
+    """,
+    "translation": """
+        bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus
+        pegasus_x plbart prophetnet switch_transformers t5 umt5
+    """,
+    "sound": """
+        data2vec-audio hubert sew unispeech unispeech-sat wav2vec2 wav2vec2-conformer wavlm
+    """,
+}
+"""Types by what is trained: classes of texts and images, the next token, a translation, classes of sounds."""
+
+
+class EndedTranslation(Translation):
+    """The last valid token ends the sequence."""
+
+    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
+        return _ended(super().item(number, random))
+
+
 TASKS: dict[Kind, Task] = {
     "text": EndedTexts(),
     "image": Classes("pixel_values", (3, IMAGE, IMAGE)),
     "language": NextToken(),
+    "translation": EndedTranslation(),
+    "sound": Classes("input_values", (200,)),
+}
+LOADERS: dict[Kind, str] = {
+    "text": "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+    "language": "AutoModelForCausalLM",
+    "translation": "AutoModelForSeq2SeqLM",
+    "sound": "AutoModelForAudioClassification",
 }
 
 
 def build(kind: Kind, model_type: str) -> nn.Module:
-    """The model of this type that classifies texts or images, or predicts the next token."""
+    """The model of this type for a task, without dropout and other random numbers."""
     import transformers as hf
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         default = hf.AutoConfig.for_model(model_type)
-        sizes = {name: value for name, value in SIZES.items() if hasattr(default, name)}
-        config = hf.AutoConfig.for_model(model_type, **{**sizes, **OF_TYPE.get(model_type, {})})
-        auto = {
-            "text": hf.AutoModelForSequenceClassification,
-            "image": hf.AutoModelForImageClassification,
-            "language": hf.AutoModelForCausalLM,
-        }[kind]
-        model: nn.Module = auto.from_config(config)
+        sizes = {name: value for name, value in {**SIZES, **SOUND}.items() if hasattr(default, name)}
+        off = {name: 0.0 for name, value in default.to_dict().items() if _RANDOM.search(name) and type(value) is float}
+        config = hf.AutoConfig.for_model(model_type, **{**off, **sizes, **OF_TYPE.get(model_type, {})})
+        model: nn.Module = getattr(hf, LOADERS[kind]).from_config(config)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
         return model
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeRow(Whole):
-    """A row of the table; ``name`` is the type of the model."""
-
-    kind: Kind
-
-    @property
-    def exhibit(self) -> Exhibit:
-        make: Callable[[], nn.Module] = lambda: build(self.kind, self.name)  # noqa: E731
-        return Exhibit(
-            title=self.name,
-            package="transformers",
-            build=make,
-            task=TASKS[self.kind],
-            split="",
-            not_in_stages=("labels",),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedRow(WholeRow, Staged):
-    """The same in stages."""
-
-
-def on_parts(kind: Kind, model_type: str) -> str:
-    """What replicas and micro-batches change; empty if nothing."""
-    job = WholeRow(kind=kind, name=model_type)
-    torch.manual_seed(0)
-    division = Division(by="ddp", rows=4, in_turn=True)
-    found = warning_about_parts(
-        job.model().train(),
-        job,
-        job.dataset("train"),
-        division,
-        device=CPU,
-        precision=Precision(),
-        seed=3,
-        loss=mean_loss(job),
+def _exhibit(kind: Kind, model_type: str) -> Exhibit:
+    return Exhibit(
+        title=model_type,
+        package="transformers",
+        build=functools.partial(build, kind, model_type),
+        task=TASKS[kind],
+        not_in_stages=() if kind == "translation" else ("labels",),
     )
-    return found or ""
 
 
-def in_stages(kind: Kind, model_type: str) -> str:
-    """Why the model is refused in two stages, or what differs there; empty if it trains as the whole."""
-    job = StagedRow(kind=kind, name=model_type)
-    inputs, target = example_batch(job, job.dataset("train"), 2)
-    try:
-        sequence = sequence_of(build_fake(job.model, CPU), inputs, split=(), num_stages=2, job=job)
-    except ValueError as e:
-        return str(e)
-    verdict = compare(
-        job.model,
-        sequence,
-        inputs,
-        lambda output: job.loss(output, target),
-        device=CPU,
-        seed=3,
-        precision=Precision(),
-        free_bytes=10**12,
-    )
-    return verdict.error or verdict.note or ""
-
-
-def has_batch_norm(kind: Kind, model_type: str) -> bool:
-    """Whether the model has a BatchNorm, which depends on the division of a batch by nature."""
-    with torch.device("meta"):
-        return any(isinstance(module, BatchNorm) for module in build(kind, model_type).modules())
+TABLE = {f"{kind}/{name}": _exhibit(kind, name) for kind, names in TYPES.items() for name in names.split()}

@@ -1,24 +1,26 @@
-"""Models of transformers, diffusers and peft, with random weights and tiny sizes, and the jobs that train them.
-
-A job passes the batch, a dict, as keyword arguments and takes the loss that the model computes, if it computes one. For
-stages, :class:`Staged` wraps the same model in a module that takes the dict, and computes the loss itself.
-"""
+"""Models of transformers, diffusers and peft with random weights and tiny sizes, each configured by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch import nn
 
-from helpers.jobs.toys import Rows
-from orchestrator.job import Job, Split
+from helpers.models.tasks import (
+    CLASSES,
+    LENGTH,
+    VOCABULARY,
+    Classes,
+    Exhibit,
+    NextToken,
+    Pairs,
+    Reconstruction,
+    Speech,
+    Task,
+    TextClasses,
+    Translation,
+)
 
-VOCABULARY, LENGTH, CLASSES, IGNORED = 32, 8, 4, -100
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 """Stages and replicas draw other random numbers than one worker does."""
@@ -38,135 +40,6 @@ ENCODER_DECODER = {
     **SPECIAL_TOKENS,
 }
 BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4, "in_channels": 1, "out_channels": 1}
-
-
-# What the models are trained on ------------------------------------------------------------------
-
-
-class Task:
-    """Samples, and the loss of what the model returns for them. ``result`` names the outputs that the loss needs."""
-
-    result: tuple[str, ...] = ("logits",)
-    has_own_loss = True
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        """A sample: the arguments of the model by name."""
-        raise NotImplementedError
-
-    def loss(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(results[0], batch["labels"])
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        return None
-
-    def metrics(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"accuracy": (results[0].argmax(dim=-1) == batch["labels"]).sum()}
-
-
-class TextClasses(Task):
-    """Sequences of different lengths, each of one class."""
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        tokens, valid = _tokens(number, random)
-        return {"input_ids": tokens, "attention_mask": valid.long(), "labels": torch.tensor(number % CLASSES)}
-
-
-class Translation(Task):
-    """Sequences of different lengths, each with a label for every valid token."""
-
-    shift = 0
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        tokens, valid = _tokens(number, random)
-        labels = torch.where(valid, tokens, IGNORED)
-        return {"input_ids": tokens, "attention_mask": valid.long(), "labels": labels}
-
-    def loss(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
-        logits, labels = self._aligned(results, batch)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        return (batch["labels"][:, self.shift :] != IGNORED).sum()
-
-    def metrics(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        logits, labels = self._aligned(results, batch)
-        return {"accuracy": (logits.argmax(dim=-1) == labels).sum()}
-
-    def _aligned(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        (logits,) = results
-        return logits[:, : logits.shape[1] - self.shift], batch["labels"][:, self.shift :]
-
-
-class NextToken(Translation):
-    """The label of a token is the next one."""
-
-    shift = 1
-
-
-class Speech(Translation):
-    """Sounds, with a transcript of tokens."""
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        labels = super().item(number, random)["labels"]
-        return {"input_features": torch.randn(8, 2 * LENGTH, generator=random), "labels": labels}
-
-
-@dataclass(frozen=True)
-class Classes(Task):
-    """Random numbers of a shape, each of one class."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        return {self.name: torch.randn(self.shape, generator=random), "labels": torch.tensor(number % CLASSES)}
-
-
-@dataclass(frozen=True)
-class Reconstruction(Task):
-    """Random images, which the model is to return. ``conditions`` are numbers below 10 that it is also given."""
-
-    name: str
-    shape: tuple[int, ...]
-    conditions: tuple[str, ...] = ()
-    result = ("sample",)
-    has_own_loss = False
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        conditions = {name: torch.tensor((number + i) % 10) for i, name in enumerate(self.conditions)}
-        return {self.name: torch.randn(self.shape, generator=random), **conditions}
-
-    def loss(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
-        return F.mse_loss(results[0], batch[self.name])
-
-    def metrics(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"accuracy": (results[0] * batch[self.name] > 0).float().flatten(1).mean(1).sum()}
-
-
-class Pairs(Task):
-    """Texts and images whose embeddings are to be near each other. The loss of a pair does not depend on the others."""
-
-    result = ("text_embeds", "image_embeds")
-    has_own_loss = False
-
-    def item(self, number: int, random: torch.Generator) -> dict[str, Tensor]:
-        tokens, _ = _tokens(number, random)
-        return {"input_ids": tokens, "pixel_values": torch.randn(1, 8, 8, generator=random)}
-
-    def loss(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> Tensor:
-        return (1 - F.cosine_similarity(*results)).mean()
-
-    def metrics(self, results: tuple[Tensor, ...], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"accuracy": (F.cosine_similarity(*results) > 0).sum()}
-
-
-def _tokens(number: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens, and which of them are valid."""
-    valid = torch.arange(LENGTH) < 3 + number % (LENGTH - 2)
-    return torch.where(valid, torch.randint(2, VOCABULARY, (LENGTH,), generator=random), 0), valid
-
-
-# The models --------------------------------------------------------------------------------------
 
 
 def bert() -> nn.Module:
@@ -228,6 +101,13 @@ def llama(use_cache: bool = False) -> nn.Module:
 
 def llama_with_cache() -> nn.Module:
     return llama(use_cache=True)
+
+
+def llama_recomputed() -> nn.Module:
+    """Its blocks compute their activations again in the backward pass, as transformers does it."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
 
 
 def qwen() -> nn.Module:
@@ -364,27 +244,6 @@ def autoencoder() -> nn.Module:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exhibit:
-    """A model of the zoo.
-
-    Attributes:
-        title: its name for readers.
-        package: where it comes from.
-        build: its constructor.
-        task: what it is trained on.
-        split: the module at which the second stage begins.
-        not_in_stages: the arguments that the model is not given in stages.
-    """
-
-    title: str
-    package: str
-    build: Callable[[], nn.Module]
-    task: Task
-    split: str
-    not_in_stages: tuple[str, ...] = ()
-
-
 def _of(package: str, title: str, build: Callable[[], nn.Module], task: Task, split: str) -> Exhibit:
     return Exhibit(title=title, package=package, build=build, task=task, split=split)
 
@@ -405,6 +264,7 @@ ZOO: dict[str, Exhibit] = {
     "gpt2": _of(HF, "GPT-2", gpt2, NextToken(), "transformer.h.1"),
     "llama": _of(HF, "Llama", llama, NextToken(), "model.layers.1"),
     "llama_with_cache": _of(HF, "Llama, use_cache=True", llama_with_cache, NextToken(), "model.layers.1"),
+    "llama_recomputed": _of(HF, "Llama, recomputed", llama_recomputed, NextToken(), "model.layers.1"),
     "qwen": _of(HF, "Qwen3", qwen, NextToken(), "model.layers.1"),
     "mixtral": _of(HF, "Mixtral", mixtral, NextToken(), "model.layers.1"),
     "mamba": _of(HF, "Mamba", mamba, NextToken(), "backbone.layers.1"),
@@ -425,74 +285,3 @@ ZOO: dict[str, Exhibit] = {
     ),
     "autoencoder": _of(DIFFUSERS, "AutoencoderKL", autoencoder, Reconstruction("sample", (1, 8, 8)), "decoder"),
 }
-
-
-# The jobs ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole(Job):
-    """A model as it is, by its name in ``ZOO``, called with the batch as keyword arguments."""
-
-    name: str
-
-    @property
-    def exhibit(self) -> Exhibit:
-        return ZOO[self.name]
-
-    def model(self) -> nn.Module:
-        return self.exhibit.build()
-
-    def dataset(self, split: Split) -> Dataset[Any]:
-        random = torch.Generator().manual_seed(17 if split == "train" else 18)
-        samples = 24 if split == "train" else 11  # the last batch of an evaluation is padded
-        return Rows([self.exhibit.task.item(number, random) for number in range(samples)])
-
-    def forward(self, model: nn.Module, inputs: Any) -> Any:
-        return model(**inputs)
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor | None = output.loss if self.exhibit.task.has_own_loss else None
-        return self.exhibit.task.loss(self._results(output), target) if loss is None else loss
-
-    def weight(self, target: Any) -> Tensor | None:
-        return self.exhibit.task.weight(target)
-
-    def metrics(self, output: Any, target: Any) -> Mapping[str, Tensor]:
-        return self.exhibit.task.metrics(self._results(output), target)
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def _results(self, output: Any) -> tuple[Tensor, ...]:
-        return tuple(getattr(output, name) for name in self.exhibit.task.result)
-
-
-class TakesDict(nn.Module):
-    """Takes a batch as it is, and returns the outputs that the loss needs."""
-
-    def __init__(self, model: nn.Module, exhibit: Exhibit):
-        super().__init__()
-        self.model = model
-        self.exhibit = exhibit
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        output = self.model(**{name: t for name, t in batch.items() if name not in self.exhibit.not_in_stages})
-        return tuple(getattr(output, name) for name in self.exhibit.task.result)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged(Whole):
-    """The same model for stages: the job leaves ``forward`` as it is, and computes the loss."""
-
-    forward = Job.forward
-
-    def model(self) -> nn.Module:
-        return TakesDict(super().model(), self.exhibit)
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return self.exhibit.task.loss(output, target)
-
-    def _results(self, output: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = output
-        return results

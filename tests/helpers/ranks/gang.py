@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -98,13 +99,14 @@ class Answer:
 class Gang:
     """``SIZE`` processes with one thread each. A call that takes too long ends them all; the next starts anew.
 
-    With NCCL they share one GPU.
+    With NCCL they share one GPU. ``imports`` are modules that calls need, loaded once for all processes.
     """
 
-    def __init__(self, backend: Backend = GLOO) -> None:
+    def __init__(self, backend: Backend = GLOO, imports: Sequence[str] = ()) -> None:
         from orchestrator.worker.control.rendezvous import open_store
 
         self.backend = backend
+        self.imports = ",".join(imports)
         self._store = open_store(HOST, timeout_s=30)
         self._generation = 0
         self._connections: list[Connection] = []
@@ -170,7 +172,7 @@ class Gang:
         pairs = [Pipe() for _ in range(SIZE)]
         theirs = [there.fileno() for _, there in pairs]
         self._leader = subprocess.Popen(
-            [sys.executable, "-m", "helpers.ranks.gang", self.backend.name, *map(str, theirs)],
+            [sys.executable, "-m", "helpers.ranks.gang", self.backend.name, self.imports, *map(str, theirs)],
             pass_fds=theirs,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -185,12 +187,12 @@ class Gang:
             here.recv_bytes()
 
 
-def _lead(backend: Backend, fds: list[int]) -> None:
+def _lead(backend: Backend, imports: Sequence[str], fds: list[int]) -> None:
     global _backend
     _backend = backend
     _die_with_parent()
     if backend.device == "cpu":
-        _import()
+        _import(imports)
     gc.freeze()  # so that no rank looks through what is imported, which would copy it
     for rank, fd in enumerate(fds):
         if os.fork() == 0:
@@ -198,7 +200,7 @@ def _lead(backend: Backend, fds: list[int]) -> None:
             for other in fds:
                 if other != fd:
                     os.close(other)
-            _import()
+            _import(imports)
             _serve(rank, Connection(fd))
             os._exit(0)
     for fd in fds:
@@ -207,14 +209,17 @@ def _lead(backend: Backend, fds: list[int]) -> None:
         os.wait()
 
 
-def _import() -> None:
-    """Import what most calls need."""
+def _import(names: Sequence[str]) -> None:
+    """Import what most calls need, and the modules of these names."""
     import pytest  # noqa: F401 - the modules that calls come from import it
     import torch._dynamo  # noqa: F401 - making an optimizer imports it
 
     import jobs.digits
     import jobs.gpt  # noqa: F401
     from helpers.conformance import matrix, reference  # noqa: F401
+
+    for name in names:
+        importlib.import_module(name)
 
 
 def _serve(rank: int, connection: Connection) -> None:
@@ -299,4 +304,6 @@ if __name__ == "__main__":
     # Not as __main__, so that the classes it unpickles are those that it defines.
     from helpers.ranks import gang
 
-    gang._lead(gang.BACKENDS[sys.argv[1]], [int(fd) for fd in sys.argv[2:]])
+    gang._lead(
+        gang.BACKENDS[sys.argv[1]], sys.argv[2].split(",") if sys.argv[2] else (), [int(fd) for fd in sys.argv[3:]]
+    )

@@ -10,36 +10,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from helpers.models.hf_table import Kind, has_batch_norm, in_stages, on_parts
+from helpers.models.hf_checks import has_batch_norm, in_stages, on_parts
+from helpers.models.hf_table import TYPES, Kind
 
 pytestmark = pytest.mark.campaign
 
-TYPES: dict[Kind, str] = {
-    "text": """
-        albert arcee axk2 bart bert big_bird bigbird_pegasus biogpt bloom camembert canine convbert ctrl
-        data2vec-text deberta deberta-v2 diffllama distilbert doge electra ernie esm esmc eurobert exaone4
-        flaubert fnet gemma gemma2 gemma3_text glm glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gte helium
-        hunyuan_v1_dense hunyuan_v1_moe ibert jamba jetmoe jina_embeddings_v3 layoutlm llama longformer markuplm
-        mbart megatron-bert minicpm3 minimax ministral ministral3 mistral mixtral mobilebert modernbert
-        modernbert-decoder mpnet mpt mra mt5 mvp nemotron nomic_bert nystromformer olmo olmo2 olmo3 openai-gpt
-        opt persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next rembert
-        roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 tapas
-        ultrabert umt5 xlm xlm-roberta xlm-roberta-xl yoso
-    """,
-    "image": """
-        beit bit convnext convnextv2 data2vec-vision dinov2 dinov2_with_registers efficientnet focalnet hgnet_v2
-        ijepa mobilenet_v1 mobilenet_v2 mobilevit poolformer regnet resnet segformer swiftformer swin swinv2
-        textnet vit vit_msn
-    """,
-    "language": """
-        afmoe apertus arcee aria_text axk2 bailing_hybrid bart beam bert bert-generation big_bird
-        bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert cohere cohere2 cohere2_moe
-        cpmant ctrl cwm data2vec-text deepseek_v32 deepseek_v4 diffllama doge electra ernie ernie4_5
-        ernie4_5_moe exaone4 exaone_moe falcon_mamba flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa
-        gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoeshared hrm_text hy_v3 hy_v4
-        hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
-    """,
-}
 ROWS = [(kind, name) for kind, names in TYPES.items() for name in names.split()]
 COMPARES_SAMPLES = {("text", "ibert"): "embeddings_act1.x_min"}
 """Rows that replicas and micro-batches change, and a word of the warning: I-BERT tracks ranges of activations."""

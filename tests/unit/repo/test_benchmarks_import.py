@@ -28,7 +28,7 @@ def exists(module, name):
 root = Path(sys.argv[1])
 folder = root / "benchmarks"
 folders = [root, root / "tests", root / "docs/examples", folder, folder / "peers"]
-sys.path[:0] = map(str, folders)  # as model_zoo.py and ports.py do
+sys.path[:0] = map(str, folders)  # as models.py and ports.py do
 for script in sorted(folder.glob("**/[a-z]*.py")):
     if script.name == "sitecustomize.py":  # not imported by name
         continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helpers.models.zoo import Whole
+from helpers.models.catalogue import Whole
 
 
 @dataclass(frozen=True, kw_only=True)

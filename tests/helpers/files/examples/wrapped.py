@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from helpers.models.zoo import Whole
+from helpers.models.catalogue import Whole
 from orchestrator import Job
 
 # the example

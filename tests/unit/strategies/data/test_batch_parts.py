@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_
 from helpers.conformance.layouts import FSDP, pipeline
 from helpers.jobs.batch_toys import DEPEND, EQUAL, LOSS, OfBatches, class_weighted, contrastive, summed
 from helpers.jobs.toys import Rows
+from helpers.models.catalogue import job_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
@@ -110,6 +112,29 @@ class Coarse(OfBatches):
 def test_rounding_of_coarse_weights_is_no_difference() -> None:
     assert "the mean over" in warnings(Coarse(dtype=torch.float32), DDP)
     assert warnings(Coarse(dtype=torch.bfloat16), DDP) == ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTurn(OfBatches):
+    """The classes of the samples that are compared are 0, 2, 0, 2 and so on."""
+
+    samples: int = 24
+    loss_of: Callable[[Tensor, Tensor], Tensor] = class_weighted
+
+    def item(self, index: int, inputs: Tensor, target: int) -> tuple[Tensor, int]:
+        return inputs, index % 4
+
+
+def test_halves_with_equal_classes_hide_no_weights_of_classes() -> None:
+    assert LOSS in warnings(InTurn(), DDP)
+
+
+@pytest.mark.parametrize("name", ["momentum teacher", "momentum teacher, by data"])
+def test_a_teacher_that_begins_as_an_exact_copy_follows_once_for_each_part(name: str) -> None:
+    job = job_of(f"hand/{name}")
+    assert warnings(job, DDP) == ""
+    assert "teacher.a.weight, teacher.a.bias" in warnings(job, SINGLE, replicas=1, accumulation=2)
+    assert "teacher.a.weight, teacher.a.bias" in warnings(job, DDP, accumulation=2)
 
 
 @pytest.mark.parametrize("name", DEPEND)
