@@ -92,7 +92,7 @@ _LLAMA = Architecture(
     variant="llama", vocabulary=128_256, context=2048, layers=16, width=2048, heads=32, kv_heads=8, hidden=8192,
     tied=True, bias=False, rope_base=500_000.0,
 )  # fmt: skip
-Size = Literal["tiny", "124m", "350m", "1b", "3b", "8b"]
+Size = Literal["tiny", "124m", "350m", "1b", "3b", "8b", "70b", "405b"]
 SIZES: Mapping[Size, Architecture] = {
     "tiny": replace(
         _GPT2, vocabulary=256, context=64, layers=4, width=64, heads=4, kv_heads=4, hidden=256, tied=False, bias=False
@@ -102,6 +102,8 @@ SIZES: Mapping[Size, Architecture] = {
     "1b": _LLAMA,
     "3b": replace(_LLAMA, layers=28, width=3072, heads=24),
     "8b": replace(_LLAMA, layers=32, width=4096, hidden=14_336, tied=False),
+    "70b": replace(_LLAMA, layers=80, width=8192, heads=64, hidden=28_672, tied=False),
+    "405b": replace(_LLAMA, layers=126, width=16_384, heads=128, hidden=53_248, tied=False),
 }
 """GPT-2 small and medium, Llama 3 in its sizes but with a shorter context, and one that learns in minutes on a CPU."""
 

@@ -36,6 +36,7 @@ class Verb:
 VERBS: Mapping[str, Verb] = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
     "torchrun": Verb("orchestrator.torchrun", "run a script of your own, with torchrun's options, as strategy=script"),
+    "plan": Verb("orchestrator.plan", "predict layouts, speed and cost of a job on a cluster that is not here"),
     "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it"),
     "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
     "queue": Verb("orchestrator.queue", "list the runs that share a cluster, cancel them, or change their priority"),

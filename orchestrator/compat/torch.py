@@ -51,6 +51,7 @@ __all__ = [
     "changes_step",
     "copies_of",
     "copy_all",
+    "count_step",
     "data_parallel_replica",
     "ddp_comm_ms",
     "end_loader_processes",
@@ -221,6 +222,11 @@ def changes_step(optimizer: Optimizer) -> bool:
     return bool(
         "step" in vars(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Let a schedule know of a step that another optimizer has made for ``optimizer``; it would warn otherwise."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:

@@ -14,6 +14,8 @@ DIMENSIONS: Axes = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outermost to the innermost: consecutive ranks differ in the last of them."""
 BATCH: Axes = ("replicate", "shard")
 """The dimensions whose workers train on different samples."""
+DIVIDING: Axes = ("shard", "tensor")
+"""The dimensions whose workers may have shards of the same tensor."""
 WITHIN_STAGE: Axes = DIMENSIONS[1:]
 """The dimensions whose workers have the same layers."""
 

@@ -112,10 +112,18 @@ class Plan:
     def describe(self) -> str:
         """Return how the model and the batch are divided, for users."""
         text = f"data parallel {self.mesh.data_parallel_size}"
-        if self.mesh.divides_tensors:
+        if self.mesh.shard > 1:
             divided = "each tensor" if self.divides_parameters else "the optimizer's state"
             text += f", {divided} divided over {self.mesh.shard}"
-        return text + (f" x pipeline {self.mesh.pipeline}" if self.mesh.pipeline > 1 else "")
+        sizes = {"pipeline": self.mesh.pipeline, "tensor": self.mesh.tensor}
+        return text + "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def rows_of_pass(self) -> float:
+        """The number of samples in a forward pass of a worker, in the mean."""
+        if self.pipeline is not None:
+            return self.microbatch_rows
+        return self.workers[0].samples_per_step / self.grad_accumulation
 
     @property
     def microbatch_rows(self) -> int:
@@ -233,7 +241,7 @@ def find_layout(
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1 and not rules.runs_script:
-        errors += _batch_errors(config, num_workers)
+        errors += _batch_errors(config, num_workers // layout.mesh.tensor)
     faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)

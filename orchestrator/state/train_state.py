@@ -31,6 +31,7 @@ from orchestrator.state.model_state import (
     pack_further,
 )
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
+from orchestrator.state.shard import Shard
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.state.tensor_memory import host_copies, with_own_memory
 
@@ -108,6 +109,7 @@ def capture(
     into: TrainState | None = None,
     live: bool = False,
     boxes: Mapping[str, Box] | None = None,
+    marked: bool = False,
     left_out: Mapping[str, int] | None = None,
     **more: Any,
 ) -> TrainState:
@@ -123,6 +125,7 @@ def capture(
         live: refer to the tensors where they are instead; the next update changes them.
         boxes: where the parameters and buffers of ``model`` are that are shards of larger tensors, by name; it may have
             others. The tensors of the optimizer that have the shape of such a shard are at the same place.
+        marked: whether those tensors are of the type ``Shard``, and all others are whole.
         left_out: the checksums of frozen parameters that are not copied, by name.
         more: further entries of ``meta``.
 
@@ -146,9 +149,17 @@ def capture(
     tensors: MutableMapping[str, Tensor] = packed.tensors
     shapes = {name: parameter.shape for parameter, name in names.items()}
     owners = {path: path.rpartition("/")[0] for path in tensors}
-    optimizer_boxes = {
-        path: boxes[name] for path, name in owners.items() if name in boxes and tensors[path].shape == shapes[name]
-    }
+    like = {path for path, name in owners.items() if name in boxes and tensors[path].shape == shapes[name]}
+    if marked:
+        shards = {path for path, tensor in tensors.items() if isinstance(tensor, Shard)}
+        if others := sorted(shards - like):
+            raise ValueError(
+                f"{label_of(optimizer)}: state_dict() has the state of another parameter as {others[0]!r}; "
+                "number parameters as in param_groups"
+            )
+        like = shards
+    optimizer_boxes = {path: boxes[owners[path]] for path in like}
+    tensors = {path: tensor.as_subclass(Tensor) for path, tensor in tensors.items()}
     meta = {
         **{key: to_json(value, key, "pass plain data") for key, value in more.items()},
         "step": step,
@@ -186,6 +197,7 @@ def restore(
     partial: bool = False,
     consume: bool = False,
     boxes: Mapping[str, Box] | None = None,
+    marked: bool = False,
 ) -> None:
     """Load ``state`` in place, keeping the devices and dtypes of ``model``, and the parameters that it leaves out.
 
@@ -201,6 +213,7 @@ def restore(
             are ignored.
         consume: remove each tensor from ``state`` as it is loaded, so that its memory is free for the next one.
         boxes: where the parameters and buffers of ``model`` are that are shards of larger tensors, by name.
+        marked: whether the parts of the optimizer's tensors at these places become ``Shard``.
 
     Raises:
         ValueError: the state is of another model, optimizer or scheduler. Nothing was loaded.
@@ -235,7 +248,7 @@ def restore(
     updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
     saved_names |= zip(updated, itertools.chain(*names), strict=True)
     there_is = with_own_memory(pack(optimizer, saved_names).tensors, own.values())
-    move = _mover(state, boxes, there_is, consume=consume)
+    move = _mover(state, boxes, there_is, consume=consume, marked=marked)
     load(optimizer, state.meta, names, [*state.optimizer], move, dtypes=dtypes)
     if scheduler is not None and state.meta["scheduler"] is not None:
         scheduler.load_state_dict(from_json(state.meta["scheduler"]["state"], scheduler.state_dict()))
@@ -342,7 +355,9 @@ def _match_groups(
     return names, errors
 
 
-def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor], *, consume: bool) -> Move:
+def _mover(
+    state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor], *, consume: bool, marked: bool
+) -> Move:
     """Return what takes the tensors of an optimizer out of ``state``, or copies of them, because training changes them.
 
     Args:
@@ -350,6 +365,7 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor
         boxes: where those parameters are that are shards of larger tensors, by saved name.
         own: the tensors that the optimizer has now, by their saved paths. Their memory is used again.
         consume: whether the tensors are removed from ``state``.
+        marked: whether parts of tensors become ``Shard``.
     """
 
     def moved(path: str, key: str, parameter: nn.Parameter | None) -> Tensor:
@@ -357,6 +373,8 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor
         if box is not None and state.box("optimizer", path).full != box.full:
             box = None  # it is one for the whole parameter
         value = _take(state, "optimizer", path, box, consume=consume)
+        kind = Tensor if box is None or not marked else Shard
+        value = value.as_subclass(kind)
         old = own.get(path)
         if old is not None and (type(old), old.shape, old.dtype) == (type(value), value.shape, value.dtype):
             return old.copy_(value)
@@ -365,7 +383,7 @@ def _mover(state: TrainState, boxes: Mapping[str, Box], own: Mapping[str, Tensor
         device = torch.device("cpu") if key == "step" else parameter.device  # step counters stay on the host
         if value.shape == parameter.shape and value.stride() != parameter.stride():
             # A fused update goes through the memory of both in one order, whatever their formats are.
-            return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
+            return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value).as_subclass(kind)
         return value.to(device) if consume else value.to(device, copy=True)
 
     return moved

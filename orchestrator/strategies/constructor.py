@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -78,10 +78,17 @@ def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:
 
 @dataclass(frozen=True)
 class Outline:
-    """A job and its model as it is trained, without memory. The model is built once, when it is first asked for."""
+    """A job and its model as it is trained, without memory. The model is built once, when it is first asked for.
+
+    Attributes:
+        transform: returns the constructor of what a worker has of the model, given that of the model.
+        found: what checks have found of it, so that they look once.
+    """
 
     job: Job
     train: TrainConfig
+    transform: Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]] = lambda build: build
+    found: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def precision(self) -> Precision:
@@ -91,7 +98,7 @@ class Outline:
     @property
     def build(self) -> Callable[[], nn.Module]:
         """The constructor of the model."""
-        return constructor_of(self.job, self.train, self.precision)
+        return self.transform(constructor_of(self.job, self.train, self.precision))
 
     @functools.cached_property
     def model(self) -> nn.Module | None:
@@ -119,7 +126,7 @@ class Outline:
         return _unless_it_fails(lambda: self._built(without_memory=True))
 
     def _built(self, *, without_memory: bool = False) -> FakeModel:
-        whole = build_fake(self.job.model, torch.device("cpu"), without_memory=without_memory)
+        whole = build_fake(self.transform(self.job.model), torch.device("cpu"), without_memory=without_memory)
         with setting_fake_data():  # after the look at what shares memory, because conversion would part it
             _as_trained(lambda: whole.model, self.train, self.precision)()
         return whole

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.planning.mesh import BATCH, WITHIN_STAGE, Axes
+from orchestrator.planning.mesh import BATCH, DIVIDING, WITHIN_STAGE, Axes
 from orchestrator.planning.placement import Placement
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context
@@ -19,6 +19,7 @@ from orchestrator.strategies.reduction import Reduction, Weight, on_device, weig
 from orchestrator.strategies.shared_tensors import Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
+from orchestrator.strategies.update.whole_tensors import Division
 
 
 class GroupReduction(Reduction):
@@ -37,6 +38,8 @@ class GroupReduction(Reduction):
         named = trained.module().named_parameters(remove_duplicate=False)
         self._named = dict(named)
         self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
+        if trained.needs_whole:
+            self.division = self._division()
 
     def sync_initial_state(self) -> None:
         """Give all ranks that have the same of a tensor the values of the first."""
@@ -62,6 +65,14 @@ class GroupReduction(Reduction):
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks of ``batch`` the values that the first has."""
         self._share(tensors, self.batch)
+
+    def _division(self) -> Division:
+        """Return how the tensors are divided over the ranks that have their shards. Collective."""
+        mesh, rank = self.context.mesh, self.context.global_rank
+        ranks = mesh.group(DIVIDING, rank)
+        divided = {p: placement for p, placement in self._placements.items() if placement.cuts}
+        boxes = {p: [box for r in ranks if (box := placed.box(mesh, r)) is not None] for p, placed in divided.items()}
+        return Division(boxes=boxes, index=ranks.index(rank), group=self.groups.over(*DIVIDING))
 
     def by_group(
         self, parameters: Iterable[nn.Parameter]
@@ -129,7 +140,9 @@ class PartReduction(GroupReduction):
         self.waits = WaitTimer(context.device)
         self._sums = sums
         self._sharing = sharing
-        self._remaining = self.by_group(sums.remaining)
+        remaining = {*sums.remaining}
+        others = [parameter for parameter in trained.parameters if parameter not in remaining]
+        self._remaining = [*self.by_group(sums.remaining), *self._by_group(others, lambda placement: placement.partial)]
 
     @torch.no_grad()
     def sync_initial_state(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.attention import FusedAttention
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
@@ -24,7 +27,9 @@ from orchestrator.planning.memory import (
     size_text,
     worker_memory,
 )
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.peer_copies import KEPT
@@ -59,7 +64,15 @@ def memory_notes(
     of_hosts = _host_notes(config, plan, sizes, division, errors)
     memory = replace(worker_memory(sizes, division), gathered=gathered)
     if config.plan:
-        memory = _of_passes(outline, plan, memory, is_gathered=division.parameters > 1)
+        with contextlib.suppress(Exception):  # whatever the job raises, the plan holds without these numbers
+            kept = kept_by_rows(outline, fused_attention=plan.device == "cuda")
+            memory = kept.added(
+                memory,
+                rows=plan.rows_of_pass,
+                mesh=plan.mesh,
+                pipeline=plan.pipeline,
+                is_gathered=division.parameters > 1,
+            )
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
@@ -127,7 +140,7 @@ def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], divi
     memory, part = worker_memory(sizes, division), worker_memory(sizes, Division.of(mesh))
     part_bytes = part.parameters + part.optimizer
     every, saved_every = config.recovery.peer_copy_every, config.checkpoint.every
-    parts = mesh.shard * mesh.pipeline
+    parts = mesh.shard * mesh.pipeline * mesh.tensor
     kept = min(KEPT, steps // every) if every and parts > 1 else 0
     saved = min(2, math.ceil(steps / saved_every)) if saved_every else 1  # there is one at the end in any case
     is_here = plan.device == "cpu" or memory.on_host
@@ -184,47 +197,105 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return small
 
 
-def _of_passes(outline: Outline, plan: Plan, memory: WorkerMemory, *, is_gathered: bool) -> WorkerMemory:
-    """Return ``memory`` with what the forward passes of a worker keep; as it is if the model cannot be called.
+@dataclass(frozen=True, kw_only=True)
+class KeptByRows:
+    """What a forward pass keeps, in bytes. Only what grows with the batch is in proportion to its samples.
 
-    Only what grows with the batch is in proportion to its samples, and a mask, for example, does not. Parameters that
-    are gathered are so in the type of the passes.
+    Attributes:
+        a_sample: of activations for each sample.
+        always: what does not grow with the samples, such as a mask.
+        casts: the copies of parameters in 16 bits.
     """
-    try:
-        few, more = _kept(outline)
-    except Exception:  # whatever the job raises with fake tensors, the plan holds without these numbers
-        return memory
+
+    a_sample: float
+    always: float
+    casts: float
+
+    def added(
+        self, memory: WorkerMemory, *, rows: float, mesh: Mesh, pipeline: PipelineLayout | None, is_gathered: bool
+    ) -> WorkerMemory:
+        """Return ``memory`` with what the forward passes of a worker keep.
+
+        Args:
+            memory: of the state.
+            rows: the samples of a pass.
+            mesh: the mesh.
+            pipeline: the stages; None if the model is not cut.
+            is_gathered: whether parameters are gathered: they are so in the type of the passes.
+        """
+        passes = 1.0
+        if pipeline is not None:
+            at_once = pipeline.num_microbatches
+            if pipeline.schedule not in _ALL_AT_ONCE:
+                at_once = min(at_once, pipeline.num_stages)
+            passes = at_once / mesh.pipeline
+        return replace(
+            memory,
+            activations=(self.always + self.a_sample * rows) * passes,
+            casts=0.0 if is_gathered else self.casts * passes,
+        )
+
+
+def kept_by_rows(outline: Outline, *, fused_attention: bool) -> KeptByRows:
+    """Return what forward passes of the model keep.
+
+    Args:
+        outline: the job and its model.
+        fused_attention: whether attention keeps what it keeps on a GPU.
+
+    Raises:
+        Exception: whatever the job raises with fake tensors.
+    """
+    blocks = blocks_of(outline.whole.model)
+    few, more = (kept_of(outline, rows, blocks, fused_attention=fused_attention) for rows in _ROWS)
     a_sample = max(0.0, (more.activations - few.activations) / (_ROWS[1] - _ROWS[0]))
-    in_any_case = max(0.0, few.activations - a_sample * _ROWS[0])
-    passes, rows = 1.0, plan.workers[0].samples_per_step / plan.grad_accumulation
-    if (layout := plan.pipeline) is not None:
-        at_once = layout.num_microbatches
-        if layout.schedule not in _ALL_AT_ONCE:
-            at_once = min(at_once, layout.num_stages)
-        passes, rows = at_once / plan.mesh.pipeline, plan.microbatch_rows
-    return replace(
-        memory,
-        activations=(in_any_case + a_sample * rows) * passes,
-        casts=0.0 if is_gathered else more.casts * passes,
-    )
+    return KeptByRows(a_sample=a_sample, always=max(0.0, few.activations - a_sample * _ROWS[0]), casts=more.casts)
 
 
-def _kept(outline: Outline) -> list[Kept]:
-    """Return what forward passes over each of :data:`_ROWS` samples keep."""
+def kept_of(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused_attention: bool) -> Kept:
+    """Return what a forward pass keeps; see :func:`fake_loss`."""
+    with kept_tensors(outline.whole.model) as kept:
+        loss = fake_loss(outline, rows, blocks, fused_attention=fused_attention)
+    del loss  # up to here, its graph has kept the tensors
+    return kept
+
+
+def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused_attention: bool) -> Tensor:
+    """Return the loss of a batch with fake tensors.
+
+    Args:
+        outline: the job and its model.
+        rows: how often the batch has the first sample.
+        blocks: the repeated blocks that run; the others return their first argument.
+        fused_attention: whether attention runs as on a GPU.
+    """
     job, whole, precision = outline.job, outline.whole, outline.precision
-    batches = [example_batch(job, job.dataset("train"), rows) for rows in _ROWS]
-    for block in blocks_of(whole.model):
+    left_out = [block for block in blocks_of(whole.model) if block not in {*blocks}]
+    for block in blocks:
         if isinstance(block, Block):
             block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here
-    found = []
-    for batch in batches:
-        inputs, target = map_tensors(whole.fake_like, batch)
-        with whole.mode, kept_tensors(whole.model) as kept, precision.autocast():
-            output = job.forward(whole.model, precision.inputs(inputs))
-            loss = job.loss(precision.outputs(output), target)
-        del loss  # up to here, its graph has kept the tensors
-        found.append(kept)
-    return found
+    batch = example_batch(job, job.dataset("train"), rows)
+    inputs, target = map_tensors(whole.fake_like, batch)
+    with (
+        contextlib.ExitStack() as replaced,
+        whole.mode,
+        precision.autocast(),
+        FusedAttention() if fused_attention else contextlib.nullcontext(),
+    ):
+        for block in left_out:
+            replaced.enter_context(patched_forward(block, lambda first, *_, **__: first))
+        output = job.forward(whole.model, precision.inputs(inputs))
+        return job.loss(precision.outputs(output), target)
+
+
+@contextlib.contextmanager
+def patched_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward pass of a module in this context."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 def _text(config: Config, model: nn.Module, memory: WorkerMemory) -> str:

@@ -6,7 +6,7 @@ memory. All ranks then continue from the last step of which all parts are left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from orchestrator.compat.generators import kept_generators
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
+from orchestrator.planning.boxes import Shape
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement
@@ -26,11 +27,13 @@ from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import Division, not_compared
-from orchestrator.strategies.groups import divided
+from orchestrator.strategies.groups import MeshGroups, divided
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.transforms.tensor import TensorParts
 from orchestrator.strategies.whole_model import WholeModel
 
 COMPARED_BYTES = 2**30
@@ -41,6 +44,7 @@ class PartTrainer(Trainer):
     """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model."""
 
     _sharing: Sharing = NOTHING_SHARED
+    _tensor: TensorParts | None = None  # from setup() on, if layers are divided
     _ahead = 0  # the steps completed by a recovery that has not ended
     _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
@@ -67,6 +71,20 @@ class PartTrainer(Trainer):
         with kept_generators(context.device):
             whole = WholeModel(self.job, context, self.precision)
         return super().warning_about(division, whole.model, train_set)
+
+    def constructor(self) -> Callable[[], nn.Module]:
+        """Return the constructor of what this rank has of the model, before that is divided into shards and stages."""
+        build = constructor_of(self.job, self.context.train, self.precision)
+        return build if self._tensor is None else self._tensor.of(build)
+
+    def placement(self, name: str, shape: Shape) -> Placement:
+        """Return where a parameter of a model of :meth:`constructor` is that has this shape there."""
+        return Placement(shape=shape) if self._tensor is None else self._tensor.plan.placement(name, shape)
+
+    def connect_peers(self, groups: MeshGroups) -> None:
+        """Compute with the ranks that have the other parts of this rank's layers, if there are any. Collective."""
+        if self._tensor is not None:
+            self._tensor.connect(groups.over("tensor"), self.context.device)
 
     def undivided(self) -> nn.Module:
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
@@ -215,6 +233,8 @@ class PartTrainer(Trainer):
         super().close()
         if self._copies is not None:
             self._copies.detach()
+        if self._tensor is not None:
+            self._tensor.peers.group = None
 
     def _settle(self, source_step: int, step: int) -> None:
         """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.

@@ -29,14 +29,23 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part
 from orchestrator.strategies.update.optimizer_modes import to_training
 from orchestrator.strategies.update.weight_average import keep_average
+from orchestrator.strategies.update.whole_tensors import Division, computed
 
 _STEPS = range(3)
 _PLACES = 4
-"""A dimension of a small parameter has at most so many places."""
+"""The first dimension of a small parameter has at most so many places, and each further one may have one more."""
 
 
 class Trial:
-    """An optimizer of small parameters, with the names that they have in the model."""
+    """An optimizer of small parameters.
+
+    Attributes:
+        optimizer: the optimizer.
+        parameters: by the names that they have in the model.
+        alone: how they are divided if each of them is updated alone.
+    """
+
+    alone: Division | None = None
 
     def __init__(self, optimizer: AnyOptimizer, parameters: Mapping[str, nn.Parameter], ema_decay: float | None):
         if ema_decay is not None:
@@ -46,18 +55,32 @@ class Trial:
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def update(self, steps: Iterable[int], shapes: Mapping[str, torch.Size], *, noise: int = 0) -> None:
+    def update(
+        self,
+        steps: Iterable[int],
+        shapes: Mapping[str, torch.Size],
+        *,
+        noise: int = 0,
+        scale: float = 0.1,
+    ) -> None:
         """Make the updates of ``steps``, with gradients that depend on the step and the name alone.
 
-        ``noise``: the seed of what the optimizer draws.
+        Args:
+            steps: their numbers.
+            shapes: those of the parameters, by name.
+            noise: the seed of what the optimizer draws.
+            scale: of the gradients.
         """
         for step in steps:
             torch.manual_seed(step)
-            gradients = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+            gradients = {name: scale * torch.randn(shape) for name, shape in shapes.items()}
             for name, parameter in self.parameters.items():
                 parameter.grad = gradients[name].to(parameter.dtype) if parameter.requires_grad else None
             seed_on_cpu(noise)
             for one in optimizers_in(self.optimizer):
+                if self.alone is not None:
+                    computed(one, self.alone, together=False).make(one)
+                    continue
                 try:
                     one.step()
                 except Exception:  # those that compare gradients at several points need a closure
@@ -71,7 +94,16 @@ class Trial:
 
     def state(self) -> TrainState:
         """Return the state as a checkpoint has it."""
-        state = capture(module_of(self.parameters), self.optimizer, None, step=len(_STEPS), samples_consumed=0)
+        boxes = {} if self.alone is None else self.alone.boxes
+        state = capture(
+            module_of(self.parameters),
+            self.optimizer,
+            None,
+            step=len(_STEPS),
+            samples_consumed=0,
+            boxes={name: boxes[p][0] for name, p in self.parameters.items() if p in boxes},
+            marked=bool(boxes),
+        )
         return replace(state, meta=json.loads(json.dumps(state.meta)))
 
     def load(self, state: TrainState) -> None:
@@ -136,7 +168,8 @@ def _made_small(model: nn.Module) -> Iterator[None]:
     """Replace the parameters of a model, which may have no memory, by small ones with random values, for a while."""
     small: dict[Tensor, nn.Parameter] = {}
     for parameter in model.parameters():
-        values = torch.randn([min(size, _PLACES) for size in parameter.shape]).to(parameter.dtype)
+        places = [min(size, _PLACES + dimension) for dimension, size in enumerate(parameter.shape)]
+        values = torch.randn(places).to(parameter.dtype)
         small[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         adopt_user_state(small[parameter], parameter)
     before = [(held, dict(held)) for held in map(own_parameters, model.modules())]

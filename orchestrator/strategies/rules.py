@@ -24,6 +24,7 @@ from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
+from orchestrator.strategies.whole_tensor_trial import check_whole_tensors
 
 
 class Rules(LayoutRules[Keys], abc.ABC):
@@ -79,12 +80,15 @@ class Rules(LayoutRules[Keys], abc.ABC):
         notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         division = cls.division(options, plan.mesh)
         if not errors and division is not None and model is not None and not has_training_step(job):
-            gathered = trainer.gathered_bytes(config, plan.mesh, model)
-            notes += memory_notes(config, outline, plan, division, gathered, errors)
+            of_worker = trainer.outline_of_worker(config, outline, plan)
+            gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
+            notes += memory_notes(config, of_worker, plan, division, gathered, errors)
         if model is not None:
             errors += saving_errors(model, in_parts=plan.mesh.is_divided)
             if not errors and config.evaluate is None:
                 errors += optimizer_errors(config, job, plan, model)
+            if not errors and config.evaluate is None and plan.mesh.divides_tensors:
+                notes += check_whole_tensors(config, job, model, plan, errors)
             notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
         if config.train.init == "fast" and not plan.mesh.divides_tensors:
             notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")

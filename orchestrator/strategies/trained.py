@@ -25,6 +25,7 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
 from orchestrator.strategies.update.closure import Closure, closure_errors
+from orchestrator.strategies.update.elementwise import ELEMENTWISE
 from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import schedule_of
@@ -37,6 +38,7 @@ from orchestrator.strategies.update.optimizer_modes import (
     with_modes,
 )
 from orchestrator.strategies.update.weight_average import keep_average
+from orchestrator.strategies.update.whole_tensors import Division, WholeUpdate, computed
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of, needs_closure
 
@@ -56,6 +58,7 @@ class Trained:
         in_step: whether a step has begun whose update has not been made, nor the step undone.
         settled: whether that update can still be made, if another rank makes its own.
         norm: of the gradient of the last step that has ended; None if it was not formed.
+        needs_whole: whether updates are made of whole tensors of which this rank may have shards.
         needs_closure: whether the optimizer itself asks for the loss and the gradients, at several points.
         closure: what it asks then, of the batch of the present step.
     """
@@ -94,6 +97,7 @@ class Trained:
         self._untrained = {name: p for name, p in own.named_parameters() if not p.requires_grad}
         _refuse_sparse(modules, saved=own_tensors(own), sent=context.mesh.world_size > 1)
         self.optimizer = cast(Optimizer, joined(optimizers))
+        self.needs_whole = context.mesh.divides_tensors and type(self.optimizer) not in ELEMENTWISE
         to_training(self.optimizer)
         self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
@@ -108,6 +112,7 @@ class Trained:
         self.closure: Closure | None = None
         self.in_step = self.settled = False
         self.norm: Tensor | None = None
+        self._update: WholeUpdate | None = None
         self._train = train
         self._kept: Sequence[Tensor] = ()
         self._state_before: dict[str, Any] = {}
@@ -147,7 +152,7 @@ class Trained:
         """Begin a step without gradients. With peers, one of which may be lost, the step may have to be undone."""
         if self.may_skip or has_peers:
             self.keep()
-        self.in_step, self.settled = True, False
+        self.in_step, self.settled, self._update = True, False, None
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -195,8 +200,20 @@ class Trained:
         return False
 
     def clip(self, norm: Tensor | None) -> None:
-        """Clip the gradients of this rank, if the configuration asks for it."""
-        clip(self.parameters, self._train, norm)
+        """Clip the gradients of this rank, if the configuration asks for it and no update of them is computed yet."""
+        if self._update is None:
+            clip(self.parameters, self._train, norm)
+
+    def compute_update(self, norm: Tensor | None, division: Division) -> None:
+        """Compute the update of an optimizer that needs whole tensors, as :meth:`apply` makes it. Collective.
+
+        Args:
+            norm: of the gradient.
+            division: how the parameters are divided.
+        """
+        if not self.may_skip or norm is None or bool(torch.isfinite(norm)):
+            self.clip(norm)
+            self._update = computed(self.optimizer, division)
 
     def drop_gradients(self) -> None:
         """Free the gradients, also those of the modules that have not become gradients of the parameters."""
@@ -212,12 +229,15 @@ class Trained:
         copy_all(self._kept, to=self._changing)
         if self.needs_closure:
             self.optimizer.load_state_dict(self._state_before)
-        self.in_step = self.settled = False
+        self.in_step, self.settled, self._update = False, False, None
 
     def apply(self) -> None:
         """Update the parameters, and the learning rate for the next step."""
         closure, self.closure = self.closure, None
-        if closure is None:
+        update, self._update = self._update, None
+        if update is not None:
+            update.make(self.optimizer)
+        elif closure is None:
             self.optimizer.step()
         else:
             cast(Any, self.optimizer).step(closure)  # whose loss is a tensor
@@ -266,6 +286,7 @@ class Trained:
             into=into,
             live=live,
             boxes=self.boxes,
+            marked=self.needs_whole,
             left_out=left_out,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}),
         )
@@ -292,6 +313,7 @@ class Trained:
                 partial=partial,
                 consume=consume,
                 boxes=self.boxes,
+                marked=self.needs_whole,
             )
         if self.loss_scale is not None:
             self.loss_scale = LossScale.of_state(state.meta.get("loss_scale"))

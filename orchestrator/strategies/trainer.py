@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -176,7 +177,7 @@ class Trainer(Strategy):
             trained.begin_step(has_peers=context.mesh.world_size > 1)
             loss_sum, weight = self._add_gradients(slices, metrics)
             wants_norm = trained.needs_norm or want_grad_norm
-            trained.settled = reduction.settles
+            trained.settled = reduction.settles and not trained.needs_whole
             norm = reduction.norm(trained.parameters, context.device) if wants_norm or reduction.settles else None
             if trained.needs_closure:
                 mean = reduction.mean_loss(loss_sum, weight)
@@ -185,6 +186,8 @@ class Trainer(Strategy):
             if self.observe is not None:
                 named = trained.module().named_parameters()
                 self.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
+            if trained.needs_whole:
+                self._compute_update(norm)
             admitted = self.end_step(norm)
             self._warn_of(self._train_metrics)
             result = StepResult(
@@ -207,6 +210,15 @@ class Trainer(Strategy):
         trained.check_untrained()
         trained.unscale()
         return loss_sum, weight
+
+    def _compute_update(self, norm: Tensor | None) -> None:
+        """Compute an update of whole tensors together with the ranks that have shards of them."""
+        reduction, trained = self.reduction, self.trained
+        trained.compute_update(norm, reduction.division)
+        if reduction.settles:  # as for the norm: no rank makes its update before all ranks can
+            trained.settled = True
+            dist.all_reduce(torch.zeros((), device=self.context.device))
+        self.confirm()
 
     def _loss_again(self, slices: Sequence[Any]) -> Tensor:
         """Return the loss of the global batch at other weights, and add its gradients."""

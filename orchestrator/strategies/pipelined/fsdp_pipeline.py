@@ -68,7 +68,8 @@ class FSDPPipeline(Pipeline):
 
         def build_layers(indices: Sequence[int]) -> Mapping[int, nn.Module]:
             wanted = sequence.uses(indices)
-            divided.append(DividedModel(builder.constructor, self.context, self.precision, wanted=wanted))
+            own = DividedModel(builder.constructor, self.context, self.precision, wanted=wanted, placed=self.placement)
+            divided.append(own)
             return sequence.of(divided[0].model, indices)
 
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)

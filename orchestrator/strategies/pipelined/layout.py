@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.config.schema import TrainConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
+from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedConfig(StrategyConfig):
+class StagedConfig(TensorConfig):
     """The keys of every strategy that cuts the model into stages."""
 
     elastic = True

@@ -38,7 +38,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import Outline, compile_in_place, constructor_of
+from orchestrator.strategies.constructor import Outline, compile_in_place
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups, divided
@@ -51,8 +51,10 @@ from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
+from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline.spans import Span
@@ -76,7 +78,18 @@ class Pipeline(PartTrainer):
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
         errors += diverging_errors(outline.model, plan)
-        return check_stages(config, outline, plan, errors)
+        if plan.mesh.tensor > 1 and schedule.splits_backward:
+            errors.append(
+                f"strategy.tensor={plan.mesh.tensor}: {schedule.name} computes backward passes in halves, for which a "
+                "division of layers is not proven; use strategy.schedule=1F1B"
+            )
+        if plan.mesh.tensor > 1 and plan.mesh.shard == 1:
+            errors += part_errors(config, outline)
+        return (*check_stages(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        return tensor_outline(config, outline, plan)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -109,12 +122,13 @@ class Pipeline(PartTrainer):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context, self._train_set = self.context, train_set
+        self._tensor = tensor_parts(context, self.job, train_set)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job,
             inputs,
             target,
-            constructor=constructor_of(self.job, context.train, self.precision),
+            constructor=self.constructor(),
             split=self._split() or (),
             num_stages=self.layout.num_stages,
             device=context.device,
@@ -163,6 +177,7 @@ class Pipeline(PartTrainer):
             sums=sums,
             backward_group=backward,
         )
+        self.connect_peers(groups)
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
@@ -219,7 +234,7 @@ class Pipeline(PartTrainer):
             {"": optimizer_of_part(self.job, whole, self.undivided())},
             train_set,
             module=self.undivided,
-            placements=self.placed({name: Placement(shape=tuple(p.shape)) for name, p in named}),
+            placements=self.placed({name: self.placement(name, tuple(p.shape)) for name, p in named}),
         )
 
     def undivided(self) -> nn.Module:

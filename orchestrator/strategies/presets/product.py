@@ -16,11 +16,10 @@ from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig, TensorConfig):
+class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
     """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
 
     name: Literal["mesh"]

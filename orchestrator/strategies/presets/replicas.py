@@ -11,7 +11,6 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
-from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Single(Synchronous[SingleConfig]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(ReplicatedConfig, TensorConfig):
+class DDPConfig(ReplicatedConfig):
     """The keys of ``ddp``."""
 
     elastic = True

@@ -16,14 +16,13 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.transforms.options import TensorConfig
 
 LEAST_SIZE = 2
 """The least number of workers that a tensor is divided over."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ShardedConfig, TensorConfig):
+class FSDPConfig(ShardedConfig):
     """The keys of ``fsdp``."""
 
     elastic = True
@@ -66,7 +65,7 @@ class Shards(Synchronous[FSDPConfig]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSDPConfig(ShardedConfig, TensorConfig):
+class HSDPConfig(ShardedConfig):
     """The keys of ``hsdp``."""
 
     elastic = True

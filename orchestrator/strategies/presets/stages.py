@@ -70,12 +70,18 @@ class _OnePipeline(Synchronous[S], Generic[S]):
 
     @classmethod
     def mesh(cls, options: S, num_workers: int, errors: list[str]) -> Mesh:
+        stages = options.groups(num_workers, errors)
         if num_workers < 2:
             errors.append(
                 f"strategy.num_workers={num_workers}: strategy={options.name} needs at least 2, one per stage; "
                 "use strategy=single for one"
             )
-        return Mesh(pipeline=num_workers)
+        elif stages < 2:
+            errors.append(
+                f"strategy.num_workers={num_workers}: strategy.tensor={options.tensor} leaves one stage; set it to "
+                f"{2 * options.tensor} or more, or use strategy=ddp"
+            )
+        return Mesh(pipeline=stages, tensor=options.tensor)
 
 
 @register("model_parallel")
@@ -97,19 +103,17 @@ class _Grid(Synchronous[G], Generic[G]):
 
     @classmethod
     def replica_size(cls, options: G) -> int:
-        return options.pipeline_parallel_size
+        return options.pipeline_parallel_size * options.tensor
 
     @classmethod
     def pipelines(cls, options: G, num_workers: int, errors: list[str]) -> int:
         """Return how many pipelines ``num_workers`` workers make; append an error if some are left over."""
-        p = options.pipeline_parallel_size
-        if num_workers % p:
-            nearest = " or ".join(str(n) for n in (num_workers // p * p, (num_workers // p + 1) * p) if n)
-            errors.append(
-                f"strategy.num_workers={num_workers}: not divisible by strategy.pipeline_parallel_size={p}; "
-                f"set it to {nearest}"
-            )
-        return max(1, num_workers // p)
+        size, by = cls.replica_size(options), f"strategy.pipeline_parallel_size={options.pipeline_parallel_size}"
+        by += f" x strategy.tensor={options.tensor}" if options.tensor > 1 else ""
+        if num_workers % size:
+            nearest = " or ".join(str(n) for n in (num_workers // size * size, (num_workers // size + 1) * size) if n)
+            errors.append(f"strategy.num_workers={num_workers}: not divisible by {by}; set it to {nearest}")
+        return max(1, num_workers // size)
 
 
 @register("ddp_pipeline")
@@ -123,6 +127,7 @@ class Pipelines(_Grid[DDPPipelineConfig]):
         return Mesh(
             replicate=cls.pipelines(options, num_workers, errors),
             pipeline=options.pipeline_parallel_size,
+            tensor=options.tensor,
             replicas_close=options.close == "replicas",
         )
 
@@ -139,7 +144,7 @@ class Pipelines(_Grid[DDPPipelineConfig]):
         """Keep the stages: a run loses and gains whole pipelines."""
         assert pipeline is not None
         of_size = dataclasses.replace(options, num_workers=num_workers)
-        return at_other_size(of_size, mesh, pipeline, replicas=max(1, num_workers // options.pipeline_parallel_size))
+        return at_other_size(of_size, mesh, pipeline, replicas=max(1, num_workers // cls.replica_size(options)))
 
 
 @register("fsdp_pipeline")
@@ -150,11 +155,11 @@ class ShardedStages(_Grid[FSDPPipelineConfig]):
 
     @classmethod
     def mesh(cls, options: FSDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
-        before, p = len(errors), options.pipeline_parallel_size
+        before = len(errors)
         shards = cls.pipelines(options, num_workers, errors)
         if shards == 1 and len(errors) == before:
             errors.append(
                 f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
-                f"set it to {2 * p} or more, or use strategy=pipeline"
+                f"set it to {2 * cls.replica_size(options)} or more, or use strategy=pipeline"
             )
-        return Mesh(pipeline=p, shard=shards, replicas_close=True)
+        return Mesh(pipeline=options.pipeline_parallel_size, shard=shards, tensor=options.tensor, replicas_close=True)

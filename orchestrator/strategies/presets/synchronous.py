@@ -37,7 +37,13 @@ class Synchronous(Rules[Keys]):
         before, keys = len(errors), _keys(options)
         mesh = cls.mesh(options, num_workers, errors)
         valid_mesh = len(errors) == before
-        errors += [*_unused_keys(keys, mesh), *_tensor_errors(keys, mesh)] if valid_mesh else []
+        if valid_mesh:
+            errors += _unused_keys(keys, mesh)
+        if mesh.tensor > 1 and _divides_optimizer(keys):
+            errors.append(
+                f"strategy.shard_optimizer=true: with strategy.tensor={mesh.tensor}, optimizers are divided together "
+                "with the parameters alone; set it to false"
+            )
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
         gathers = mesh.shard > 1 and not _divides_optimizer(options)
@@ -58,6 +64,10 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
+        if mesh.pipeline == mesh.shard == 1 < mesh.tensor:
+            from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+
+            return TensorParallel
         if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
             if mesh.tensor > 1:
                 from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
@@ -110,19 +120,6 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         for reason, keys in reasons.items()
         for key, unset in keys.items()
         if (value := getattr(options, key, unset)) != unset
-    ]
-
-
-def _tensor_errors(options: StrategyConfig, mesh: Mesh) -> list[str]:
-    """Return why layers cannot be divided over the workers of a mesh with these options."""
-    if mesh.tensor == 1:
-        return []
-    if mesh.pipeline == 1 and not _divides_optimizer(options):
-        return []
-    other = f"strategy.pipeline={mesh.pipeline}" if mesh.pipeline > 1 else "strategy.shard_optimizer=true"
-    return [
-        f"strategy.tensor={mesh.tensor} with {other}: this product comes with a later version; set strategy.tensor to "
-        "1, or divide the model by strategy.tensor and strategy.shard alone"
     ]
 
 

@@ -7,17 +7,18 @@ from typing import Literal
 
 from torch import nn
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.config.schema import TrainConfig, option
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for
+from orchestrator.strategies.transforms.options import TensorConfig
 
 SMALLEST_COMPILED_BUCKET_MB = 1.0
 """The size of the first bucket of ``DistributedDataParallel``, in MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicatedConfig(StrategyConfig):
+class ReplicatedConfig(TensorConfig):
     """How gradients of replicas are averaged, and what is divided over them."""
 
     bucket_mb: float | Literal["auto"] = option(

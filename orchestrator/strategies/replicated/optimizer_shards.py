@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.compat.process_groups import all_gather_single
 from orchestrator.compat.torch import copy_all
 from orchestrator.config.text import first_few
 from orchestrator.model.stages import module_of
@@ -21,9 +20,9 @@ from orchestrator.planning.boxes import Box, Shape, is_divisible
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import buckets
+from orchestrator.strategies.update.whole_tensors import pieces_of_all
 
 PLACES = 64
 """A dimension with so many places for each rank is divided evenly enough."""
@@ -104,22 +103,14 @@ class OptimizerShards:
 
     def _exchange(self, names: Sequence[str]) -> None:
         """Exchange parameters of one dtype in one operation, for which the shards of all ranks have one size."""
-        boxes = [[self._box(name, rank) for name in names] for rank in range(self._count)]
-        sizes = [[math.prod(box.shape) for box in of_rank] for of_rank in boxes]
-        most = max(map(sum, sizes))
-        packed = torch.cat([self.shards[name].reshape(-1) for name in names])
-        packed = nn.functional.pad(packed, (0, most - packed.numel()))
-        everyone = packed.new_empty(len(sizes), most)
         assert self.group is not None
-        # As bytes, because not every backend supports every dtype.
-        all_gather_single(everyone.view(torch.uint8).view(-1), packed.view(torch.uint8), self.group)
-        values, places = [], []
-        for rank, (row, own) in enumerate(zip(everyone, sizes, strict=True)):
-            for name, box, value in zip(names, boxes[rank], row[: sum(own)].split(own), strict=True):
-                # Own values do not come back from others: those of an operation that is aborted are garbage.
-                values.append(self.shards[name] if rank == self._index else value.view(box.shape))
-                places.append(self.whole[name][box.slices_in(Box.whole(box.full))])
-        copy_all(values, to=places)
+        boxes = [[self._box(name, rank) for name in names] for rank in range(self._count)]
+        own = [self.shards[name] for name in names]
+        pieces = [*pieces_of_all(own, boxes, self.group)]
+        pieces[self._index] = own  # which do not come back from others: an operation that is aborted leaves garbage
+        for of_rank, values in zip(boxes, pieces, strict=True):
+            places = [self.whole[n][box.slices_in(Box.whole(box.full))] for n, box in zip(names, of_rank, strict=True)]
+            copy_all(values, to=places)
 
     def _shard(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         if name not in self._cuts:
@@ -151,7 +142,6 @@ def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> t
             f"{key}: {first_few(tables, 2)} have sparse gradients, which cannot be divided; give the embedding "
             "sparse=False, or set it to false"
         )
-    errors += elementwise_errors(key, outline.job, model, otherwise="set it to false")
     if errors:
         return ()
     count = plan.mesh.shard

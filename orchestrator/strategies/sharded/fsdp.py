@@ -29,13 +29,13 @@ from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.sharded.divided_model import PartSums
+from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_parts
+from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
@@ -51,12 +51,15 @@ class FSDP(PartTrainer):
     moves_parameters = True
     evaluates_padding = True
     passes: ShardedModel
-    _tensor: TensorParts | None = None
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
         return (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        return tensor_outline(config, outline, plan)
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
@@ -66,7 +69,8 @@ class FSDP(PartTrainer):
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
         self._tensor = tensor_parts(self.context, self.job, train_set)
-        self.passes = ShardedModel(self.job, self.context, self.precision, self._tensor)
+        divided = DividedModel(self.constructor(), self.context, self.precision, placed=self.placement)
+        self.passes = ShardedModel(self.job, self.context, self.precision, divided)
         self._warnings = self.notes_on(self.passes.model, train_set)
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
@@ -82,8 +86,7 @@ class FSDP(PartTrainer):
             self.trained = self._trained(self._train_set)
             self._train_set = None
         super().attach()  # frees gradients before the model is divided
-        if self._tensor is not None:
-            self._tensor.connect(groups.over("tensor"), context.device)
+        self.connect_peers(groups)
         passes.divide(shards)
         self.trained.use([passes.model])
         batch, _ = groups.over(*BATCH), groups.over("replicate")  # formed here, on all ranks
@@ -141,6 +144,4 @@ class FSDP(PartTrainer):
         if hasattr(self, "passes"):  # otherwise setup() has failed
             self.passes.close()
             self.reduction = Reduction()
-            if self._tensor is not None:
-                self._tensor.peers.group = None
         super().close()

@@ -7,13 +7,14 @@ from typing import Literal
 
 from torch import nn
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.schema import option
 from orchestrator.planning.memory import gathered_bytes
 from orchestrator.strategies.sharded.wrapping import bytes_by_group
+from orchestrator.strategies.transforms.options import TensorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedConfig(StrategyConfig):
+class ShardedConfig(TensorConfig):
     """How tensors are gathered."""
 
     wrap: Literal["auto"] | tuple[str, ...] = option(

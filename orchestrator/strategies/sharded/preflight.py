@@ -17,7 +17,6 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
-from orchestrator.strategies.update.elementwise import elementwise_errors
 from orchestrator.strategies.update.fused_updates import sparse_parameters
 
 
@@ -79,8 +78,7 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
 def part_errors(config: Config, outline: Outline, groups: Sequence[Group] = ()) -> list[str]:
     """Return why workers cannot train parts of the parameters of the job's model; ``groups`` are gathered together."""
     name, model = f"strategy={config.strategy.name}", outline.whole.model
-    errors = [f"{name}: {reason}" for reason in _reasons(model, groups)]
-    return errors + elementwise_errors(name, outline.job, model, otherwise="use strategy=ddp")
+    return [f"{name}: {reason}" for reason in _reasons(model, groups)]
 
 
 def _reasons(model: nn.Module, groups: Sequence[Group]) -> list[str]:

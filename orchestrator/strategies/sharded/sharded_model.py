@@ -14,10 +14,9 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.constructor import compile_in_place, constructor_of
+from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.measure.job_metrics import Measure
 from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.transforms.tensor import TensorParts
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -29,17 +28,13 @@ class ShardedModel(WholeModel):
         saved_names: the names of all tensors of a checkpoint.
     """
 
-    def __init__(self, job: Job, context: Context, precision: Precision, tensor: TensorParts | None = None):
-        """Compute this rank's shards of the initial values, without other ranks: of the whole model, or of a part."""
+    def __init__(self, job: Job, context: Context, precision: Precision, divided: DividedModel):
+        """Prepare for passes through the model of ``divided``."""
         self.job = job
         self.precision = precision
         self._device = context.device
         self._train = context.train
-        build = constructor_of(job, context.train, precision)
-        if tensor is None:
-            self.divided = DividedModel(build, context, precision)
-        else:
-            self.divided = DividedModel(tensor.of(build), context, precision, placed=tensor.plan.placement)
+        self.divided = divided
         self.model = self.divided.model
         self.saved_names = tuple(self.model.state_dict())
 

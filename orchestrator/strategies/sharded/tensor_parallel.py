@@ -29,7 +29,7 @@ from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.tensor import TensorParts, check_tensor, tensor_parts
+from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.gradients import found_anywhere
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
@@ -41,7 +41,6 @@ class TensorParallel(PartTrainer):
     divides_model = True
     moves_parameters = True
     passes: WholeModel
-    _tensor: TensorParts
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -49,14 +48,16 @@ class TensorParallel(PartTrainer):
         errors += part_errors(config, outline)
         return (*notes, *check_tensor(config, outline, plan, errors))
 
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        return tensor_outline(config, outline, plan)
+
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""
         context = self.context
-        tensor = tensor_parts(context, self.job, train_set)
-        assert tensor is not None
-        self._tensor = tensor
+        self._tensor = tensor_parts(context, self.job, train_set)
         model, parameters = build_divided(
-            tensor.of(constructor_of(self.job, context.train, self.precision)),
+            self.constructor(),
             lambda shape: (),
             seed=context.seed,
             device=context.device,
@@ -86,7 +87,7 @@ class TensorParallel(PartTrainer):
             [model],
             {"": optimizer_of_part(self.job, whole, model)},
             train_set,
-            placements={name: self._tensor.plan.placement(name, tuple(p.shape)) for name, p in named},
+            placements={name: self.placement(name, tuple(p.shape)) for name, p in named},
         )
 
     def undivided(self) -> nn.Module:
@@ -94,9 +95,9 @@ class TensorParallel(PartTrainer):
 
     def attach(self) -> None:
         super().attach()
-        groups, device = MeshGroups(self.context), self.context.device
-        self._tensor.connect(groups.over("tensor"), device)
-        sums = SumsAtEnd(self.trained.parameters, groups.over(*BATCH), device)
+        groups = MeshGroups(self.context)
+        self.connect_peers(groups)
+        sums = SumsAtEnd(self.trained.parameters, groups.over(*BATCH), self.context.device)
         self.reduction = PartReduction(self.context, self.trained, groups, sums, self._sharing)
 
     @contextlib.contextmanager
@@ -115,8 +116,6 @@ class TensorParallel(PartTrainer):
         return tuple(self.passes.model.state_dict())
 
     def close(self) -> None:
-        if hasattr(self, "_tensor"):
-            self._tensor.peers.group = None
         self.reduction = Reduction()
         super().close()
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.config.schema import Config
-from orchestrator.config.text import first_few
+from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
 from orchestrator.model.blocks import blocks_of, likeness
@@ -219,10 +219,25 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     """Check that the job's model can be divided over the workers of ``plan.mesh.tensor``; return notes for the user."""
     if plan.mesh.tensor == 1:
         return ()
+    if config.train.compile is not False and not config.train.compiles_blocks:
+        errors.append(
+            f"train.compile={to_cli(config.train.compile)}: strategy.tensor={plan.mesh.tensor} divides the blocks of "
+            "the model; set it to blocks, which compiles each of them"
+        )
+        return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
-    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, TensorConfig.of(config.strategy).tensor_pairs)
+    pairs = TensorConfig.of(config.strategy).tensor_pairs
+    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
     errors += found
     return notes
+
+
+def tensor_outline(config: Config, outline: Outline, plan: Plan) -> Outline:
+    """Return the outline of what a worker has of the model, after :func:`check_tensor`."""
+    found = outline.found.get(("tensor", plan.mesh.tensor))
+    if not isinstance(found, TensorPlan):
+        return outline
+    return replace(outline, transform=TensorParts(found, 0, Peers()).of, found={})
 
 
 def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
@@ -250,6 +265,7 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
             remedy = f"set it to {fitting}, or {remedy}"
         why = f" ({first_few(plan.reasons, 2, separator='; ')})" if plan.reasons else ""
         return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided{why}; {remedy}"], ()
+    outline.found["tensor", size] = plan
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
@@ -289,7 +305,8 @@ def _calls(job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.M
     Raises:
         ValueError: the model cannot be called, or does not call a block.
     """
-    inputs, _ = example_batch(job, train_set, ROWS)
+    with drawing(0):
+        inputs, _ = example_batch(job, train_set, ROWS)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
     try:
         return _seen_calls(job, whole, short, blocks)

@@ -160,6 +160,8 @@ def _staged(context: Context, schedule: _Schedule, microbatches: int, stages_per
     options = PipelineConfig(
         name="pipeline",
         num_workers=n,
+        tensor=1,
+        tensor_pairs="auto",
         schedule=schedule,
         num_microbatches=microbatches,
         stages_per_rank=stages_per_rank,

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, config_of, having, plan_of
-from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD
+from helpers.conformance.layouts import ADAMW, EVERY, FSDP, LAYOUTS, SGD
+from helpers.conformance.layouts import layout as layout_of
 from helpers.conformance.training import Steps, losses, piece, restored, saved_piece, train
+from helpers.jobs.matrix_optimizers import OfTall, Preconditioned
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.stage_toys import ScheduledChain, plain
 from helpers.ranks.gang import Gang
@@ -24,6 +26,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.sharded.options import ShardedConfig
 
 STOP, STEPS = 3, 6
+FSDP_4 = layout_of(FSDP, 4)
 OTHERS = {"adamw-scheduled": (1, 11), "sgd-momentum": (3, 8, 14)}
 """Every layout continues so many of the others, and is continued by as many: those so many places after it."""
 
@@ -88,6 +91,33 @@ def test_every_layout_loads_what_any_has_saved_bit_for_bit(gang: Gang, loaded_by
     by_first, *by_others = gang.run(restored, layout.of(case), saved, world_size=layout.world_size)
     assert by_first == {name: [] for name in EVERY}
     assert not any(by_others)
+
+
+WHOLE_TENSORS = Case(job=OfTall(kind=Preconditioned), train=having(steps=STEPS, global_batch_size=32, ema_decay=0.8))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "continued_by"),
+    [("fsdp-2", "single"), ("fsdp-2", "fsdp-4"), ("fsdp-2", "mesh-zero1-in-stages-2x2"), ("single", "sharded-ddp-3")],
+)
+def test_state_for_updates_of_whole_tensors_is_read_by_all(
+    gang: Gang, saved_by: str, continued_by: str, root: Path
+) -> None:
+    """Some of it is divided as its parameter, and some is not, although it has the shape of a part."""
+    folder = root / "whole-tensors"
+    alone, end = uninterrupted(gang, WHOLE_TENSORS)
+    before, state = begun(gang, WHOLE_TENSORS, saved_by, folder)
+    assert any(path.endswith("/GG.1") for path in state.optimizer)
+    layout = {**LAYOUTS, "fsdp-4": FSDP_4}[continued_by]
+    results = gang.run(piece, layout.of(WHOLE_TENSORS), state, STEPS, world_size=layout.world_size)
+    curve = torch.cat([losses(before), losses([seen for seen, _ in results])])
+    torch.testing.assert_close(curve, losses([alone]), rtol=ADAMW, atol=0)
+    continued = results[0][1]
+    torch.testing.assert_close(continued.model, end.model, rtol=100 * ADAMW, atol=10 * ADAMW)
+    assert {path: t.shape for path, t in continued.optimizer.items()} == {p: t.shape for p, t in end.optimizer.items()}
+    assert continued.meta == end.meta
+    saved = {saved_by: path_of(folder / saved_by, STOP)}
+    assert gang.run(restored, layout.of(WHOLE_TENSORS), saved, world_size=layout.world_size)[0] == {saved_by: []}
 
 
 @pytest.mark.parametrize("saved_by", [name for name in LAYOUTS if not divides_tensors(name)])

@@ -19,18 +19,21 @@ from torch import Tensor, nn
 from helpers.conformance.cases import Case, assignment, having
 from helpers.conformance.layouts import LAYOUTS, STAGED
 from helpers.conformance.training import CPU, Steps, make, steps, train, watched
+from helpers.jobs.matrix_optimizers import OfTall, Preconditioned
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.step_toys import NormedGAN
 from helpers.jobs.toys import Normed, Poisoned, Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import loop_of
 from orchestrator.config.redact import Redactor
+from orchestrator.job import Job
 from orchestrator.policy.recovery import newest_state
 from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK, PENDING
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.replicated import optimizer_shards
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update import whole_tensors
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
@@ -82,6 +85,11 @@ def interrupted(rank: int, case: Case, call: int) -> tuple[Mapping[int, tuple[in
     return offered, watched(strategy, [*seen, *steps(strategy, first=3)])
 
 
+def last_confirmation(case: Case) -> int:
+    """The number of the confirmation that comes before the update of a step."""
+    return 2 if isinstance(case.job, OfTall) else 1
+
+
 def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tuple[int, Steps]:
     """In the third step a rank is lost between its peers' updates. The step that the others continue from, and the end.
 
@@ -91,7 +99,7 @@ def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tupl
     results = steps(strategy)
     seen = [next(results), next(results)]
     if rank in (lost, *unconfirmed):
-        strategy.confirm = Ended(at=1)
+        strategy.confirm = Ended(at=last_confirmation(case))
         with pytest.raises(AbandonedError):
             next(results)
     else:
@@ -142,6 +150,10 @@ CASES = {
     "parts, other buffers": LAYOUTS["fsdp-2"].of(Case(job=Centred(), train=SHORT)),
     "parts that are updated": LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT)),
     "replicas of parts that are updated": LAYOUTS["mesh-replicated-zero1-2x2"].of(Case(job=Normed(), train=SHORT)),
+    "parts, whole tensors": LAYOUTS["fsdp-2"].of(Case(job=OfTall(kind=Preconditioned), train=SHORT)),
+    "replicas of parts, whole tensors": LAYOUTS["hsdp-2x2"].of(
+        Case(job=OfTall(kind=Preconditioned), train=replace(SHORT, clip_norm=0.05, ema_decay=0.8))
+    ),
     "own updates": Case(job=NormedGAN(), train=SHORT),
 }
 
@@ -150,7 +162,7 @@ CASES = {
 def test_a_step_that_is_not_confirmed_is_repeated_bit_for_bit(gang: Gang, name: str) -> None:
     world_size = 4 if name.startswith("replicas") else 2
     expected = gang.run(train, CASES[name], world_size=world_size)
-    found = gang.run(interrupted, CASES[name], 1, world_size=world_size)
+    found = gang.run(interrupted, CASES[name], last_confirmation(CASES[name]), world_size=world_size)
     rtol = OTHER_BUCKETS if name == "replicas of parts that are updated" else 0.0
     for (offered, seen), undisturbed in zip(found, expected, strict=True):
         assert offered
@@ -172,8 +184,10 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
     for step, _ in enumerate(steps(strategy, last=5), 1):
         strategy.after_step(step=step, samples_consumed=step * batch)
     with pytest.MonkeyPatch.context() as patch:
-        if moment == "exchange":
-            patch.setattr(optimizer_shards, "all_gather_single", fail)
+        if moment == "whole tensors":
+            patch.setattr(whole_tensors, "pieces_of_all", fail)
+        elif moment == "exchange":
+            patch.setattr(optimizer_shards, "pieces_of_all", fail)
         else:
             owner, name = {
                 "forward": (strategy.passes, "backward"),
@@ -215,6 +229,8 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
         ("fsdp-1F1B-2x2", "update"),
         ("sharded-ddp-2", "sums"),
         ("sharded-ddp-2", "exchange"),
+        ("sharded-ddp-2", "whole tensors"),
+        ("fsdp-2", "whole tensors"),
         ("mesh-zero1-in-stages-2x2", "sums"),
         ("mesh-zero1-in-stages-2x2", "exchange"),
     ],
@@ -223,7 +239,8 @@ def test_a_part_without_replicas_comes_from_the_memory_of_a_neighbour(gang: Gang
     world_size = LAYOUTS[layout].world_size
     # Ranks that measure may cut elsewhere in another run.
     cut = {"split": ("2",), "schedule": "1F1B"} if layout in STAGED else {}
-    case = LAYOUTS[layout].of(Case(job=Normed(), train=having(SHORT, steps=8)), **cut)
+    job: Job = OfTall(kind=Preconditioned) if moment == "whole tensors" else Normed()
+    case = LAYOUTS[layout].of(Case(job=job, train=having(SHORT, steps=8)), **cut)
     expected = gang.run(train, case, world_size=world_size)
     for (step, seen), undisturbed in zip(
         gang.run(lost_without_replica, case, moment, world_size=world_size), expected, strict=True
@@ -248,7 +265,7 @@ def recovered_twice(rank: int, case: Case) -> tuple[set[int], Steps]:
     strategy.close()
     strategy.attach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_shards, "all_gather_single", fail)
+        patch.setattr(optimizer_shards, "pieces_of_all", fail)
         with pytest.raises(AbandonedError):
             recover()
     offered = {step for of_rank in strategy.recoverable_steps(5).values() for step in of_rank}
@@ -275,6 +292,7 @@ TORN = {
     "parts that are updated": replace(
         CASES["replicas of parts that are updated"], train=replace(SHORT, clip_norm=0.05)
     ),
+    "whole tensors": CASES["replicas of parts, whole tensors"],
     "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
     "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
     "skipped": replace(

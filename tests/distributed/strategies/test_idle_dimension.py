@@ -12,7 +12,19 @@ from helpers.jobs.stage_toys import ScheduledChain, plain
 from helpers.ranks.gang import Gang
 from orchestrator.state.checkpoint import path_of
 
-IDLE = layout(IdleConfig(name="idle", num_workers=4, context=2, wrap="auto", reshard_after_forward=True, prefetch=1), 4)
+IDLE = layout(
+    IdleConfig(
+        name="idle",
+        num_workers=4,
+        tensor=1,
+        tensor_pairs="auto",
+        context=2,
+        wrap="auto",
+        reshard_after_forward=True,
+        prefetch=1,
+    ),
+    4,
+)
 CASE = Case(job=ScheduledChain(build=plain), train=having(steps=6, global_batch_size=32, clip_norm=0.5))
 
 

@@ -1,17 +1,68 @@
-"""Layers divided over workers: as one worker alone trains them."""
+"""Layers divided over workers: trained as by one worker alone, and saved and loaded as by any other layout."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import ADAMW, TENSOR, assert_as_alone
+from helpers.conformance.layouts import LAYOUTS, SGD, TENSOR, assert_as_alone
+from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
+from helpers.jobs.head_norms import HeadNorms
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.ranks.gang import Gang
+from orchestrator.state.checkpoint import path_of
+from orchestrator.strategies.trainer import Trainer
+
+JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
+TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8)
+CASE = Case(job=JOB, train=TRAIN)
+CASES = {"adamw": CASE, "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN)}
 
 
 @pytest.mark.parametrize("layout", TENSOR)
-def test_equal(gang: Gang, layout: str) -> None:
-    job = TinyGPT(layers=3, variant="llama", kv_heads=2, tied=True)
-    case = Case(job=job, train=having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=16))
-    assert_as_alone(gang, case, TENSOR[layout], rtol=ADAMW / 10, want_grad_norm=True)
+@pytest.mark.parametrize("name", CASES)
+def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: str, name: str) -> None:
+    ranks = assert_as_alone(gang, CASES[name], TENSOR[layout], want_grad_norm=True)[TENSOR[layout]]
+    (alone,) = gang.run(train, CASES[name], True, world_size=1)
+    for rank in ranks:
+        torch.testing.assert_close(rank.norms, alone.norms, rtol=SGD, atol=0)
+
+
+def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
+    """The first values of a rank's replica, and how many elements the rank itself trains."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    return snapshot(model_of(strategy)), sum(p.numel() for p in strategy.trained.parameters)
+
+
+@pytest.mark.parametrize("layout", TENSOR)
+def test_initial_values_are_those_of_the_whole_model_and_divided(gang: Gang, layout: str) -> None:
+    ((alone, number),) = gang.run(initial, CASE, world_size=1)
+    of = TENSOR[layout]
+    names = set()
+    for found, own in gang.run(initial, of.of(CASE), world_size=of.world_size):
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in found.items())
+        assert own < 0.8 * number
+        names |= {*found}
+    assert names == {*alone}
+
+
+@pytest.mark.parametrize(("layout", "other"), [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), strict=True)])
+def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
+    ends: dict[str, Any] = {}
+    both = {"own": TENSOR[layout], "other": LAYOUTS[other]}
+    for name, of in both.items():
+        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(CASE), 2, tmp_path / name, world_size=of.world_size)
+    saved = {name: path_of(tmp_path / name, 2) for name in both}
+    for of in both.values():
+        first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
+        assert first == {name: [] for name in saved}
+    continued = {
+        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1].model
+        for name, of in (("own", both["other"]), ("other", both["own"]))
+    }
+    torch.testing.assert_close(continued["own"], continued["other"], rtol=1e-4, atol=1e-5)

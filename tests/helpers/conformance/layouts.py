@@ -33,13 +33,15 @@ from orchestrator.strategies.replicated.dp import DPConfig
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, split="auto")
+MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", split="auto")
 
 
 def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
     return PipelineConfig(
         name="pipeline",
         num_workers=2,
+        tensor=1,
+        tensor_pairs="auto",
         split=split,
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=num_microbatches,
@@ -52,6 +54,8 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
     return DDPPipelineConfig(
         name="ddp_pipeline",
         num_workers=4,
+        tensor=1,
+        tensor_pairs="auto",
         pipeline_parallel_size=2,
         close=close,  # type: ignore[arg-type]
         split=split,
@@ -78,6 +82,8 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
     return FSDPPipelineConfig(
         name="fsdp_pipeline",
         num_workers=4,
+        tensor=1,
+        tensor_pairs="auto",
         pipeline_parallel_size=2,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
@@ -186,6 +192,7 @@ TENSOR = {
     "mesh-tensor-2": mesh(Mesh(tensor=2)),
     "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
     "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
+    "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)

@@ -5,45 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from helpers.jobs.head_norms import WIDTH, Parallel
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.pairs import candidates
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, Peers
 from orchestrator.model.tensor.sample import BlockCall
 
-WIDTH, HEADS = 16, 4
 ATTENTION = Pair(columns=("q", "k", "v"), row="out")
 MLP = Pair(columns=("gate", "up"), row="down")
-
-
-class Parallel(nn.Module):
-    """Attention beside a gated MLP, in one module, with a norm of each head of the queries."""
-
-    def __init__(self, *, kv_heads: int = HEADS, packed: bool = False, dropout: float = 0.0, bias: bool = True):
-        super().__init__()
-        self.packed, self.dropout, self.num_heads = packed, dropout, HEADS
-        size = WIDTH // HEADS
-        self.norm, self.q_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(size)
-        if packed:
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
-        else:
-            self.q = nn.Linear(WIDTH, WIDTH, bias=bias)
-            self.k, self.v = (nn.Linear(WIDTH, kv_heads * size, bias=bias) for _ in range(2))
-        self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
-        self.gate, self.up = (nn.Linear(WIDTH, 24, bias=bias) for _ in range(2))
-        self.down = nn.Linear(24, WIDTH, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        parts = self.qkv(h).chunk(3, dim=-1) if self.packed else (self.q(h), self.k(h), self.v(h))
-        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(
-            self.q_norm(q), k, v, is_causal=True, enable_gqa=True, dropout_p=self.dropout
-        )
-        mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1 if self.packed else self.num_heads * WIDTH // HEADS)
-        return x + self.out(mixed) + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 def tried(block: nn.Module, count: int = 2, **given: list[Pair]) -> ProvenBlock:

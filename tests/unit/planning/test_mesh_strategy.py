@@ -72,9 +72,9 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             "divide the model over as many workers",
         ),
         (
-            {"tensor": 2, "pipeline": 2},
-            "strategy.tensor=2 with strategy.pipeline=2: this product comes with a later version; set strategy.tensor "
-            "to 1, or divide the model by strategy.tensor and strategy.shard alone",
+            {"tensor": 2, "shard": 2, "shard_optimizer": "true"},
+            "strategy.shard_optimizer=true: with strategy.tensor=2, optimizers are divided together with the "
+            "parameters alone; set it to false",
         ),
         (
             {"shard_optimizer": "true"},

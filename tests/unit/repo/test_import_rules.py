@@ -33,17 +33,18 @@ RULES = {
     "records":      ("storage protocol",                                                       ""),
     "state":        ("planning compat storage",                                                "torch"),
     "model":        ("user_code config compat",                                                "torch"),
+    "prediction":   ("config planning",                                                        ""),
     "tuning":       ("planning timeline model",                                                ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state strategies.data",                 "torch"),
-    "strategies":   ("user_code job config planning timeline protocol compat state model tuning "
+    "strategies":   ("user_code job config planning timeline protocol compat state model prediction tuning "
                      "strategies.measure strategies.data strategies.update",                   "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
-    "display":      ("config planning protocol records",                                       ""),
+    "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
@@ -76,11 +77,12 @@ RULES = {
                        "driver.process driver.preflight",                                      "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
-    "driver":         ("job storage config planning timeline protocol records compat state strategies policy "
-                       "tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
+    "driver":         ("job storage config planning timeline protocol records compat state model prediction strategies "
+                       "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
-    "verbs":          ("user_code storage config records strategies exporting corpus tracking display driver.process "
-                       "driver.reporting driver.queue driver.submit driver.preflight driver.sweep driver", ""),
+    "verbs":          ("user_code storage config records prediction strategies exporting corpus tracking display "
+                       "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
+                       "driver",                                                               ""),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip
 

@@ -53,12 +53,11 @@ class Built(Toy):
 @pytest.mark.parametrize(
     ("job", "changes", "said"),
     [
-        (Built(kind=torch.optim.Adafactor), {}, "Adafactor is not known to update each element of a tensor by itself"),
         (Built(build=lambda: nn.Embedding(4, 10, sparse=True)), {}, "weight have sparse gradients"),
         (Built(), {"comm_hook": "powersgd"}, "strategy.comm_hook=powersgd: it keeps errors of whole gradients"),
         (NormedGAN(), {}, "the job overrides Job.training_step"),
     ],
-    ids=["optimizer", "sparse", "powersgd", "own updates"],
+    ids=["sparse", "powersgd", "own updates"],
 )
 def test_what_cannot_be_divided_is_refused(job: Job, changes: dict[str, Any], said: str) -> None:
     config = config_of(Case(job=job, options=replace(SHARDED_DDP, **changes)), 2)

@@ -1,0 +1,156 @@
+"""Predicted layouts, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.text import first_few
+from orchestrator.display.text import TableColumn, text_lines
+from orchestrator.planning.memory import GIB
+from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.prediction.forecast import Answer, Forecast, Question
+
+_DRAWN = 10
+# From Okabe and Ito's colours, and greys for waiting.
+_COLOURS = (
+    *("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7"),
+    *("#999999", "#000000", "#bbbbbb", "#dddddd"),
+)
+
+
+def text(answer: Answer, *, rows: int) -> str:
+    """Return the answer for a terminal: the fastest layouts, the best ones, what does not fit, and the errors."""
+    question, spread = answer.question, answer.spread
+    work, cluster = question.work, question.cluster
+    size = f"{work.parameters / 1e9:.3g} B parameters, {work.tokens} tokens a sample"
+    lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}", ""]
+    shown = answer.fitting[:rows] or answer.refused[:rows]
+    lines += _table(question, shown)
+    if more := len(answer.fitting) - len(shown):
+        lines.append(f"and {more} slower layouts that fit (--rows, --json)" if more > 0 else "none of them fits")
+    lines.append("")
+    lines += _best(answer)
+    if answer.refused and answer.fitting:
+        nearest = answer.refused[-1] if len(answer.refused) == 1 else min(answer.refused, key=lambda f: f.memory_bytes)
+        lines.append(f"{len(answer.refused)} layouts do not fit; the nearest: {name(nearest)}: {nearest.refused}")
+    if answer.pruned:
+        reasons = [f"{reason} ({times})" for reason, times in sorted(answer.pruned.items(), key=lambda p: -p[1])]
+        lines.append(f"refused by this version: {first_few(reasons, 3, separator='; ', noun='reasons')}")
+    lines.append(
+        f"speed ± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published "
+        "runs of this size (orchestrator plan --published); memory and goodput have assumptions: docs/plan.md"
+    )
+    return "\n".join(lines)
+
+
+def _best(answer: Answer) -> list[str]:
+    if not answer.fitting:
+        return []
+    fastest, cheapest = answer.fitting[0], answer.cheapest
+    assert cheapest is not None
+    lines = [f"fastest: {name(fastest)}"]
+    if cheapest is not fastest:
+        lines.append(f"cheapest for equal tokens, with failures: {name(cheapest)}")
+    days, money = answer.question.days(cheapest), answer.question.money(cheapest)
+    if days is not None:
+        lines[-1] += f": {days:,.1f} days" + ("" if money is None else f", a price of {money:,.0f}")
+    return [*lines, f"to launch it: orchestrator launch {' '.join((*answer.command, *cheapest.overrides))}", ""]
+
+
+def name(forecast: Forecast) -> str:
+    """Return a short name of a layout."""
+    step = forecast.step
+    parts = [_sizes(forecast.mesh), f"{step.rows:g} x {step.passes:g}"]
+    parts += ["recompute"] if step.recompute else []
+    parts += [f"{step.chunks} stages each"] if step.chunks > 1 else []
+    parts += ["optimizer divided"] if step.divides_update and not step.gathers else []
+    return ", ".join(parts)
+
+
+def _sizes(mesh: Mesh) -> str:
+    return " ".join(f"{d} {mesh.size(d)}" for d in DIMENSIONS if mesh.size(d) > 1) or "one device"
+
+
+def _table(question: Question, forecasts: Sequence[Forecast]) -> list[str]:
+    rows = [_cells(question, forecast) for forecast in forecasts]
+    columns = [
+        TableColumn(heading=heading, cells=[row[heading] for row in rows], justify="left" if first else "right")
+        for first, heading in zip([True] + [False] * 99, rows[0] if rows else [], strict=False)
+    ]
+    return text_lines([c for c in columns if any(c.cells)], unicode=True) if rows else ["no layout is possible"]
+
+
+def _cells(question: Question, forecast: Forecast) -> dict[str, str]:
+    memory, time = forecast.memory, forecast.time
+    cells = {"layout": name(forecast)}
+    if memory is not None:
+        kinds = {
+            "weights": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "gathered": memory.gathered + memory.casts,
+            "kept": memory.activations or 0.0,
+            "other": forecast.communicators + forecast.reserve,
+            "GiB": forecast.memory_bytes,
+        }
+        cells |= {kind: f"{size / GIB:.1f}" for kind, size in kinds.items()}
+    if time is None or forecast.goodput is None:
+        return {**cells, "why not": forecast.refused}
+    total = time.total
+    exposed = {d: getattr(time, d) for d in ("shard", "replicate", "tensor", "context", "expert", "sends")}
+    days, money = question.days(forecast), question.money(forecast)
+    return {
+        **cells,
+        "step s": f"{total:.3g}",
+        "tokens/s": f"{question.tokens_s(forecast):,.0f}",
+        "each": f"{question.tokens_s(forecast) / question.cluster.devices:,.0f}",
+        "MFU": f"{question.mfu(forecast):.0%}",
+        "bubble": f"{time.bubble / total:.0%}" if time.bubble else "",
+        "exposed": ", ".join(f"{d} {s / total:.0%}" for d, s in exposed.items() if s / total >= 0.005),
+        "steps/day": f"{86_400 / total:,.0f}",
+        "goodput": f"{forecast.goodput.share:.1%}",
+        "days": "" if days is None else f"{days:,.1f}",
+        "money": "" if money is None else f"{money:,.0f}",
+    }
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Return the answer as values of JSON."""
+    record = answer.question.record
+    return {
+        "cluster": str(answer.question.cluster),
+        "parameters": answer.question.work.parameters,
+        "tokens_per_sample": answer.question.work.tokens,
+        "assumed": list(answer.assumed),
+        "command": list(answer.command),
+        "layouts": [record(f) for f in (*answer.fitting, *answer.refused)],
+        "refused_by_this_version": dict(answer.pruned),
+        "spread": dataclasses.asdict(answer.spread),
+    }
+
+
+def draw(answer: Answer, path: Path) -> None:
+    """Draw a PNG: a bar for each of the fastest layouts, of the time of a step by what takes it.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    shown = answer.fitting[:_DRAWN][::-1]
+    figure = Figure(figsize=(12, 1.5 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    before = [0.0] * len(shown)
+    kinds = [field.name for field in dataclasses.fields(shown[0].time)] if shown[0].time else []
+    for kind, colour in zip(kinds, _COLOURS, strict=True):
+        seconds = [getattr(forecast.time, kind) for forecast in shown]
+        if any(seconds):
+            axes.barh([name(f) for f in shown], seconds, left=before, color=colour, label=kind)
+            before = [b + s for b, s in zip(before, seconds, strict=True)]
+    axes.set_xlabel("seconds of a step, predicted")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,308 @@
+"""The layouts that a job may have on a cluster that is not here, each checked, measured for memory and timed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.compat.pipelining import computations
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.overrides import values
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.config.text import format_override
+from orchestrator.job import Job
+from orchestrator.model.blocks import blocks_of
+from orchestrator.planning.memory import GIB, ParameterSize, WorkerMemory, worker_memory
+from orchestrator.planning.plan import FoundLayout, Node, find_layout
+from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.prediction.cost import Step
+from orchestrator.prediction.devices import Cluster, read_tables
+from orchestrator.prediction.forecast import Answer, Forecast, Question, like
+from orchestrator.prediction.goodput import DEVICE_HOURS
+from orchestrator.prediction.published import compare, published_runs, stack_for
+from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.memory_plan import parameter_sizes
+from orchestrator.strategies.model_work import Recomputed, traced
+from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.timeline.ideal import UNIT_TIMES, simulate
+from orchestrator.timeline.spans import busy_s, extent_s
+
+LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
+"""The largest sizes of dimensions that are tried."""
+SCHEDULES = ("1F1B", "Interleaved1F1B")
+LARGEST_ROWS = 64
+USUAL = {"strategy": "mesh", "train.precision": "bf16"}
+"""What is planned where the command line does not say it."""
+USUAL_TOKENS = 2**22
+"""The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
+as Llama 3 (arXiv:2407.21783) begins with."""
+
+
+def answer(
+    words: Sequence[str],
+    cluster: Cluster,
+    redactor: Redactor,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    device_hours: float | None = None,
+) -> Answer:
+    """Return the layouts of a job on a cluster.
+
+    Args:
+        words: the overrides of a launch.
+        cluster: the cluster.
+        redactor: learns the secrets of the job.
+        tokens: of the whole run; None if no whole run is asked for.
+        price: of an hour of a device; None if it is unknown.
+        device_hours: the mean hours between the failures of one device; None for the published ones.
+
+    Raises:
+        ConfigError: the configuration or the job is wrong, or the model cannot be traced.
+    """
+    given = values(words)
+    assumed = tuple(f"{key}={value}" for key, value in USUAL.items() if key not in given)
+    errors: list[str] = []
+    config, spec = compose([*words, *assumed], errors, registry.config_class)
+    job = load_job(spec, errors, redactor) if spec is not None else None
+    if errors or config is None or job is None:
+        raise ConfigError(errors)
+    redactor.learn(to_dict(config))
+    if "train.global_batch_size" not in given:
+        batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
+        config = replace(config, train=replace(config.train, global_batch_size=batch))
+        assumed = (*assumed, f"train.global_batch_size={batch}")
+    search = _Search(config, job, cluster, given.keys())
+    question = Question(
+        work=search.traced.work,
+        cluster=cluster,
+        stack=stack_for(cluster.name, compiled=config.train.compile is not False),
+        tokens=tokens,
+        price=price,
+        device_hours=device_hours or DEVICE_HOURS,
+    )
+    forecasts = best_of_each([question.answered(f) for f in search.forecasts()])
+    sparse = search.traced.work.layer.experts > 0
+    return Answer(
+        question=question,
+        command=(*words, *assumed),
+        assumed=assumed,
+        fitting=tuple(f for f in forecasts if not f.refused),
+        refused=tuple(f for f in forecasts if f.refused),
+        pruned=search.pruned,
+        spread=like(compare([run.row for run in published_runs()], read_tables()), cluster.devices, sparse=sparse),
+    )
+
+
+class _Search:
+    """The layouts of a job.
+
+    Attributes:
+        traced: the model.
+        pruned: how many sizes and layouts the product refuses, by reason.
+    """
+
+    def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
+        self._config, self._cluster, self._given = config, cluster, given
+        self.pruned: Counter[str] = Counter()
+        self._outline = Outline(job, config.train)
+        try:
+            self.traced = traced(self._outline, fused_attention=True)
+        except Exception as e:  # whatever the job raises with fake tensors
+            raise ConfigError(
+                [f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"]
+            ) from e
+        model = self._outline.model
+        assert model is not None
+        self._model = model
+        self._sizes: list[ParameterSize] = parameter_sizes(config, job, model)
+        memory = int(cluster.device.memory_gib * GIB)
+        # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
+        merged = isinstance(config.strategy, MeshConfig)
+        nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
+        self._nodes = tuple(
+            Node(node_id=str(i), name=f"node{i}", cpus=gpus, gpus=gpus, gpu_memory_bytes=memory) for i in range(nodes)
+        )
+        self._gathered: dict[tuple[Any, ...], float] = {}
+        self._job = job
+        self._in_blocks = {p for block in blocks_of(model) for p in block.parameters() if p.ndim > 1}
+
+    def forecasts(self) -> Iterator[Forecast]:
+        """Yield every layout that the product does not refuse, without its time."""
+        for keys in self._proposals():
+            try:
+                config = self._with(keys)
+                rules = registry.load(config.strategy.name)
+                found = find_layout(config, rules, self._nodes, oversubscribe_cpus=False)
+            except (ConfigError, ValueError) as e:
+                self._refuse(str(e))
+                continue
+            yield self._forecast(config, found, keys)
+
+    def _proposals(self) -> Iterator[dict[str, Any]]:
+        """Yield the keys of each layout that are not given on the command line."""
+        for of_mesh in self._meshes():
+            for recomputes in self._free("train.activation_checkpointing", ("none", "blocks")):
+                yield from self._passes({**of_mesh, **recomputes})
+
+    def _meshes(self) -> Iterator[dict[str, Any]]:
+        devices, layers = self._cluster.devices, self.traced.work.layers
+        if not isinstance(self._config.strategy, MeshConfig):
+            yield {}
+            return
+        most_stages = min(LARGEST["pipeline"], layers)
+        cuts = [
+            {**tensor, **context, **pipeline}
+            for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
+            for context in self._free("strategy.context", _powers(LARGEST["context"]))
+            for pipeline in self._free("strategy.pipeline", _powers(most_stages))
+        ]
+        for cut in cuts:
+            rest, beyond = divmod(devices, math.prod(self._size(cut, d) for d in LARGEST))
+            schedules = self._free("strategy.schedule", SCHEDULES) if self._size(cut, "pipeline") > 1 else [{}]
+            for shard in self._free("strategy.shard", _powers(rest)):
+                if beyond or rest % self._size(shard, "shard"):
+                    continue
+                divided = (
+                    self._free("strategy.shard_optimizer", (False, True)) if self._size(shard, "shard") > 1 else [{}]
+                )
+                for optimizer in divided:
+                    yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
+
+    def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the keys with each number of samples that a pass may have."""
+        parts = math.prod(self._size(keys, d) for d in LARGEST)
+        samples = self._config.train.global_batch_size // max(1, self._cluster.devices // parts)
+        key = "strategy.num_microbatches" if self._size(keys, "pipeline") > 1 else "train.grad_accumulation"
+        if key in self._given or not samples:
+            yield keys
+            return
+        for rows in _powers(min(LARGEST_ROWS, samples)):
+            if samples % rows == 0:
+                yield {**keys, key: samples // rows}
+
+    def _free(self, key: str, tried: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the values of a key that the strategy accepts; nothing to change if the command line gives one."""
+        return [{}] if key in self._given else [{key: value} for value in tried if self._accepts(key, value)]
+
+    def _accepts(self, key: str, value: Any) -> bool:
+        try:
+            self._with({key: value})
+        except ValueError as e:
+            self._refuse(str(e))
+            return False
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        self.pruned[re.sub(r"=[^:]*:", ":", reason.partition(";")[0].partition("\n")[0], count=1)] += 1
+
+    def _size(self, keys: dict[str, Any], dimension: str) -> int:
+        key = f"strategy.{dimension}"
+        found = keys[key] if key in keys else getattr(self._config.strategy, dimension, 1)
+        return found if isinstance(found, int) else 1
+
+    def _with(self, keys: dict[str, Any]) -> Config:
+        """Return the configuration with these keys.
+
+        Raises:
+            ValueError: the strategy refuses them.
+        """
+        of_strategy = {k.removeprefix("strategy."): v for k, v in keys.items() if k.startswith("strategy.")}
+        of_train = {k.removeprefix("train."): v for k, v in keys.items() if k.startswith("train.")}
+        return replace(
+            self._config,
+            strategy=replace(self._config.strategy, **of_strategy),
+            train=replace(self._config.train, **of_train),
+        )
+
+    def _forecast(self, config: Config, found: FoundLayout, keys: dict[str, Any]) -> Forecast:
+        layout = found.layout
+        mesh, options = layout.mesh, config.strategy
+        rules = registry.load(options.name)
+        trainer, division = rules.trainer(rules.keys(options), mesh, self._job), rules.division(options, mesh)
+        samples = config.train.global_batch_size / mesh.data_parallel_size
+        passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
+        gathers = division is not None and division.parameters > 1
+        resharded = gathers and getattr(options, "reshard_after_forward", True)
+        recomputes: Recomputed = "none" if config.train.activation_checkpointing == "none" else "blocks"
+        step = Step(
+            mesh=mesh,
+            rows=samples / passes,
+            passes=passes,
+            chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
+            bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
+            recompute=float(recomputes == "blocks"),
+            recompute_attention=float(recomputes == "blocks"),
+            gathers=gathers,
+            divides_update=division is not None and division.optimizer > 1,
+            gathers_each_pass=bool(resharded),
+            divides_ends=False,
+        )
+        memory: WorkerMemory | None = None
+        if division is not None:
+            place = (trainer, mesh.pipeline, mesh.shard > 1)
+            if place not in self._gathered:
+                self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
+            sizes = self._sizes_of(mesh.tensor)
+            memory = replace(worker_memory(sizes, division), gathered=self._gathered[place] / mesh.tensor)
+            memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
+                memory, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
+            )
+        changed = {key: value for key, value in keys.items() if self._value(key) != value}
+        overrides = tuple(format_override(key, value) for key, value in changed.items())
+        return Forecast(overrides=overrides, step=step, memory=memory)
+
+    def _sizes_of(self, tensor: int) -> list[ParameterSize]:
+        """Return the sizes of a worker's parameters, if the matrices of all blocks are divided over so many workers.
+
+        Whether they can be is proven at the launch, with blocks that have memory.
+        """
+        parameters = self._model.parameters()
+        return [
+            replace(size, rows=math.ceil(size.rows / tensor)) if p in self._in_blocks else size
+            for size, p in zip(self._sizes, parameters, strict=True)
+        ]
+
+    def _value(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        return getattr(getattr(self._config, section), name)
+
+
+def best_of_each(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Return the fastest number of samples for a pass of each mesh, or the one that needs least; fastest first."""
+    groups: dict[Any, list[Forecast]] = {}
+    for forecast in forecasts:
+        key = (forecast.mesh, forecast.step.recompute, forecast.step.chunks, forecast.step.gathers)
+        groups.setdefault((*key, forecast.step.divides_update), []).append(forecast)
+    found = [min(group, key=lambda f: (f.seconds, f.memory_bytes)) for group in groups.values()]
+    return sorted(found, key=lambda f: (f.seconds, f.memory_bytes))
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    return tuple(2**i for i in range(most.bit_length()))
+
+
+def _bubble(layout: PipelineLayout, workers: int) -> float:
+    """Return the time that a pipeline waits relative to the time that it computes, by a replay of its schedule.
+
+    What it waits does not grow with the micro-batches, of which two for each stage are replayed.
+    """
+    replayed = min(layout.num_microbatches, 2 * layout.num_stages)
+    return _waits(layout.schedule, workers, replayed, layout.num_stages // workers) / layout.num_microbatches
+
+
+@functools.cache
+def _waits(schedule: str, workers: int, microbatches: int, stages: int) -> float:
+    """Return how many passes of a micro-batch through a worker's stages the busiest one waits."""
+    spans = simulate(computations(schedule, workers, microbatches, stages))
+    busy = max(busy_s(worker) for worker in spans)
+    return (extent_s(spans) - busy) / (stages * (UNIT_TIMES["F"] + UNIT_TIMES["B"]))

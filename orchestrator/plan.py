@@ -1,0 +1,114 @@
+"""Plan a job for a cluster that is not here: ``orchestrator plan --cluster 64x8xH100 job=gpt job.size=8b``.
+
+Which layouts fit, how fast each is, what it costs, and how far off such predictions are of published runs. Starts
+nothing. ``--published FILE.csv`` predicts the runs of a file instead.
+
+Exit codes: 0 done; 1 no layout fits, or the picture cannot be written; 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.options import add_files, file_words, finite
+from orchestrator.config.redact import Redactor
+from orchestrator.display.text import refuse, writable
+from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from orchestrator.user_code.exits import exits_refused
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
+    if (options.cluster is None) == (options.published is None):
+        parser.error("give --cluster or --published FILE.csv")
+    redactor = Redactor.of_process()
+    try:
+        with exits_refused():
+            return _published(options) if options.published else _plan(options, redactor)
+    except ConfigError as e:
+        from orchestrator.display.report import errors_text
+
+        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="orchestrator plan",
+        description="Predict which layouts of a job fit a cluster that is not here, how fast they are and what they "
+        "cost, with the errors of such predictions. Starts nothing.",
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
+    parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="for example 64x8xH100")
+    parser.add_argument("--link", metavar="NAME", help="between nodes (default: the usual one of the device)")
+    parser.add_argument("--devices", metavar="FILE", type=Path, help="YAML file with devices and links of yours")
+    parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
+    parser.add_argument("--price", type=finite, help="of an hour of a device: for money; needs --tokens")
+    parser.add_argument("--failure-hours", type=finite, help="mean hours between the failures of one device")
+    parser.add_argument("--published", metavar="FILE.csv", type=Path, help="predict the runs of a file instead")
+    parser.add_argument("--rows", type=int, default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--picture", metavar="FILE.png", type=Path, help="draw the time of a step by what takes it")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_files(parser)
+    return parser
+
+
+def _number(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number such as 15e9, written as 15B, or 1T")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _published(options: argparse.Namespace) -> int:
+    from orchestrator.display.published import as_json, table
+    from orchestrator.prediction.devices import read_tables
+    from orchestrator.prediction.published import compare, read_rows
+
+    compared = compare(read_rows(options.published), read_tables(options.devices))
+    print(json.dumps(as_json(compared), indent=2) if options.json else writable(table(compared), sys.stdout))
+    return 0
+
+
+def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
+    from orchestrator.prediction.devices import parse_cluster, read_tables
+
+    cluster = parse_cluster(options.cluster, read_tables(options.devices), link=options.link)
+    # Imported here because --help and a wrong name must not wait seconds for torch.
+    from orchestrator.display.forecasts import as_json, draw, text
+    from orchestrator.driver.layouts import answer
+
+    answered = answer(
+        [*file_words(options), *options.words],
+        cluster,
+        redactor,
+        tokens=options.tokens,
+        price=options.price,
+        device_hours=options.failure_hours,
+    )
+    if options.json:
+        print(redactor.text(json.dumps(as_json(answered), indent=2)))
+    else:
+        print(writable(redactor.text(text(answered, rows=options.rows)), sys.stdout))
+    if options.picture is not None and answered.fitting:
+        try:
+            draw(answered, options.picture)
+        except OSError as e:
+            return refuse("plan", f"cannot write the picture: {e}; choose --picture FILE.png", code=FAILED)
+    return 0 if answered.fitting else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

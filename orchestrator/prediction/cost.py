@@ -1,0 +1,224 @@
+"""The time of a training step, from the work of a model, its layout and the cluster. Pure.
+
+Products and attention run at a share of the device's peak rate, which is measured once for a stack of software;
+everything else moves bytes. A collective takes its bytes over the bus bandwidth of its group, less what computation
+hides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from orchestrator.planning.mesh import Mesh
+from orchestrator.prediction.devices import Cluster, Precision
+from orchestrator.prediction.work import BYTES, ModelWork
+
+STREAMED = 0.8
+"""The share of the memory's bandwidth that elementwise operations reach."""
+GATHER_HIDDEN, GATHER_SEEN = 0.9, 0.04
+"""Gathers and sums of shards hide behind the first share of computation, which they slow down by the second."""
+SUMS_HIDDEN = 2.0
+"""Sums over replicas, once a step, hide behind so many passes of a micro-batch."""
+KEYS_HIDDEN = 0.5
+"""Exchanges of keys and values hide behind this share of attention."""
+SENDS_SEEN = 0.3
+"""The share of the transfers between stages that is not hidden."""
+UPDATE_BYTES = 28
+"""What an update of AdamW reads and writes for a parameter."""
+TILED = 1.5
+"""How often matrix products read and write their operands, because of their tiles."""
+SETTLE_S = 0.002
+"""What a step costs beside all that."""
+HEAD_MOST = 0.75
+"""The largest share of bf16's peak rate that the head reaches, whose products stay in bf16."""
+PARTLY = 0.5
+"""Up to this share of products that are computed again, the sums of tensor ranks and what is fused are not."""
+HEAD_SHARE = 0.6
+"""The share of the head's time by which a pipeline's last stage holds up the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What a stack of software makes of a device.
+
+    Attributes:
+        products: the share of the peak rate in matrix products.
+        attention: the share of bf16's peak rate in attention.
+        moved: the share of the bytes that elementwise operations move after fusion.
+        dispatch_s: the time of the host to send the tokens of a micro-batch to the experts of a layer and back.
+    """
+
+    products: float
+    attention: float
+    moved: float = 1.0
+    dispatch_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """How a step is laid out.
+
+    Attributes:
+        mesh: the sizes of its dimensions.
+        rows: the samples of a micro-batch.
+        passes: the micro-batches of a replica in a step.
+        expert: the ranks that the experts of a layer are divided over, of those that train on different samples.
+        chunks: the stages of a worker.
+        bubble: the time that a pipeline waits relative to the time that it computes.
+        recompute: the share of the forward products that the backward pass computes again.
+        recompute_attention: the same of attention.
+        gathers: whether workers have shards of the parameters, and gather them.
+        divides_update: whether workers that have the same parameters divide the update of them.
+        gathers_each_pass: whether they do so for each micro-batch, and not once in a step.
+        precision: what products are computed in.
+        gathered_bytes: the bytes of a parameter when it is gathered.
+        summed_bytes: the bytes of a gradient when it is summed.
+        divides_ends: whether tensor ranks divide embeddings and the head too, and not only the layers.
+        overlaps_tensor: the share of the exchanges between tensor ranks that hides behind products.
+    """
+
+    mesh: Mesh
+    rows: float
+    passes: float
+    expert: int = 1
+    chunks: int = 1
+    bubble: float = 0.0
+    recompute: float = 0.0
+    recompute_attention: float = 0.0
+    gathers: bool = True
+    divides_update: bool = False
+    gathers_each_pass: bool = True
+    precision: Precision = "bf16"
+    gathered_bytes: float = 2.0
+    summed_bytes: float = 4.0
+    divides_ends: bool = True
+    overlaps_tensor: float = 0.0
+
+    @property
+    def samples(self) -> float:
+        """The global batch."""
+        return self.rows * self.passes * self.mesh.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The seconds of a step by what takes them; of communication, what is not hidden."""
+
+    products: float
+    attention: float
+    moved: float
+    update: float
+    shard: float
+    replicate: float
+    tensor: float
+    context: float
+    expert: float
+    sends: float
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of a step."""
+        return sum(dataclasses.astuple(self))
+
+
+def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> StepTime:
+    """Return the time of a step."""
+    one = _one_pass(work, step, cluster, stack)
+    mesh, passes, a_pass = step.mesh, step.passes, sum(dataclasses.astuple(one))
+    tensor, parts = mesh.tensor, mesh.tensor * mesh.pipeline
+    # The ranks that compute a sample together have shards of the parameters, too.
+    shards = mesh.shard * mesh.context if step.gathers else 1
+    copies = mesh.data_parallel_size * mesh.context // shards
+    gathering = summing = sends = 0.0
+    if shards > 1:
+        bytes_each = 2 * step.gathered_bytes + step.summed_bytes
+        sent = work.parameters / parts * bytes_each * (shards - 1) / shards / cluster.bus_bytes_s(tensor, shards)
+        seen = max(0.0, sent - GATHER_HIDDEN * a_pass) + GATHER_SEEN * min(sent, a_pass)
+        gathering = seen * (passes if step.gathers_each_pass else 1.0)
+    layer = work.layer
+    own = (work.layers * (layer.parameters + layer.experts / step.expert) + work.ends.parameters) / parts / shards
+    if copies > 1:
+        sent = own * (step.summed_bytes + step.gathered_bytes) / cluster.bus_bytes_s(tensor * shards, copies)
+        summing = max(0.0, sent - SUMS_HIDDEN * a_pass)
+    if mesh.pipeline > 1:
+        output_bytes = step.rows / mesh.context * layer.output_bytes / tensor
+        sends = passes * SENDS_SEEN * 2 * step.chunks * output_bytes / cluster.between.bytes_s
+    updated = own / (copies if step.divides_update else 1)
+    return StepTime(
+        products=passes * one.products,
+        attention=passes * one.attention,
+        moved=passes * one.moved,
+        update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
+        shard=gathering,
+        replicate=summing,
+        tensor=passes * one.tensor,
+        context=passes * one.context,
+        expert=passes * one.expert,
+        sends=sends,
+        bubble=step.bubble * (passes * a_pass + gathering + sends),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """The seconds of a forward and a backward pass of a rank over a micro-batch."""
+
+    products: float
+    attention: float
+    moved: float
+    tensor: float
+    context: float
+    expert: float
+
+
+def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _Pass:
+    mesh, layer, ends = step.mesh, work.layer, work.ends
+    memory, wide = cluster.device.memory_bytes_s, cluster.device.peak_flops_s("bf16")
+    peak, is_narrow = cluster.device.peak_flops_s(step.precision), step.precision != "bf16"
+    layers = work.layers / mesh.pipeline
+    rows = step.rows / mesh.context / mesh.tensor  # the share of a rank in the samples and their computation
+    weights = layer.parameters / mesh.tensor + layer.experts / (mesh.tensor * step.expert)
+    product_bytes = TILED * (BYTES * weights + rows * layer.product_bytes)
+    products = (3 + step.recompute) * (rows * layer.products / (peak * stack.products) + product_bytes / memory)
+    attention = (3 + step.recompute_attention) * rows * layer.attention / (wide * stack.attention)
+    again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0
+    moved = rows * layer.moved_bytes * stack.moved * again + is_narrow * rows * layer.product_bytes  # and casts
+    head = (1.0 if mesh.pipeline == 1 else HEAD_SHARE) * (1 if step.divides_ends else mesh.tensor)
+    of_head = min(HEAD_MOST, stack.products * (2 if is_narrow else 1))
+    return _Pass(
+        products=layers * products + head * 3 * rows * ends.products / (wide * of_head),
+        attention=layers * attention,
+        moved=(layers * moved + head * rows * ends.moved_bytes) / (memory * STREAMED),
+        tensor=layers * _between_tensor_ranks(work, step, cluster),
+        context=max(0.0, layers * (_between_context_ranks(work, step, cluster) - KEYS_HIDDEN * attention)),
+        expert=layers * _between_experts(work, step, cluster, stack),
+    )
+
+
+def _between_tensor_ranks(work: ModelWork, step: Step, cluster: Cluster) -> float:
+    """Two sums of the output forward and two backward, in one layer, and two more if it is computed again."""
+    tensor = step.mesh.tensor
+    sums = 4 if step.recompute <= PARTLY else 6
+    sent = 2 * sums * (tensor - 1) / tensor * step.rows / step.mesh.context * work.layer.output_bytes
+    return sent / cluster.bus_bytes_s(1, tensor) * (1 - step.overlaps_tensor)
+
+
+def _between_context_ranks(work: ModelWork, step: Step, cluster: Cluster) -> float:
+    """All keys and values, three times."""
+    tensor, context = step.mesh.tensor, step.mesh.context
+    sent = 3 * 2 * (context - 1) / context * step.rows * work.layer.key_bytes / tensor
+    return sent / cluster.bus_bytes_s(tensor, context)
+
+
+def _between_experts(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> float:
+    """Tokens to their experts and back, forward and backward: to each domain of devices once, and on inside of it."""
+    routed = work.layer.routed
+    if not routed:
+        return 0.0
+    inside, domains = min(step.expert, cluster.domain), max(1, step.expert // cluster.domain)
+    sent = 4 * step.rows / step.mesh.context / step.mesh.tensor * work.layer.output_bytes
+    inside_s = sent * routed * (inside - 1) / inside / cluster.inside.bytes_s
+    between_s = sent * min(routed, domains) * (domains - 1) / domains / cluster.between.bytes_s
+    return stack.dispatch_s + inside_s + between_s

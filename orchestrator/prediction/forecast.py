@@ -1,0 +1,214 @@
+"""What a layout would be like on a cluster: memory, speed, cost and goodput, and the best of several. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.planning.memory import GIB, WorkerMemory
+from orchestrator.planning.mesh import Mesh
+from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
+from orchestrator.prediction.devices import Cluster
+from orchestrator.prediction.goodput import Goodput, Reliability, goodput
+from orchestrator.prediction.published import LARGE, Compared, Spread
+from orchestrator.prediction.work import ModelWork
+
+CONTEXT_BYTES = 0.75 * GIB
+"""What a process has on a GPU before it trains; an assumption."""
+COMMUNICATOR_BYTES = 0.25 * GIB
+"""The buffers of NCCL for each dimension of a mesh; an assumption."""
+RESERVED = 0.05
+"""What the allocator holds beside what is allocated, relative to it; an assumption."""
+IN_PLACE_S, RESTART_S = 60.0, 300.0
+"""From a failure to the next step: where replicas have what was lost, and from a checkpoint. Assumptions: what this
+program takes on CPUs, 0.3 to 4 s, says nothing of NCCL and of thousands of ranks."""
+SNAPSHOT_BYTES_S = 8.7e9
+"""The rate at which training state is copied into host memory while training waits: 68 MB in 7.8 ms
+(``benchmarks/results/healing-cost.md``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A layout and what it would be like.
+
+    Attributes:
+        overrides: of the strategy and its layout, as typed on the command line.
+        step: the layout.
+        memory: of a worker; None if it is unknown.
+        time: of a step; None if it does not fit.
+        refused: why it cannot train, or does not fit; empty if it can.
+    """
+
+    overrides: tuple[str, ...]
+    step: Step
+    memory: WorkerMemory | None
+    refused: str = ""
+    time: StepTime | None = None
+    goodput: Goodput | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh."""
+        return self.step.mesh
+
+    @property
+    def communicators(self) -> float:
+        """The bytes of the context and of communicators."""
+        dimensions = ("pipeline", "replicate", "shard", "context", "tensor")
+        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(getattr(self.mesh, d) > 1 for d in dimensions)
+
+    @property
+    def reserve(self) -> float:
+        """The bytes that the allocator holds in addition."""
+        return 0.0 if self.memory is None else RESERVED * self.memory.total
+
+    @property
+    def memory_bytes(self) -> float:
+        """All memory of a worker."""
+        return self.communicators + self.reserve + (0.0 if self.memory is None else self.memory.total)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a step; infinite if it cannot train."""
+        return math.inf if self.time is None else self.time.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of all layouts.
+
+    Attributes:
+        work: of the model.
+        cluster: where it would be trained.
+        stack: the shares of the peak rates that are reached.
+        tokens: how many are to be trained on; None if no whole run is asked for.
+        price: of an hour of a device.
+        device_hours: see :class:`~orchestrator.prediction.goodput.Reliability`.
+    """
+
+    work: ModelWork
+    cluster: Cluster
+    stack: Stack
+    tokens: float | None = None
+    price: float | None = None
+    device_hours: float
+
+    def answered(self, forecast: Forecast) -> Forecast:
+        """Return a layout with its time, or refused because it does not fit."""
+        there = self.cluster.device.memory_gib * GIB
+        if forecast.refused or forecast.memory is None:
+            return forecast
+        if forecast.memory_bytes > there:
+            needed = forecast.memory_bytes / GIB
+            return dataclasses.replace(forecast, refused=f"needs {needed:.0f} of {there / GIB:.0f} GiB")
+        time = step_time(self.work, forecast.step, self.cluster, self.stack)
+        has_copies = forecast.mesh.replicate > 1
+        state = forecast.memory.parameters + forecast.memory.optimizer
+        reliability = Reliability(
+            device_hours=self.device_hours,
+            recovery_s=IN_PLACE_S if has_copies else RESTART_S,
+            stall_s=state / SNAPSHOT_BYTES_S,
+            copied_s=time.total if has_copies else None,
+        )
+        return dataclasses.replace(forecast, time=time, goodput=goodput(self.cluster.devices, reliability))
+
+    def tokens_s(self, forecast: Forecast) -> float:
+        """Return the tokens in a second on all devices."""
+        return forecast.step.samples * self.work.tokens / forecast.seconds
+
+    def mfu(self, forecast: Forecast) -> float:
+        """Return the share of bf16's peak rate that the model's own operations take, causal attention as a half."""
+        peak = self.cluster.devices * self.cluster.device.peak_flops_s("bf16")
+        return forecast.step.samples * self.work.step_flops / forecast.seconds / peak
+
+    def days(self, forecast: Forecast) -> float | None:
+        """Return how long the run takes, with its failures; None if no number of tokens is given."""
+        if self.tokens is None or forecast.goodput is None:
+            return None
+        return self.tokens / self.tokens_s(forecast) / forecast.goodput.share / 86_400
+
+    def money(self, forecast: Forecast) -> float | None:
+        """Return what that costs; None without a price."""
+        days = self.days(forecast)
+        return None if days is None or self.price is None else days * 24 * self.cluster.devices * self.price
+
+    def record(self, forecast: Forecast) -> dict[str, Any]:
+        """Return the layout and all figures as values of JSON."""
+        memory = forecast.memory
+        gib = (
+            {}
+            if memory is None
+            else {
+                "parameters": memory.parameters,
+                "gradients": memory.gradients,
+                "optimizer": memory.optimizer,
+                "gathered": memory.gathered + memory.casts,
+                "activations": memory.activations or 0.0,
+                "communicators": forecast.communicators,
+                "reserve": forecast.reserve,
+                "total": forecast.memory_bytes,
+            }
+        )
+        found: dict[str, Any] = {
+            "overrides": list(forecast.overrides),
+            "mesh": {d: forecast.mesh.size(d) for d in ("pipeline", "replicate", "shard", "context", "tensor")},
+            "rows": forecast.step.rows,
+            "passes": forecast.step.passes,
+            "memory_gib": {name: size / GIB for name, size in gib.items()},
+            "refused": forecast.refused,
+        }
+        if forecast.time is None or forecast.goodput is None:
+            return found
+        total = forecast.seconds
+        return {
+            **found,
+            "step_s": total,
+            "step_s_by_kind": dataclasses.asdict(forecast.time),
+            "tokens_s": self.tokens_s(forecast),
+            "tokens_s_device": self.tokens_s(forecast) / self.cluster.devices,
+            "mfu": self.mfu(forecast),
+            "bubble": forecast.time.bubble / total,
+            "steps_day": 86_400 / total,
+            "goodput": dataclasses.asdict(forecast.goodput),
+            "days": self.days(forecast),
+            "money": self.money(forecast),
+        }
+
+
+def like(compared: Sequence[Compared], devices: int, *, sparse: bool) -> Spread:
+    """Return the errors for published runs as large or small as a prediction, and as dense or with experts."""
+    return Spread.of(
+        [c for c in compared if (c.run.devices >= LARGE) == (devices >= LARGE) and c.run.is_sparse == sparse]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """All layouts of a job on a cluster.
+
+    Attributes:
+        question: what was asked.
+        command: the overrides of a launch, without those of a layout.
+        assumed: what was planned although the command line does not say it.
+        fitting: the layouts that fit, the fastest first.
+        refused: those that do not fit, the ones that need least first.
+        pruned: by reason, how many layouts the product refuses.
+        spread: the errors of predictions of published runs that are like these.
+    """
+
+    question: Question
+    command: tuple[str, ...]
+    assumed: tuple[str, ...]
+    fitting: tuple[Forecast, ...]
+    refused: tuple[Forecast, ...]
+    pruned: Mapping[str, int]
+    spread: Spread
+
+    @property
+    def cheapest(self) -> Forecast | None:
+        """The layout that costs least for equal tokens; None if none fits. Failures count."""
+        rate = self.question.tokens_s
+        return max(self.fitting, key=lambda f: rate(f) * (f.goodput.share if f.goodput else 0.0), default=None)

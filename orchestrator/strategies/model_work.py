@@ -1,0 +1,105 @@
+"""What the model of a job computes and moves for a sample, from a pass with fake tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.model.blocks import blocks_of
+from orchestrator.prediction.work import ModelWork, Work
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.measure.work_counter import WorkCounter
+from orchestrator.strategies.memory_plan import KeptByRows, fake_loss, kept_of
+
+Recomputed = Literal["none", "blocks"]
+
+WHOLE_OUTPUTS = 6
+"""What a block keeps outside of the layers that tensor ranks divide, as multiples of its output; an assumption."""
+PASSES = 3
+"""A backward pass moves and computes twice as much as a forward pass."""
+IN_KERNELS = 0.35
+"""The share of the bytes of single operators that GPUs move, whose kernels take several at once, as for a norm: what
+:class:`~orchestrator.prediction.work.Transformer` counts of a block of Llama, relative to its operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A model as passes with fake tensors show it.
+
+    Attributes:
+        work: of a sample.
+        block: the bytes of activations that a block keeps of a sample.
+        rest: those that the rest of the model keeps.
+        always: the bytes that all of it keeps of any number of samples.
+        casts: the bytes of all parameters in 16 bits.
+    """
+
+    work: ModelWork
+    block: float
+    rest: float
+    always: float
+    casts: float
+
+    def kept(self, recomputes: Recomputed, *, tensor: int = 1) -> KeptByRows:
+        """Return what forward passes keep.
+
+        Where blocks are computed again, each keeps its input, and the one that is computed again keeps everything.
+
+        Args:
+            recomputes: ``train.activation_checkpointing``.
+            tensor: the workers that divide the layers of each block.
+        """
+        output = self.work.layer.output_bytes
+        whole = min(self.block, WHOLE_OUTPUTS * output)
+        block, layers = whole + (self.block - whole) / tensor, self.work.layers
+        of_blocks = layers * block if recomputes == "none" else layers * output + block
+        return KeptByRows(a_sample=self.rest + of_blocks, always=self.always, casts=self.casts / tensor)
+
+
+def traced(outline: Outline, *, fused_attention: bool) -> Traced:
+    """Trace the model of a job, of whose repeated blocks at most two run.
+
+    These blocks count as layers, each as the last one.
+
+    Args:
+        outline: the job and its model.
+        fused_attention: whether attention runs as on a GPU.
+
+    Raises:
+        Exception: whatever the job raises with fake tensors.
+    """
+    model = outline.whole.model
+    parameters, blocks = [*model.parameters()], blocks_of(model)
+    layers, last = max(1, len(blocks)), blocks[-1:]
+    with WorkCounter(last, parameters) as counter:
+        fake_loss(outline, 1, last, fused_attention=fused_attention)
+    in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
+    work = ModelWork(
+        layers=layers,
+        layer=_work(counter.blocks, in_blocks / layers),
+        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks),
+        tokens=outline.job.tokens_per_sample or 1,
+    )
+    (one, two), (one_of_more, two_of_more) = (
+        [kept_of(outline, rows, [*blocks[:n], *last], fused_attention=fused_attention) for n in (0, 1)]
+        for rows in (1, 2)
+    )
+    block, more = two.activations - one.activations, two_of_more.activations - one_of_more.activations
+    rest, more_of_rest = one.activations - block, one_of_more.activations - more
+    block_sample, rest_sample = more - block, more_of_rest - rest
+    always = rest - rest_sample + layers * (block - block_sample)
+    casts = one.casts + (layers - 1) * (two.casts - one.casts)
+    return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
+
+
+def _work(counted: Counter[str], parameters: float) -> Work:
+    return Work(
+        parameters=parameters,
+        products=counted["products"],
+        product_bytes=counted["product_bytes"],
+        attention=counted["attention"],
+        moved_bytes=IN_KERNELS * PASSES * counted["moved_bytes"],
+        output_bytes=counted["output_bytes"],
+        key_bytes=2 * counted["output_bytes"],
+    )

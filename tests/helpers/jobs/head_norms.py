@@ -1,0 +1,63 @@
+"""A model whose blocks have attention beside an MLP, and a norm of each head: its gradient is a sum over the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from helpers.jobs.toys import Rows
+from orchestrator.job import Job, Split
+
+WIDTH, HEADS = 16, 4
+
+
+class Parallel(nn.Module):
+    """Attention beside a gated MLP, in one module, with a norm of each head of the queries."""
+
+    def __init__(self, *, kv_heads: int = HEADS, packed: bool = False, dropout: float = 0.0, bias: bool = True):
+        super().__init__()
+        self.packed, self.dropout, self.num_heads = packed, dropout, HEADS
+        size = WIDTH // HEADS
+        self.norm, self.q_norm = nn.LayerNorm(WIDTH), nn.RMSNorm(size)
+        if packed:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
+        else:
+            self.q = nn.Linear(WIDTH, WIDTH, bias=bias)
+            self.k, self.v = (nn.Linear(WIDTH, kv_heads * size, bias=bias) for _ in range(2))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.gate, self.up = (nn.Linear(WIDTH, 24, bias=bias) for _ in range(2))
+        self.down = nn.Linear(24, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        parts = self.qkv(h).chunk(3, dim=-1) if self.packed else (self.q(h), self.k(h), self.v(h))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(
+            self.q_norm(q), k, v, is_causal=True, enable_gqa=True, dropout_p=self.dropout
+        )
+        mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1 if self.packed else self.num_heads * WIDTH // HEADS)
+        return x + self.out(mixed) + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorms(Job):
+    """Learns the next of some numbers, by plain SGD."""
+
+    def model(self) -> nn.Module:
+        blocks = [Parallel(kv_heads=2) for _ in range(2)]
+        return nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 4))
+
+    def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
+        numbers = torch.randn(64, 7, 4, generator=torch.Generator().manual_seed(0))
+        return Rows([(row[:-1], row[1:].cumsum(0).tanh()) for row in numbers])
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.2)

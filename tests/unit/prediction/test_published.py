@@ -1,0 +1,91 @@
+"""The errors of predictions of published runs, which must not grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.build import ConfigError
+from orchestrator.prediction.devices import read_tables
+from orchestrator.prediction.forecast import like
+from orchestrator.prediction.published import (
+    CALIBRATIONS,
+    COLUMNS,
+    LARGE,
+    PUBLISHED,
+    Compared,
+    Spread,
+    as_run,
+    calibrated,
+    compare,
+    published_runs,
+    read_rows,
+    stack_name,
+)
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Compared]:
+    return compare(read_rows(PUBLISHED), read_tables())
+
+
+def test_every_published_run_is_predicted(compared: list[Compared]) -> None:
+    assert len(compared) == len(read_rows(PUBLISHED)) == 361
+    assert all(c.run.row["source"] for c in compared)
+
+
+def test_errors_of_dense_models(compared: list[Compared]) -> None:
+    spread = Spread.of([c for c in compared if not c.run.is_sparse])
+    assert spread.count > 280
+    assert spread.median <= 0.06
+    assert spread.mean <= 0.08
+    assert spread.ninth <= 0.16
+
+
+def test_errors_on_many_devices(compared: list[Compared]) -> None:
+    spread = Spread.of([c for c in compared if c.run.devices >= LARGE])
+    assert spread.count > 80
+    assert spread.median <= 0.09
+
+
+def test_errors_of_models_with_experts(compared: list[Compared]) -> None:
+    spread = Spread.of([c for c in compared if c.run.is_sparse])
+    assert spread.count > 45
+    assert spread.median <= 0.30
+
+
+def test_a_stack_is_tuned_on_three_rows_at_most_each_on_its_own(compared: list[Compared]) -> None:
+    for name in {stack_name(run.row) for run in published_runs()}:
+        assert name in CALIBRATIONS
+        stack, tuned_on = calibrated(name, published_runs())
+        assert 0.2 < stack.products < 0.8
+        dense = [run for run in tuned_on if not run.is_sparse]
+        assert len(dense) <= 2
+        assert all(run.devices <= run.cluster.domain for run in dense)  # a node, or a rack that is joined like one
+        assert len(tuned_on) - len(dense) <= 1
+    assert sum(c.tuned for c in compared) <= 20
+
+
+def test_predictions_that_a_share_was_taken_from_do_not_count(compared: list[Compared]) -> None:
+    tuned = [c for c in compared if c.tuned]
+    assert tuned
+    assert Spread.of([*tuned, compared[0]]).count == (not compared[0].tuned)
+
+
+def test_the_spread_of_a_prediction_comes_from_runs_like_it(compared: list[Compared]) -> None:
+    few, many = (like(compared, devices, sparse=False).count for devices in (8, LARGE))
+    assert few + many == sum(not c.tuned and not c.run.is_sparse for c in compared)
+
+
+def test_a_file_without_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join(c for c in COLUMNS if c not in ("gpu", "mbs")) + "\n")
+    with pytest.raises(ConfigError, match="lacks the columns gpu, mbs"):
+        read_rows(path)
+
+
+def test_a_row_with_an_unknown_device_is_refused() -> None:
+    row = dict(read_rows(PUBLISHED)[0], gpu="H10")
+    with pytest.raises(ConfigError, match=r"H10: unknown; did you mean H100\?"):
+        as_run(row, read_tables())

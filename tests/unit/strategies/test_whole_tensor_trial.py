@@ -1,0 +1,130 @@
+"""The trial on the driver: which optimizers make updates of whole tensors where workers have shards, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.layouts import FSDP, HSDP, SHARDED_DDP, fsdp_pipeline
+from helpers.jobs.matrix_optimizers import Coupled, OfTall, Orthogonal, Preconditioned
+from helpers.jobs.optimizers import Global, Keyed, Lookahead, OwnStep, ScheduleFree
+from helpers.jobs.quick_jobs import QuickDigits
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.job import Job
+from orchestrator.strategies import registry
+
+PIPELINE = fsdp_pipeline("1F1B", 2)
+
+
+def checked(job: Job, options: StrategyConfig = FSDP, **train: Any) -> tuple[list[str], list[str]]:
+    """The errors, and the notes on whole tensors."""
+    config = config_of(Case(job=job, options=options, train=having(**train)), 4)
+    errors: list[str] = []
+    notes = registry.load(options.name).check(config, job, plan_of(config), errors)
+    return errors, [note for note in notes if "whole tensors" in note]
+
+
+@dataclass(frozen=True, kw_only=True)
+class With(QuickDigits):
+    kind: type[Optimizer]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return self.kind(parameters)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [FSDP, HSDP, PIPELINE, SHARDED_DDP], ids=lambda options: options.name)
+def test_the_plan_says_what_is_gathered(options: StrategyConfig) -> None:
+    errors, [note] = checked(OfTall(kind=Orthogonal), options)
+    assert errors == []
+    key = "strategy.shard_optimizer=true" if options is SHARDED_DDP else f"strategy={options.name}"
+    assert note.startswith(f"{key}: Orthogonal needs whole tensors: ")
+    # Parameter, gradient and momentum of the matrices; AdamW's squares too of the 48 elements of vectors.
+    size_bytes = 4 * (3 * (200 + 240 + 144 + 48) + 4 * (20 + 12 + 12 + 4))
+    assert f"of the whole model, these are {size_bytes / 2**20:.3g} MiB" in note
+
+
+@pytest.mark.parametrize("job", [OfTall(kind=Preconditioned), OfTall(kind=Adafactor), With(kind=Keyed)])
+def test_optimizers_of_single_tensors_pass(job: Job) -> None:
+    for train in ({}, {"ema_decay": 0.9}):
+        errors, notes = checked(job, **train)
+        assert errors == []
+        assert len(notes) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements(QuickDigits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+def test_elementwise_optimizers_gather_nothing() -> None:
+    assert checked(Elements()) == ([], [])
+
+
+class Clipped(OwnStep):
+    """Limits the norm of all gradients together, which small tensors with small gradients do not reach."""
+
+    def begin(self) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 100.0)
+
+
+class Noisy(OwnStep):
+    def direction(self, p: nn.Parameter) -> torch.Tensor:
+        return super().direction(p) + torch.randn_like(p)
+
+
+class Large(OwnStep):
+    """Refuses small tensors."""
+
+    def direction(self, p: nn.Parameter) -> torch.Tensor:
+        if p.numel() < 1000:
+            raise ValueError("at least 1000 elements")
+        return super().direction(p)
+
+
+COUPLED = "makes another update of a tensor if it updates others with it"
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (OfTall(kind=Coupled), COUPLED),
+        (With(kind=Global), COUPLED),
+        (With(kind=Clipped), COUPLED),
+        (With(kind=Lookahead), COUPLED),
+        (With(kind=Noisy), "draws random numbers, which would differ between workers"),
+        (With(kind=Large), "cannot update small tensors one at a time, which is tried (ValueError: at least 1000"),
+        (With(kind=ScheduleFree), "has a train() and an eval()"),
+    ],
+)
+def test_what_needs_more_than_one_tensor_is_refused(job: Job, words: str) -> None:
+    for options, key, remedy in (
+        (FSDP, "strategy=fsdp", "use strategy=ddp"),
+        (SHARDED_DDP, "strategy.shard_optimizer=true", "set it to false"),
+    ):
+        [error], notes = checked(job, options)
+        assert notes == []
+        assert error.startswith(f"{key}: workers have shards of tensors, and {job.kind.__name__} {words}")  # type: ignore
+        assert error.endswith(f"use another optimizer, such as AdamW or Muon, or {remedy}")
+
+
+def test_an_optimizer_with_a_closure_is_refused() -> None:
+    [error], _ = checked(With(kind=LBFGS), SHARDED_DDP)
+    assert "LBFGS asks for the loss at several points" in error
+
+
+def test_whole_tensors_are_not_gathered_from_host_memory() -> None:
+    job, options = OfTall(kind=Orthogonal), replace(FSDP, cpu_offload=True)
+    config = config_of(Case(job=job, options=options), 4)
+    errors: list[str] = []
+    registry.load("fsdp").check(config, job, replace(plan_of(config), device="cuda"), errors)
+    [error] = errors
+    assert error.startswith("strategy.cpu_offload=true: ")
+    assert error.endswith("set it to false, or use AdamW")
