@@ -1,4 +1,4 @@
-"""What rank 0 of a large world communicates, from one process: in the order of gloo, with the bytes of the cost model."""
+"""What rank 0 of a large world communicates, in one process: in the order of gloo, with the bytes of the cost model."""
 
 from __future__ import annotations
 
