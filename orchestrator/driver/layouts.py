@@ -132,8 +132,10 @@ class _Search:
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
         nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
+        each = config.cluster.cpus_per_worker
         self._nodes = tuple(
-            Node(node_id=str(i), name=f"node{i}", cpus=gpus, gpus=gpus, gpu_memory_bytes=memory) for i in range(nodes)
+            Node(node_id=str(i), name=f"node{i}", cpus=gpus * each, gpus=gpus, gpu_memory_bytes=memory)
+            for i in range(nodes)
         )
         self._gathered: dict[tuple[type[Strategy], int], float] = {}
         self._state = functools.cache(self._state_of)
@@ -233,7 +235,8 @@ class _Search:
         passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
         gathers = division is not None and division.parameters > 1
         resharded = gathers and getattr(options, "reshard_after_forward", True)
-        recomputes: Recomputed = "none" if config.train.activation_checkpointing == "none" else "blocks"
+        again = config.train.activation_checkpointing
+        recomputes: Recomputed = "blocks" if again == "blocks" else "none"  # selective keeps less, which cannot be seen
         step = Step(
             mesh=mesh,
             rows=samples / passes,
@@ -241,14 +244,16 @@ class _Search:
             chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
             bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
             recompute=float(recomputes == "blocks"),
-            recompute_attention=float(recomputes == "blocks"),
+            recompute_attention=float(again != "none"),
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
             divides_ends=False,
         )
         memory: WorkerMemory | None = None
-        if division is not None:
+        refused = f"strategy={options.name}: what a device has of the model is not known"
+        if division is not None and layout.devices_per_worker == 1:
+            refused = ""
             place = (trainer, mesh.pipeline)
             if place not in self._gathered:
                 self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
@@ -258,7 +263,7 @@ class _Search:
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}
         overrides = tuple(format_override(key, value) for key, value in changed.items())
-        return Forecast(overrides=overrides, step=step, memory=memory)
+        return Forecast(overrides=overrides, step=step, memory=memory, refused=refused)
 
     def _state_of(self, division: Division, tensor: int) -> WorkerMemory:
         """Return the training state of a worker, if the matrices of all blocks are divided over ``tensor`` workers.

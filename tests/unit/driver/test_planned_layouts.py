@@ -85,6 +85,13 @@ def test_another_strategy_has_its_own_layout() -> None:
     assert {forecast.mesh for forecast in found.fitting} == {Mesh(shard=8)}
 
 
+@pytest.mark.parametrize("strategy", ["parameter_server", "hogwild", "dp", "auto"])
+def test_a_strategy_whose_memory_is_not_known_is_refused(strategy: str) -> None:
+    found = answered(f"strategy={strategy}")
+    assert not found.fitting
+    assert found.pruned or "is not known" in found.refused[0].refused
+
+
 def test_what_does_not_fit_says_what_it_needs() -> None:
     found = answered("job.layers=4", "job.width=16384", "job.hidden=65536", cluster="1x4xA10G")
     assert not found.fitting
