@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CAST",
+    "MOVES_NOTHING",
     "BatchNorm",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -173,6 +174,10 @@ def reads_number(operator: Any) -> bool:
 def is_view_operator(operator: Any) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, returns its argument in another shape."""
     return bool(operator.is_view)
+
+
+MOVES_NOTHING: Any = frozenset({torch.ops.aten._unsafe_view, torch.ops.aten.empty_like})
+"""Operators that read and write nothing, besides views."""
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

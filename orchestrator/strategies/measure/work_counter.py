@@ -6,14 +6,18 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.attention import FUSED
-from orchestrator.compat.torch import CAST, TorchDispatchMode, flop_formula, is_view_operator, storage_key
+from orchestrator.compat.torch import (
+    CAST,
+    MOVES_NOTHING,
+    TorchDispatchMode,
+    flop_formula,
+    is_view_operator,
+    storage_key,
+)
 from orchestrator.model.batch import tensors_in
-
-_MOVE_NOTHING = {torch.ops.aten._unsafe_view, torch.ops.aten.empty_like}
 
 
 class WorkCounter(TorchDispatchMode):
@@ -56,7 +60,7 @@ class WorkCounter(TorchDispatchMode):
             if (
                 inputs
                 and func.namespace == "aten"
-                and func.overloadpacket not in _MOVE_NOTHING
+                and func.overloadpacket not in MOVES_NOTHING
                 and not is_view_operator(func)
             ):
                 counted["moved_bytes"] += size
