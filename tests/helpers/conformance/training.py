@@ -172,8 +172,8 @@ def gathered(strategy: Trainer) -> dict[str, Tensor]:
     whole = {n: torch.empty(boxes[n].full, dtype=t.dtype) if n in boxes else t for n, t in own.items()}
     for rank in context.mesh.group(("shard", "tensor"), context.global_rank):
         parts, places = ranks[rank]
-        for name, box in places.items():
-            whole[name][box.slices_in(Box.whole(box.full))] = parts[name]
+        for name in parts.keys() & places.keys():
+            whole[name][places[name].slices_in(Box.whole(places[name].full))] = parts[name]
     return whole
 
 
