@@ -87,7 +87,8 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the parts of all ranks of ``group`` along the last axis, as an operation that compiled code can have."""
     whole: Tensor = functional_collectives.all_gather_tensor(part.contiguous(), part.ndim - 1, group)
-    return functional_collectives.wait_tensor(whole)
+    whole = functional_collectives.wait_tensor(whole)
+    return whole
 
 
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

@@ -35,7 +35,7 @@ def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) ->
         for module in model.modules()
         if module not in inside
         and (_is_embedding(module) or (type(module) is nn.Linear and module.out_features in rows))
-        and len(module.weight) % count == 0
+        and len(module.get_parameter("weight")) % count == 0
     }
     fitting = {m for m in candidates if all({*owners[p]} <= candidates for p in m.parameters(recurse=False))}
     return {name: module for name, module in model.named_modules() if module in fitting}
@@ -57,7 +57,7 @@ class DirectUses:
         self.found: set[nn.Module] = set()
         self._owners: dict[int, list[nn.Module]] = {}
         for module in modules:
-            self._owners.setdefault(storage_key(module.weight.untyped_storage()), []).append(module)
+            self._owners.setdefault(storage_key(module.get_parameter("weight").untyped_storage()), []).append(module)
         self._together = {module: owners for owners in self._owners.values() for module in owners}
         self._running: list[nn.Module] = []
 
@@ -109,6 +109,7 @@ def divide_rows(model: nn.Module, names: Sequence[str], *, index: int, count: in
             setattr(module, attribute, parts[whole])
         kind: type[_Rows] = _Embedding if isinstance(module, nn.Embedding) else _Output
         module.__class__ = type(type(module).__name__, (kind, type(module)), {"__module__": type(module).__module__})
+        assert isinstance(module, _Rows)
         module.index, module.count, module.peers = index, count, peers
 
 

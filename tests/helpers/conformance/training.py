@@ -29,7 +29,7 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Paramet
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.user_code.current_step import set_current_step
+from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of

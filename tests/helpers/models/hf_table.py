@@ -60,6 +60,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "convnext": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "convnextv2": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
+    "marian": {"decoder_start_token_id": 0},
     "segformer": {"num_attention_heads": [1, 2, 2, 2], "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
     "swin": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
     "swinv2": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
@@ -117,7 +118,7 @@ TYPES: dict[Kind, str] = {
         hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
     """,
     "translation": """
-        bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus
+        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp nllb-moe pegasus
         pegasus_x plbart prophetnet switch_transformers t5 umt5
     """,
     "sound": """

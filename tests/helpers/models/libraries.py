@@ -12,8 +12,7 @@ from torch import nn
 from helpers.models.tasks import CLASSES, Exhibit, NextToken, Numbers, Reconstruction, TextClasses
 from helpers.models.zoo import bert, gpt2, llama, qwen
 
-IMAGES = Numbers((3, 64, 64))
-SMALL_IMAGES = Numbers((3, 32, 32))
+IMAGES, SMALL_IMAGES = Numbers((3, 64, 64)), Numbers((3, 32, 32))
 LR = 0.01
 """Convolutions without normalization double the rounding of a larger step."""
 
@@ -40,15 +39,10 @@ TIMM: dict[str, dict[str, Any]] = {
     "eva02_tiny_patch14_224": {**TINY_VIT, "embed_dim": 48},
     "cait_xxs24_224": TINY_VIT,
     "xcit_nano_12_p8_224": {**TINY_VIT, "patch_size": 8},
-    "mixer_s32_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-    "resmlp_12_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-    "gmlp_s16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-    "convmixer_768_32": {"dim": 16, "depth": 2, "patch_size": 8},
     "swin_tiny_patch4_window7_224": {
         "img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 2),
     },
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16), "num_heads": (1, 1, 2, 2)},
-    "poolformer_s12": {"layers": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16)},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
     "resnetv2_50": {"layers": (1, 1), "channels": (16, 32)},
     "mobilenetv3_small_050": {},
@@ -78,12 +72,11 @@ PATCHES = {"dropout": 0.0, "attention_dropout": 0.0}
 VISION = {
     "alexnet": _vision("AlexNet", "alexnet", dropout=0.0),
     "squeezenet": _vision("SqueezeNet 1.1", "squeezenet1_1", dropout=0.0),
-    "shufflenet": _vision("ShuffleNet v2", "shufflenet_v2_x0_5"),
-    "mobilenet_v2": _vision("MobileNet v2", "mobilenet_v2", width_mult=0.25, dropout=0.0),
-    "mobilenet_v3": _vision("MobileNet v3", "mobilenet_v3_small", width_mult=0.25, dropout=0.0),
-    "mnasnet": _vision("MNASNet", "mnasnet0_5", dropout=0.0),
+    "shufflenet": _vision("ShuffleNet v2", "shufflenet_v2_x0_5", SMALL_IMAGES),
+    "mobilenet_v2": _vision("MobileNet v2", "mobilenet_v2", SMALL_IMAGES, width_mult=0.25, dropout=0.0),
+    "mobilenet_v3": _vision("MobileNet v3", "mobilenet_v3_small", SMALL_IMAGES, width_mult=0.25, dropout=0.0),
     "densenet": _vision(
-        "DenseNet", "densenet.DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8
+        "DenseNet", "densenet.DenseNet", SMALL_IMAGES, growth_rate=4, block_config=(2, 2), num_init_features=8
     ),
     "vit": _vision(
         "Vision transformer", "vision_transformer.VisionTransformer", SMALL_IMAGES, image_size=32, patch_size=8,
@@ -97,7 +90,6 @@ VISION = {
         title="ResNet with GroupNorm", package="torchvision", build=_resnet, task=SMALL_IMAGES, lr=LR
     ),
     "resnet18": _vision("ResNet-18", "resnet18", SMALL_IMAGES),
-    "googlenet": _vision("GoogLeNet", "googlenet", aux_logits=False, init_weights=False, dropout=0.0),
 }  # fmt: skip
 
 
@@ -157,15 +149,6 @@ LATENT = (4, 8, 8)
 UP, DOWN = {"up_block_types": ("UpDecoderBlock2D",) * 2}, {"down_block_types": ("DownEncoderBlock2D",) * 2}
 NARROW: dict[str, Any] = {"block_out_channels": (8, 16), "norm_num_groups": 4}
 DIFFUSION: dict[str, tuple[Callable[[], nn.Module], Reconstruction]] = {
-    "UNet1DModel": (
-        _diffusion(
-            "UNet1DModel", sample_size=16, in_channels=2, out_channels=2, block_out_channels=(8, 16),
-            layers_per_block=1,
-            down_block_types=("DownBlock1D", "AttnDownBlock1D"), up_block_types=("AttnUpBlock1D", "UpBlock1D"),
-            extra_in_channels=0,
-        ),
-        Reconstruction("sample", (2, 16), ("timestep",)),
-    ),
     "VQModel": (
         _diffusion("VQModel", in_channels=1, out_channels=1, latent_channels=2, num_vq_embeddings=16, **NARROW, **UP,
                    **DOWN),
