@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, having
+from helpers.conformance.exact_evaluation import assert_evaluated_exactly
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, mesh
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
 from helpers.jobs.head_norms import HeadNorms
@@ -56,6 +57,19 @@ def test_initial_values_are_those_of_the_whole_model_and_divided(gang: Gang, lay
         assert own < 0.8 * number
         names |= {*found}
     assert names == {*alone}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewToEvaluate(TinyGPT):
+    def dataset(self, split: Split) -> Any:
+        windows: Any = super().dataset(split)
+        return windows if split == "train" else Rows([windows[i] for i in range(13)])
+
+
+@pytest.mark.parametrize("layout", ["mesh-sharded-tensor-2x2", "mesh-replicated-tensor-2x2"])
+def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
+    job = FewToEvaluate(layers=2, variant="llama", kv_heads=2, tied=True)
+    assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
 
 
 @pytest.mark.parametrize(("layout", "other"), [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), strict=True)])
