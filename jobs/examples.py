@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from torch.utils.data import Dataset
 
 from jobs.rows import Rows
 from jobs.tokens import IGNORED, Source
-
-if TYPE_CHECKING:
-    from jobs.hf import HuggingFace
 
 Encode = Callable[[Mapping[str, Any]], dict[str, Tensor]]
 """From an example to its tensors, which have no batch dimension."""
@@ -148,15 +145,18 @@ def answered(example: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {**example, "messages": [*example.get("prompt", ()), *example[name]]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """From an example to its tensors, cut to ``block_size``."""
+    """From an example to its tensors, cut to ``block_size``; the fields are those of ``job=hf``."""
 
-    job: HuggingFace
     tokenizer: Any
+    task: str
+    block_size: int
+    num_labels: int
+    mlm_probability: float
 
     def __call__(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
-        if self.job.task == "dpo":
+        if self.task == "dpo":
             pair = [self._encoded(answered(example, name)) for name in ("chosen", "rejected")]
             return Padded(token=0, length=None)(pair)
         return self._encoded(example)
@@ -166,19 +166,19 @@ class Encoder:
         return _example(torch.tensor(tokens), torch.tensor(labels))
 
     def _tokens_and_labels(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
-        size = self.job.block_size
-        if self.job.task in ("causal", "dpo"):
+        size = self.block_size
+        if self.task in ("causal", "dpo"):
             prompt, answer = self._prompt_and_answer(example)
             return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
-        if self.job.task == "seq2seq":
+        if self.task == "seq2seq":
             tokens = self.tokenizer(example["prompt"])["input_ids"]
             labels = self.tokenizer(text_target=example["completion"])["input_ids"]
             return tokens[:size], labels[:size]
         tokens = self.tokenizer(example["text"])["input_ids"][:size]
-        if self.job.task == "classification":
+        if self.task == "classification":
             label = int(example["label"])
-            if not 0 <= label < self.job.num_labels:
-                raise ValueError(f"label {label} is not in 0 to {self.job.num_labels - 1}; set job.num_labels")
+            if not 0 <= label < self.num_labels:
+                raise ValueError(f"label {label} is not in 0 to {self.num_labels - 1}; set job.num_labels")
             return tokens, label
         return self._masked(tokens)
 
@@ -216,7 +216,7 @@ class Encoder:
         generator = torch.Generator().manual_seed(hash(tuple(tokens)))
         draw, kind = torch.rand(2, len(tokens), generator=generator)
         others = torch.randint(len(self.tokenizer), (len(tokens),), generator=generator)
-        chosen = (draw < self.job.mlm_probability) & ~special
+        chosen = (draw < self.mlm_probability) & ~special
         ids = torch.tensor(tokens)
         hidden = torch.where(kind < 0.8, self.tokenizer.mask_token_id, torch.where(kind < 0.9, others, ids))
         return torch.where(chosen, hidden, ids).tolist(), torch.where(chosen, ids, IGNORED).tolist()

@@ -278,6 +278,16 @@ class HuggingFace(Job):
     def fills_blocks(self, name: str) -> bool:
         return Path(getattr(self, name)).suffix in TOKEN_SUFFIXES
 
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return what makes tensors of an example."""
+        return Encoder(
+            tokenizer=tokenizer,
+            task=self.task,
+            block_size=self.block_size,
+            num_labels=self.num_labels,
+            mlm_probability=self.mlm_probability,
+        )
+
     def examples(self, name: str) -> Examples | Blocks:
         path = Path(getattr(self, name)).expanduser()
         if self.fills_blocks(name):
@@ -286,7 +296,7 @@ class HuggingFace(Job):
             return Blocks(open_source(path, dtype="uint16"), self.block_size)
         rows = open_rows(path)
         left_out = damaged(rows, FIELDS[self.task]) if self.damaged == "skip" else ()
-        return Examples(rows, Encoder(self, self.tokenizer()), left_out=left_out)
+        return Examples(rows, self.encoder(self.tokenizer()), left_out=left_out)
 
     def tokenizer(self) -> Any:
         named = self.tokenizer_name or self.model_name_or_path or self.config_name

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from jobs.examples import Blocks, Encoder, Examples, leaves_out_text
+from jobs.examples import Blocks, Examples, leaves_out_text
 from jobs.hugging_face import AUTO_CLASSES, FIELDS, first_sentence, load_on_meta, place, unmatched, with_adapters
 from jobs.predictions import function_named
 from jobs.rows import damaged
@@ -215,7 +215,8 @@ def _warn_of_losses(job: HuggingFace, key: str, examples: Examples) -> None:
     if left_out:
         named = "; ".join(rows.name(i) for i in left_out[:SHOWN_DAMAGED])
         warnings.warn(f"{key}: {len(left_out)} damaged examples are left out: {named}", stacklevel=1)
-    longer = Encoder(replace(job, block_size=job.block_size + 1), job.tokenizer())
+    tokenizer = job.tokenizer()
+    longer = replace(job, block_size=job.block_size + 1).encoder(tokenizer)
     whole = Examples(rows, longer, left_out=left_out)
     looked_at = [whole[i] for i in range(min(LOOKED_AT, len(whole)))]
     of_first = f"of the first {len(looked_at)} examples"
@@ -228,7 +229,7 @@ def _warn_of_losses(job: HuggingFace, key: str, examples: Examples) -> None:
             + (f"; nothing of {unlearned} is learned, whose prompts fill it" if unlearned else ""),
             stacklevel=1,
         )
-    tokenizer, kept = job.tokenizer(), whole.kept[: len(looked_at)]
+    kept = whole.kept[: len(looked_at)]
     if shortened := sum(leaves_out_text(tokenizer, rows.row(int(number))) for number in kept):
         warnings.warn(
             f"{key}: the chat template leaves out a text of {shortened} {of_first}, such as a system message or a "

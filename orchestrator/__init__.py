@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.build import ConfigError
 from orchestrator.job import Job, MetricObject
 from orchestrator.script_api import checkpoint_dir, report
-from orchestrator.user_code.callbacks import Callback, RunBegin, RunEnd, SavedCheckpoint, StepEnd
-from orchestrator.user_code.current_step import current_step
+from orchestrator.user_code.callbacks import (
+    Callback,
+    Evaluation,
+    RunBegin,
+    RunEnd,
+    SavedCheckpoint,
+    Steering,
+    StepEnd,
+    current_step,
+)
 from orchestrator.user_code.exits import exits_refused
-from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:

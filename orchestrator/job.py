@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from orchestrator.user_code.callbacks import Callback
+from orchestrator.user_code.callbacks import Callback, Evaluation, Steering
 from orchestrator.user_code.results import check_results
-from orchestrator.user_code.steering import Evaluation, Steering
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
-from orchestrator.display.terminal import still_working
+from orchestrator.display.still_working import still_working
 from orchestrator.display.text import refuse
 from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, find_run, push_records

@@ -84,6 +84,13 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def all_gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the parts of all ranks of ``group`` along the last axis, as an operation that compiled code can have."""
+    whole: Tensor = functional_collectives.all_gather_tensor(part.contiguous(), part.ndim - 1, group)
+    whole = functional_collectives.wait_tensor(whole)
+    return whole
+
+
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``whole`` with the ``part`` of each rank of a group. Its name in torch differs by version."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def table(compared: Sequence[Compared]) -> str:
     """Return the errors by stack of software and by size, as lines of text."""
     stacks = sorted({c.run.stack for c in compared})
     groups: dict[str, Callable[[Compared], bool]] = {
-        **{name: (lambda c, name=name: c.run.stack == name) for name in stacks},
+        **{name: functools.partial(_is_of, name) for name in stacks},
         "dense": lambda c: not c.run.is_sparse,
         f"dense, {LARGE} devices and more": lambda c: not c.run.is_sparse and c.run.devices >= LARGE,
         "all sizes of experts": lambda c: c.run.is_sparse,
@@ -50,3 +51,7 @@ def as_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
         }
         for c in compared
     ]
+
+
+def _is_of(stack: str, compared: Compared) -> bool:
+    return compared.run.stack == stack

@@ -8,6 +8,7 @@ hides.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from orchestrator.planning.mesh import Mesh
@@ -120,7 +121,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The seconds of a step."""
-        return sum(dataclasses.astuple(self))
+        return math.fsum(dataclasses.astuple(self))
 
 
 def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> StepTime:

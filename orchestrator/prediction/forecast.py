@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.planning.memory import GIB, WorkerMemory
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import DIMENSIONS, Mesh
 from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
 from orchestrator.prediction.devices import Cluster
 from orchestrator.prediction.goodput import Goodput, Reliability, goodput
@@ -57,8 +57,7 @@ class Forecast:
     @property
     def communicators(self) -> float:
         """The bytes of the context and of communicators."""
-        dimensions = ("pipeline", "replicate", "shard", "context", "tensor")
-        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(getattr(self.mesh, d) > 1 for d in dimensions)
+        return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(self.mesh.size(d) > 1 for d in DIMENSIONS)
 
     @property
     def reserve(self) -> float:

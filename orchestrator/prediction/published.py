@@ -92,7 +92,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            rows = list(reader)
+            rows: list[Row] = [*reader]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError([f"--published {path}: cannot be read: {e}"]) from e
     if missing := [column for column in COLUMNS if column not in (reader.fieldnames or ())]:
@@ -257,21 +257,21 @@ def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
     long, sparse = row(rule.attention), row(rule.experts)
     for _ in range(8 if base and long else 1):
         if base is not None:
-            stack = _fitted(base, lambda share, stack=stack: replace(stack, products=share))
+            stack = _fitted(base, stack, lambda stack, share: replace(stack, products=share))
         if long is not None:
-            stack = _fitted(long, lambda share, stack=stack: replace(stack, attention=share))
+            stack = _fitted(long, stack, lambda stack, share: replace(stack, attention=share))
     if sparse is not None:
-        stack = _fitted(sparse, lambda share, stack=stack: replace(stack, dispatch_s=0.05 * (1 - share)))
+        stack = _fitted(sparse, stack, lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)))
     return stack, [run for run in (base, long, sparse) if run is not None]
 
 
-def _fitted(run: Run, stack_of: Callable[[float], Stack]) -> Stack:
-    """Return the stack with the share between 0 and 1 at which a run is predicted as it was measured."""
+def _fitted(run: Run, stack: Stack, change: Callable[[Stack, float], Stack]) -> Stack:
+    """Return ``stack`` with the share between 0 and 1 at which a run is predicted as it was measured."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if run.predicted(stack_of(middle)) < run.measured else (low, middle)
-    return stack_of(low or high)
+        low, high = (middle, high) if run.predicted(change(stack, middle)) < run.measured else (low, middle)
+    return change(stack, low or high)
 
 
 def stack_for(device: str, *, compiled: bool) -> Stack:

@@ -135,7 +135,8 @@ def without_copies(state: TrainState, own: Collection[str]) -> TrainState:
 
     def parts(kind: Kind) -> dict[str, Tensor]:
         boxes = state.boxes.get(kind, {})
-        named = ((path if kind == "model" else path.rpartition("/")[0], path) for path in boxes)
-        return {path: getattr(state, kind)[path] for name, path in named if name in own}
+        tensors: Mapping[str, Tensor] = getattr(state, kind)
+        named = ((path if kind == "model" else path.rpartition("/")[0], path) for path in tensors if path in boxes)
+        return {path: tensors[path] for name, path in named if name in own}
 
     return TrainState(model=parts("model"), optimizer=parts("optimizer"), meta=state.meta, boxes=state.boxes)

@@ -229,7 +229,10 @@ class JointSave:
         metas, every = [meta], dict(files)
         for part in range(1, self._parts):
             answer = self._await(part, on_progress)
-            every |= {name: _digests(entry) for name, entry in answer["files"].items()}
+            every |= {
+                name: Digests(size=entry["size"], chunk_bytes=entry["chunk_bytes"], hashes=tuple(entry["hashes"]))
+                for name, entry in answer["files"].items()
+            }
             metas.append(answer["meta"])
         return merge_meta(metas, order=self._writers.names), every
 
@@ -300,7 +303,3 @@ class JointSave:
 
 def _size_of(files: Mapping[str, Digests]) -> int:
     return sum(digests.size for digests in files.values())
-
-
-def _digests(entry: Mapping[str, Any]) -> Digests:
-    return Digests(size=entry["size"], chunk_bytes=entry["chunk_bytes"], hashes=tuple(entry["hashes"]))

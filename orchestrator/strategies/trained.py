@@ -190,14 +190,20 @@ class Trained:
         If the step may be skipped, the host waits for the device here. The norm is equal on all ranks, so that all skip
         the same steps.
         """
-        finite = not self.may_skip or norm is None or bool(torch.isfinite(norm))
-        scale = self.loss_scale
+        scale, finite = self.loss_scale, self._is_finite(norm)
+        admitted = finite or not self._skips_nonfinite
         if scale is not None:
             self.loss_scale = scale.after(finite=finite)
-        if finite or not (self._train.on_nonfinite == "skip" or (scale is not None and scale.can_fall)):
-            return True
-        self.undo_step()
-        return False
+        if not admitted:
+            self.undo_step()
+        return admitted
+
+    def _is_finite(self, norm: Tensor | None) -> bool:
+        return not self.may_skip or norm is None or bool(torch.isfinite(norm))
+
+    @property
+    def _skips_nonfinite(self) -> bool:
+        return self._train.on_nonfinite == "skip" or (self.loss_scale is not None and self.loss_scale.can_fall)
 
     def clip(self, norm: Tensor | None) -> None:
         """Clip the gradients of this rank, if the configuration asks for it and no update of them is computed yet."""
@@ -211,7 +217,7 @@ class Trained:
             norm: of the gradient.
             division: how the parameters are divided.
         """
-        if not self.may_skip or norm is None or bool(torch.isfinite(norm)):
+        if self._is_finite(norm) or not self._skips_nonfinite:
             self.clip(norm)
             self._update = computed(self.optimizer, division)
 

@@ -13,8 +13,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from orchestrator.user_code.callbacks import Steering
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.steering import Steering
 
 _CLOSURE = "closure"
 _MARK = "__checks_result__"

@@ -25,8 +25,7 @@ from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.user_code.callbacks import Callback, RunEnd
-from orchestrator.user_code.current_step import set_current_step
+from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.control.context import context_of, seed_step
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.control.fault_injection import inject_fault
@@ -34,11 +33,11 @@ from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.measure.flops import FlopMeter
 from orchestrator.worker.measure.metrics import CompileMeter, NonFiniteError, NoUpdateError, Window, lr_of_groups
-from orchestrator.worker.measure.profiling import NoProfiler, StepProfiler, profile_to
+from orchestrator.worker.measure.profiling import profiled_steps
 from orchestrator.worker.process import memory
-from orchestrator.worker.reports.after_evaluation import Improvement, Steered
+from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.evaluation import check_trial, evaluate
+from orchestrator.worker.reports.evaluation import evaluate
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
@@ -250,7 +249,8 @@ class Loop:
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
-        with contextlib.closing(micro_batches) as batches, self._profiler() as profiler:
+        trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
+        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
             self._enter("train")
             window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:
@@ -259,7 +259,7 @@ class Loop:
                     window.check_finite()
                     return True
                 result = self._next_step(step, batches, window)
-                profiler.step()
+                end_profiled_step()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
                 if step == first_step:
@@ -500,8 +500,3 @@ class Loop:
         except NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise
-
-    def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler]:
-        if not self.config.profile:
-            return contextlib.nullcontext(NoProfiler())
-        return profile_to(self._run_dir.profile / f"rank-{self.rank}.json")

@@ -24,7 +24,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.preflight.in_child import ChildDiedError, check_job, in_child
+from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
 from orchestrator.driver.preflight.params import plain_fields
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.result import RunResult

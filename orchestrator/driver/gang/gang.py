@@ -29,9 +29,8 @@ from orchestrator.driver.process.calls import (
 )
 from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.devices import shared_gpu, unusable_gpus
+from orchestrator.policy.devices import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.rank_order import groups_on_one_node, rank_order, servers_last
 from orchestrator.policy.shortage import Request, room
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 

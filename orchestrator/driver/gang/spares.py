@@ -137,7 +137,7 @@ class Spares:
             self._vacant.remove(slot)
             self._waiting.append(slot)
         self._withdraw_outdated()
-        unready = self._unready()
+        unready = [*self._waiting, *self._starting.values()]
         hopeful = len(unready) - len(self._stranded(unready))
         for _ in range(missing - hopeful):
             self._waiting.append(self._vacant.pop() if self._vacant else self._reserve())
@@ -183,10 +183,6 @@ class Spares:
         """Return which ``slots`` are stranded; none if all workers must share a node."""
         trouble = {} if self._one_node else self._admission.trouble()
         return [slot for slot in slots if self._node_before.get(slot) in trouble]
-
-    def _unready(self) -> list[int]:
-        """Return the slots of workers that start, or will."""
-        return [*self._waiting, *self._starting.values()]
 
     def _reserve(self) -> int:
         avoided = frozenset(self._admission.trouble())

@@ -16,17 +16,15 @@ from orchestrator.job import Job
 
 def recorded_config(config: Config, job: Job, redactor: Redactor) -> dict[str, Any]:
     """Return the configuration with the fields of the job, secrets masked."""
-    masked: dict[str, Any] = redactor.data({**to_dict(config), "job": _job_dict(config, job)})
+    masked: dict[str, Any] = redactor.data(
+        {**to_dict(config), "job": {"_target_": config.job.target, **plain_fields(job)}}
+    )
     return masked
 
 
 def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths."""
     return {k: v for k, v in _flatten(recorded).items() if _is_param(k, v)}
-
-
-def _job_dict(config: Config, job: Job) -> dict[str, Any]:
-    return {"_target_": config.job.target, **plain_fields(job)}
 
 
 def plain_fields(job: Job) -> dict[str, Any]:

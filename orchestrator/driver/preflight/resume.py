@@ -15,7 +15,7 @@ from orchestrator.config.recorded import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
-from orchestrator.driver.preflight.continuation import continuation_errors
+from orchestrator.driver.preflight.child_checks import continuation_errors
 from orchestrator.driver.preflight.params import params_of, recorded_config
 from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.in_child import check_job
+from orchestrator.driver.preflight.child_checks import check_job
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh

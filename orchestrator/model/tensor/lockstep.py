@@ -56,7 +56,10 @@ class _InTurn(Peers):
         self._index = index
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._turns.sum(self._index, tensor)
+        return torch.stack(self._turns.exchanged(self._index, tensor)).sum(dim=0)
+
+    def gather(self, part: Tensor, count: int) -> Tensor:
+        return torch.cat(self._turns.exchanged(self._index, part), dim=-1)
 
 
 class _Turns:
@@ -81,7 +84,8 @@ class _Turns:
         if self.error is not None:
             raise RuntimeError("another rank has failed")
 
-    def sum(self, index: int, tensor: Tensor) -> Tensor:
+    def exchanged(self, index: int, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, given that of one."""
         number = self._sums[index]
         self._sums[index] += 1
         if number == len(self._given):
@@ -92,7 +96,7 @@ class _Turns:
         self.take(index)
         if len(given) < self._count or any(other.shape != tensor.shape for other in given):
             raise RuntimeError("the ranks do not compute the same sums")
-        return torch.stack(given).sum(dim=0)
+        return given
 
     def end(self, index: int) -> None:
         following = self._after(index)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.process_groups import all_reduced
+from orchestrator.compat.process_groups import all_gathered, all_reduced
 from orchestrator.compat.torch import adopt_user_state, own_parameters
 
 
@@ -32,6 +32,10 @@ class Peers:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the ranks."""
         return tensor if self.group is None else all_reduced(tensor, self.group)
+
+    def gather(self, part: Tensor, count: int) -> Tensor:
+        """Return the parts of all ``count`` ranks, one after another along the last axis."""
+        return torch.cat([part] * count, dim=-1) if self.group is None else all_gathered(part, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +116,7 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
         owned = own_parameters(block.get_submodule(path))
         whole = owned[attribute]
         assert whole is not None
-        size = whole.shape[axis] // count
-        own = whole.detach().narrow(axis, index * size, size).clone(memory_format=torch.contiguous_format)
-        owned[attribute] = part = nn.Parameter(own, requires_grad=whole.requires_grad)
-        adopt_user_state(part, whole)
+        owned[attribute] = part_of(whole, axis, index=index, count=count)
     for path, names in parts.attributes.items():
         module = block.get_submodule(path)
         for name in names:
@@ -130,6 +131,27 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
         row.region = region
 
 
+def part_of(whole: Tensor, axis: int, *, index: int, count: int) -> nn.Parameter:
+    """Return the part number ``index`` of ``count`` equal ones of a parameter along ``axis``."""
+    size = whole.shape[axis] // count
+    part = whole.detach().narrow(axis, index * size, size).clone(memory_format=torch.contiguous_format)
+    own = nn.Parameter(part, requires_grad=whole.requires_grad)
+    adopt_user_state(own, whole)
+    return own
+
+
+def enter(x: Tensor, peers: Peers) -> Tensor:
+    """Return ``x``, which is the same on all ranks, for what differs between them: its gradient is summed."""
+    entered: Tensor = _Into.apply(x, peers)
+    return entered
+
+
+def leave(part: Tensor, peers: Peers) -> Tensor:
+    """Return the sum of ``part`` over the ranks, for what is the same on all of them."""
+    out: Tensor = _OutOf.apply(part, peers)
+    return out
+
+
 class _Region:
     """What lies between the columns and the row of a pair: the pre-hook of the columns, which share their inputs."""
 
@@ -141,15 +163,14 @@ class _Region:
         for given, entered in self._entered:
             if given is args[0]:
                 return (entered, *args[1:])
-        entered = _Into.apply(args[0], self.peers)
+        entered = enter(args[0], self.peers)
         self._entered.append((args[0], entered))
         return (entered, *args[1:])
 
     def leave(self, part: Tensor) -> Tensor:
         """Return the sum of the outputs of the row."""
         self._entered.clear()  # which would keep activations
-        out: Tensor = _OutOf.apply(part, self.peers)
-        return out
+        return leave(part, self.peers)
 
 
 class _Row(nn.Module):

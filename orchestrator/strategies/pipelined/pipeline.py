@@ -89,7 +89,7 @@ class Pipeline(PartTrainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(config, outline, plan)
+        return tensor_outline(outline, plan)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -226,7 +226,10 @@ class Pipeline(PartTrainer):
 
     def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
         """Return what this rank trains of its stages; ``whole``: the whole model, without memory."""
-        named = self.undivided().named_parameters(remove_duplicate=False)
+        own = {name for name, _ in self.undivided().named_parameters(remove_duplicate=False)}
+        every = dict(whole.named_parameters(remove_duplicate=False))
+        trained = {every[name] for name in own}  # which another stage may save under another name
+        placements = {n: self.placement(n, tuple(p.shape)) for n, p in every.items() if p in trained}
         return Trained(
             self.job,
             self.context,
@@ -234,7 +237,7 @@ class Pipeline(PartTrainer):
             {"": optimizer_of_part(self.job, whole, self.undivided())},
             train_set,
             module=self.undivided,
-            placements=self.placed({name: self.placement(name, tuple(p.shape)) for name, p in named}),
+            placements=self.placed(placements),
         )
 
     def undivided(self) -> nn.Module:

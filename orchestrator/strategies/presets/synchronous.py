@@ -64,10 +64,6 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
-        if mesh.pipeline == mesh.shard == 1 < mesh.tensor:
-            from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
-
-            return TensorParallel
         if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
             if mesh.tensor > 1:
                 from orchestrator.strategies.sharded.tensor_parallel import TensorParallel

@@ -31,6 +31,7 @@ from orchestrator.model.partial_init import FakeModel, build_divided
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, Peers, divide, is_linear
 from orchestrator.model.tensor.sample import BlockCall
+from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
 from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.boxes import Shape
 from orchestrator.planning.placement import AxisCut, Placement
@@ -80,10 +81,19 @@ class BlockKind:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a model is divided over ``size`` workers."""
+    """How a model is divided over ``size`` workers.
+
+    Attributes:
+        size: the number of parts.
+        kinds: the blocks.
+        vocabulary: the embeddings and output layers that are divided by rows.
+        rows: the names of their parameters.
+    """
 
     size: int
     kinds: tuple[BlockKind, ...]
+    vocabulary: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -103,7 +113,8 @@ class TensorPlan:
     @functools.cached_property
     def cuts(self) -> Mapping[str, int]:
         """The axis along which each divided parameter is cut, by its name in the model."""
-        return {f"{b}.{name}": axis for b, parts in self.blocks.items() for name, axis in parts.cuts.items()}
+        cuts = {f"{b}.{name}": axis for b, parts in self.blocks.items() for name, axis in parts.cuts.items()}
+        return cuts | dict.fromkeys(self.rows, 0)
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:
@@ -124,6 +135,7 @@ class TensorPlan:
             model = build()
             for name, parts in self.blocks.items():
                 divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers)
+            divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers)
             return model
 
         return built
@@ -134,7 +146,8 @@ class TensorPlan:
         Raises:
             RuntimeError: they have not.
         """
-        number = int.from_bytes(hashlib.blake2b(repr(self.blocks).encode(), digest_size=4).digest(), "big")
+        found = repr((self.blocks, self.vocabulary))
+        number = int.from_bytes(hashlib.blake2b(found.encode(), digest_size=4).digest(), "big")
         numbers = torch.tensor([number, -number], device=device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
         if numbers.sum():
@@ -185,7 +198,11 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
         kinds.setdefault(likeness(block), []).append(block)
     if not kinds:
         raise ValueError("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
-    calls = _calls(outline.job, whole, train_set, {named[blocks[0]]: blocks[0] for blocks in kinds.values()})
+    every = [block for blocks in kinds.values() for block in blocks]
+    tables = vocabularies(whole.model, every, size)
+    uses = DirectUses(tables.values())
+    first = {named[blocks[0]]: blocks[0] for blocks in kinds.values()}
+    calls = _calls(outline.job, whole, train_set, first, uses)
     given = None if pairs == "auto" else [parsed(pair) for pair in pairs]
     found = []
     for blocks in kinds.values():
@@ -197,11 +214,15 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
         kind = getattr(blocks[0], "kind", type(blocks[0])).__name__
         sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
         found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
-    plan = TensorPlan(size=size, kinds=tuple(found))
+    tables = {name: module for name, module in tables.items() if module not in uses.found}
+    weights = {parameter for module in tables.values() for parameter in module.parameters()}
+    rows = [name for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights]
+    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=tuple(rows))
     names_of: dict[Tensor, list[str]] = {}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    if tied := [names for names in names_of.values() if len(names) > 1 and plan.cuts.keys() & {*names}]:
+    in_blocks = plan.cuts.keys() - {*plan.rows}
+    if tied := [names for names in names_of.values() if len(names) > 1 and in_blocks & {*names}]:
         raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
     return plan
 
@@ -232,7 +253,7 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     return notes
 
 
-def tensor_outline(config: Config, outline: Outline, plan: Plan) -> Outline:
+def tensor_outline(outline: Outline, plan: Plan) -> Outline:
     """Return the outline of what a worker has of the model, after :func:`check_tensor`."""
     found = outline.found.get(("tensor", plan.mesh.tensor))
     if not isinstance(found, TensorPlan):
@@ -267,6 +288,8 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
         return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided{why}; {remedy}"], ()
     outline.found["tensor", size] = plan
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
+    if plan.vocabulary:
+        notes[0] += f"; and the rows of {first_few(plan.vocabulary, 2)}"
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
     return [], tuple(notes)
@@ -299,7 +322,9 @@ def _proven(block: nn.Module, call: BlockCall, size: int, pairs: Sequence[Pair] 
         return ProvenBlock(parts=BlockParts(pairs=(), cuts={}), whole={type(block).__name__: reason})
 
 
-def _calls(job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.Module]) -> Mapping[str, BlockCall]:
+def _calls(
+    job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.Module], uses: DirectUses
+) -> Mapping[str, BlockCall]:
     """Return what some blocks of a model are called with for a short sample, without memory.
 
     Raises:
@@ -309,16 +334,18 @@ def _calls(job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.M
         inputs, _ = example_batch(job, train_set, ROWS)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
     try:
-        return _seen_calls(job, whole, short, blocks)
+        return _seen_calls(job, whole, short, blocks, uses)
     except Exception:
         pass  # the sizes of the model depend on those of the sample
     try:
-        return _seen_calls(job, whole, inputs, blocks)
+        return _seen_calls(job, whole, inputs, blocks, uses)
     except Exception as e:
         raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
 
 
-def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module]) -> Mapping[str, BlockCall]:
+def _seen_calls(
+    job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module], uses: DirectUses
+) -> Mapping[str, BlockCall]:
     seen: dict[str, BlockCall] = {}
 
     def hook(name: str) -> Any:
@@ -333,6 +360,7 @@ def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn
         stack.enter_context(fake_calls(whole))
         stack.enter_context(drawing(0))
         stack.enter_context(whole.mode)
+        stack.enter_context(uses.watched())
         job.forward(whole.model, map_tensors(whole.fake_input, inputs))
     if missing := blocks.keys() - seen.keys():
         raise ValueError(f"{first_few(sorted(missing), 1)} is not called")

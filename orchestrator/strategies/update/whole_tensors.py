@@ -96,7 +96,11 @@ class WholeUpdate:
     def make(self, optimizer: Optimizer) -> None:
         """Change the parameters and the state of the ``optimizer`` that has computed it."""
         copy_all([*self.weights.values()], to=[parameter.detach() for parameter in self.weights])
-        optimizer.state.update(self.state)
+        for key, state in self.state.items():
+            if state:
+                optimizer.state[key] = state
+            else:
+                optimizer.state.pop(key, None)
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         vars(optimizer).update(self.attributes)
@@ -123,7 +127,7 @@ def computed(optimizer: Optimizer, division: Division, *, together: bool = True)
     for size in sizes or [0]:  # without parameters, options may still change
         alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], division, copy.deepcopy(of_all))
         weights |= {parameter: division.own(parameter, whole.detach()) for parameter, whole in own.items()}
-        state |= {p: _kept(alone.state[w], p, division) for p, w in own.items() if alone.state.get(w)}
+        state |= {p: _kept(alone.state.get(w), p, division) for p, w in own.items()}
     state |= {key: values for key, values in alone.state.items() if not isinstance(key, Tensor)}
     options = [{key: value for key, value in group.items() if key not in _NAMED} for group in alone.param_groups]
     before = vars(optimizer)

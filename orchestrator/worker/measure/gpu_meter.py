@@ -8,44 +8,19 @@ import statistics
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any
 
 READING_WAIT_S = 0.5
 """Wait this long for the driver, which needs milliseconds unless a GPU is broken."""
 
 
-class Nvml(Protocol):
-    """The part of ``pynvml`` that is used."""
-
-    NVMLError: type[Exception]
-    NVML_TEMPERATURE_GPU: int
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int
-    NVML_VOLATILE_ECC: int
-    nvmlEventTypeXidCriticalError: int
-
-    def nvmlInit(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, since: int) -> Any: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int: ...
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error_type: int, counter_type: int) -> int: ...
-    def nvmlEventSetCreate(self) -> Any: ...
-    def nvmlDeviceRegisterEvents(self, handle: Any, event_types: int, events: Any) -> None: ...
-    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any: ...
-
-
-def import_nvml() -> Nvml | None:
-    """Return ``pynvml``; None if it is not installed."""
+def import_nvml() -> Any:
+    """Return the module ``pynvml``; None if it is not installed."""
     try:
         import pynvml
     except ImportError:
         return None
-    return cast(Nvml, pynvml)
+    return pynvml
 
 
 class GpuMeter:
@@ -54,7 +29,7 @@ class GpuMeter:
     A thread reads, because a call to the driver may hang with a broken GPU, and a worker has to answer heartbeats.
     """
 
-    def __init__(self, import_nvml: Callable[[], Nvml | None] = import_nvml):
+    def __init__(self, import_nvml: Callable[[], Any] = import_nvml):
         """``import_nvml``: called at the first reading."""
         self._import_nvml = import_nvml
         self._devices: list[_Device] | None = None  # until the first reading
@@ -77,7 +52,7 @@ class GpuMeter:
             readings.update({f"gpu_{index}_{name}": value for name, value in device.readings()})
 
 
-def _devices_of(nvml: Nvml | None) -> list[_Device]:
+def _devices_of(nvml: Any) -> list[_Device]:
     if nvml is None:
         return []
     try:
@@ -88,7 +63,7 @@ def _devices_of(nvml: Nvml | None) -> list[_Device]:
 
 
 class _Device:
-    def __init__(self, nvml: Nvml, handle: Any):
+    def __init__(self, nvml: Any, handle: Any):
         self._nvml = nvml
         self._handle = handle
         self._xid_errors = 0
@@ -145,7 +120,7 @@ class _Device:
 class GpuSharing:
     """Reads the GPU with the id ``uuid`` in threads, because a call to the driver may hang with a broken GPU."""
 
-    def __init__(self, uuid: str, import_nvml: Callable[[], Nvml | None] = import_nvml):
+    def __init__(self, uuid: str, import_nvml: Callable[[], Any] = import_nvml):
         self._uuid = uuid
         self._import_nvml = import_nvml
         self._reader: threading.Thread | None = None

@@ -7,7 +7,7 @@ evaluations so far, so that after a failure or a resume nothing else has to be k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
+from orchestrator.user_code.callbacks import Evaluation, Steering
 from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.steering import Evaluation, Steering
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import metrics_of, value_of
 
@@ -254,3 +254,32 @@ class Steered:
                 f"job.on_evaluation changes {first_few(others, noun='fields')}, not in Job.steerable; name them there"
             )
         return steering or Steering()
+
+
+def check_trial(
+    point: EvalPoint,
+    followers: Iterable[Improvement | Steered],
+    *,
+    world_size: int,
+    device: torch.device,
+    confirm: Callable[[], None],
+) -> None:
+    """Check that evaluations measure what ``followers`` follow, unless the trial is too small to tell.
+
+    A collective operation, if any of them follows something.
+
+    Args:
+        point: this rank's part of a trial of an evaluation.
+        followers: what is checked.
+        world_size: the number of ranks.
+        device: of this rank.
+        confirm: called before what others have sent is used.
+    """
+    if not (checked := [follower for follower in followers if follower.follows]):
+        return
+    parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=device)
+    confirm()
+    splits = zip(*((part, *part["others"]) for part in parts), strict=True)
+    if all(any(p["weight"] for p in parts) and all(p["values"] is not None for p in parts) for parts in splits):
+        for follower in checked:
+            follower.check(metrics_of(parts))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import gather_json, gather_states
+from orchestrator.state.transport import gather_states
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObjects
 from orchestrator.worker.control.control import Outbox
@@ -112,44 +111,6 @@ def _values(
 def metrics_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the metrics of an evaluation by name, from the points of all ranks as ``gather_json`` returns them."""
     return evaluation_metrics([_point_of(part) for part in parts])
-
-
-class Follower(Protocol):
-    """Goes by what evaluations measure."""
-
-    @property
-    def follows(self) -> bool: ...
-
-    def check(self, metrics: Mapping[str, float]) -> None: ...
-
-
-def check_trial(
-    point: EvalPoint,
-    followers: Iterable[Follower],
-    *,
-    world_size: int,
-    device: torch.device,
-    confirm: Callable[[], None],
-) -> None:
-    """Check that evaluations measure what ``followers`` follow, unless the trial is too small to tell.
-
-    A collective operation, if any of them follows something.
-
-    Args:
-        point: this rank's part of a trial of an evaluation.
-        followers: what is checked.
-        world_size: the number of ranks.
-        device: of this rank.
-        confirm: called before what others have sent is used.
-    """
-    if not (checked := [follower for follower in followers if follower.follows]):
-        return
-    parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=device)
-    confirm()
-    splits = zip(*((part, *part["others"]) for part in parts), strict=True)
-    if all(any(p["weight"] for p in parts) and all(p["values"] is not None for p in parts) for parts in splits):
-        for follower in checked:
-            follower.check(metrics_of(parts))
 
 
 def value_of(metric: str, metrics: Mapping[str, float], *, key: str) -> float:

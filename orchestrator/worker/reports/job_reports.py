@@ -19,10 +19,9 @@ from orchestrator.protocol.messages import Assignment, EvalPoint
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import StepResult, Strategy
-from orchestrator.user_code.callbacks import Callback, RunBegin, RunEnd, SavedCheckpoint, StepEnd
+from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, RunEnd, SavedCheckpoint, StepEnd
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
-from orchestrator.user_code.steering import Evaluation
 from orchestrator.worker.control.control import Outbox, Warner
 from orchestrator.worker.reports.evaluation import metrics_of
 from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place

@@ -118,12 +118,11 @@ class Reports:
             data_wait_ms=0.0,
             comm_share=None,
             samples=samples,
-            metrics={_name(name): Metric(value, "mean") for name, value in report["metrics"].items()},
+            metrics={
+                (name if "/" in name else f"train/{name}"): Metric(value, "mean")
+                for name, value in report["metrics"].items()
+            },
         )
-
-
-def _name(metric: str) -> str:
-    return metric if "/" in metric else f"train/{metric}"
 
 
 _TRACEBACK = "Traceback (most recent call last):"

@@ -31,7 +31,7 @@ from helpers.ranks.gang import Gang
 from helpers.ranks.loops import losses_by_step, run_loop
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
-from orchestrator.user_code.current_step import current_step, set_current_step
+from orchestrator.user_code.callbacks import current_step, set_current_step
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Share

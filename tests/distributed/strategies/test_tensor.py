@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import LAYOUTS, SGD, TENSOR, assert_as_alone
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
 from helpers.jobs.head_norms import HeadNorms
+from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.ranks.gang import Gang
 from orchestrator.state.checkpoint import path_of
@@ -66,3 +67,12 @@ def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other
         for name, of in (("own", both["other"]), ("other", both["own"]))
     }
     torch.testing.assert_close(continued["own"], continued["other"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout", ["mesh-replicated-tensor-2x2", "mesh-sharded-tensor-2x2", "mesh-tensor-in-stages-2x2"]
+)
+def test_an_optimizer_gets_whole_tensors(gang: Gang, layout: str) -> None:
+    """Of a matrix, a worker has a part of the rows or columns, or of these the rows of a shard."""
+    case = Case(job=OfGPT(layers=3, kind=Preconditioned), train=having(steps=6, clip_norm=0.5, global_batch_size=16))
+    assert_as_alone(gang, case, TENSOR[layout], rtol=ADAMW, want_grad_norm=True)

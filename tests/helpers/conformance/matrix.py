@@ -20,7 +20,7 @@ from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, pass
 from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
-from helpers.jobs.matrix_optimizers import OfColumns, OfTall, Orthogonal, Preconditioned
+from helpers.jobs.matrix_optimizers import OfColumns, OfMarked, OfTall, Orthogonal, Preconditioned
 from helpers.jobs.quick_jobs import MeasuredDigits, SteppedDigits, TinyGPT, digits
 from helpers.jobs.uneven_jobs import Uneven
 from helpers.ranks.streams import StreamToy, Weighed
@@ -94,15 +94,13 @@ def rounded(ranks: list[Steps], reference: Seen) -> bool:
     return not torch.allclose(torch.tensor(ranks[0].norms), torch.tensor(reference.steps.norms), rtol=1e-5, atol=0)
 
 
-WHOLE_TENSORS = (
-    "sharded-ddp-3",
-    "fsdp-2",
-    "hsdp-2x2",
-    "fsdp-ZBVZeroBubble-2x2",
-    "mesh-zero1-in-stages-2x2",
-    "mesh-hsdp-in-stages-2x2x2",
-)
-"""Layouts with shards."""
+WHOLE_TENSORS = {
+    Orthogonal: ("sharded-ddp-3", "hsdp-2x2", "mesh-hsdp-in-stages-2x2x2"),
+    Preconditioned: ("fsdp-2", "fsdp-ZBVZeroBubble-2x2", "mesh-zero1-in-stages-2x2"),
+    OfColumns: ("sharded-ddp-3",),
+    torch.optim.Adafactor: ("sharded-ddp-3", "fsdp-2"),
+}
+"""Optimizers that need whole tensors, in layouts with shards."""
 
 (BAD,) = SampleOrder(n=200, seed=3).indices((BAD_STEP - 1) * 16, 1)
 
@@ -180,13 +178,14 @@ SCENARIOS = {
             rtol=ADAMW,
             layouts=layouts,
         )
-        for kind, layouts in {
-            Orthogonal: WHOLE_TENSORS,
-            Preconditioned: WHOLE_TENSORS,
-            OfColumns: ("sharded-ddp-3",),
-            torch.optim.Adafactor: WHOLE_TENSORS[:4],
-        }.items()
+        for kind, layouts in WHOLE_TENSORS.items()
     },
+    "whole tensors, skipped step": Scenario(
+        job=OfMarked(kind=Preconditioned, marked=(BAD,)),
+        train={"steps": 30, "on_nonfinite": "skip", "global_batch_size": 16},
+        rtol=ADAMW,
+        layouts=("fsdp-2",),
+    ),
     "stream": Scenario(job=StreamToy(kind="Stateful"), train={"global_batch_size": 48}, want_grad_norm=False),
     "samples drawn by weight": Scenario(job=Weighed(), train={"global_batch_size": 48}, want_grad_norm=False),
 }

@@ -29,7 +29,7 @@ from orchestrator.strategies.asynchronous.parameter_server.worker import Paramet
 from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.user_code.current_step import set_current_step
+from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.context import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of
@@ -172,8 +172,8 @@ def gathered(strategy: Trainer) -> dict[str, Tensor]:
     whole = {n: torch.empty(boxes[n].full, dtype=t.dtype) if n in boxes else t for n, t in own.items()}
     for rank in context.mesh.group(("shard", "tensor"), context.global_rank):
         parts, places = ranks[rank]
-        for name, box in places.items():
-            whole[name][box.slices_in(Box.whole(box.full))] = parts[name]
+        for name in parts.keys() & places.keys():
+            whole[name][places[name].slices_in(Box.whole(places[name].full))] = parts[name]
     return whole
 
 

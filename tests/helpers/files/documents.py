@@ -21,6 +21,7 @@ _BLOCK = re.compile(
     r"^(?:<!-- (?P<how>example in|not run:) (?P<what>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S
 )
 _PLACE = re.compile(r"^(?P<indent> *)# the example$", re.M)
+_FILE = re.compile(r'^```yaml title="([^"]+)"\n(.*?)^```$', re.M | re.S)
 _LAUNCH = re.compile(
     r"^    (?:python -m orchestrator\.launch|orchestrator (?:launch|submit))(?: (?P<words>.*))?$", re.M
 )
@@ -45,6 +46,11 @@ def examples(page: Path) -> list[Example]:
         )
         for block in _BLOCK.finditer(text)
     ]
+
+
+def files(page: Path) -> dict[str, str]:
+    """The files that the reader of a page writes: the text of each by its path."""
+    return dict(_FILE.findall(page.read_text()))
 
 
 def launches(page: Path) -> list[list[str]]:

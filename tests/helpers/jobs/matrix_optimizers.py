@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from helpers.jobs.stage_toys import chain
+from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.stage_toys import Marked, chain
 from helpers.jobs.toys import Toy
+from orchestrator.job import Job
 
 
 class OfMatrices(Optimizer):
@@ -107,24 +109,37 @@ def tall() -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfTall(Toy):
+class OfWholeTensors(Job):
     """Matrices with one of these optimizers, the rest with AdamW, at rates that fall."""
 
     kind: type[Optimizer] = Orthogonal
 
-    def model(self) -> nn.Module:
-        return tall()
-
     def parameter_groups(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[Any]:
         if not issubclass(self.kind, OfMatrices):
             return [p for _, p in named_parameters]
-        groups = {False: [], True: []}
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
         for _, parameter in named_parameters:
             groups[parameter.ndim != 2].append(parameter)
         return [{"params": parameters, "adamw": adamw} for adamw, parameters in groups.items()]
 
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        return self.kind(parameters, lr=0.02)
+        return self.kind(parameters, lr=0.02)  # type: ignore[call-arg]
 
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         return StepLR(optimizer, step_size=4, gamma=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTall(OfWholeTensors, Toy):
+    def model(self) -> nn.Module:
+        return tall()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfMarked(OfWholeTensors, Marked):
+    """With a gradient that is NaN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfGPT(OfWholeTensors, TinyGPT):
+    """Of blocks, whose layers workers may divide."""

@@ -33,7 +33,7 @@ from helpers.models.catalogue import MODELS, job_of
 from helpers.ranks.batches import validated
 from helpers.ranks.gang import Answer, Gang
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.driver.preflight.in_child import check_job
+from orchestrator.driver.preflight.child_checks import check_job
 from orchestrator.model.batch import num_rows, split_batch
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import EvalPoint

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
+from helpers.files.documents import ROOT, files
 from orchestrator import evaluate, launch, schema
 from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
 from orchestrator.config.files import Files, choices, conf_dir
@@ -22,7 +22,6 @@ from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.sweep.sweep import output_of
 from orchestrator.strategies import registry
 
-ROOT = Path(__file__).resolve().parents[3]
 FILES = {
     "conf/job/line.yaml": "# a line\n_target_: jobs.digits.Digits\nhidden: 8\nlr: ${oc.env:LR,0.5}\n",
     "conf/cluster/ours.yaml": "defaults: [default, _self_]\ncpus_per_worker: 0.5\nenv: {RELEASE: 1.10}\n",
@@ -132,9 +131,9 @@ def test_an_environment_variable_may_be_a_number(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_files_of_the_page_compose(directory: Path) -> None:
-    blocks = re.findall(r'```yaml title="([^"]+)"\n(.*?)```', (ROOT / "docs/your-configuration.md").read_text(), re.S)
+    blocks = files(ROOT / "docs/your-configuration.md")
     assert len(blocks) == 5
-    for name, text in blocks:
+    for name, text in blocks.items():
         write(directory / name, text)
     config = composed("experiment=mine", "cluster=ours")
     assert (config.strategy.name, config.train.steps, config.cluster.address) == ("pipeline", 1000, "auto")

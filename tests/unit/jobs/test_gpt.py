@@ -246,7 +246,10 @@ def test_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
     assert len(GPT(**job).dataset("val")) == 1  # type: ignore[arg-type]
 
 
-PUBLISHED = {"124m": 124_439_808, "350m": 354_823_168, "1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}
+PUBLISHED = {
+    **{"124m": 124_439_808, "350m": 354_823_168, "1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248},
+    **{"70b": 70_553_706_496, "405b": 405_853_388_800},
+}
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

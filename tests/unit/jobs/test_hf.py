@@ -17,7 +17,7 @@ from helpers.conformance.training import close_strategies, make
 from helpers.models.small_hf import BERT, COMMON, LORA, byte_tokenizer, llama
 from helpers.ranks.batches import validated
 from helpers.ranks.job_trials import errors, trained
-from jobs.examples import Encoder, Padded, leaves_out_text
+from jobs.examples import Padded, leaves_out_text
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED
 from orchestrator.protocol.messages import EvalPoint
@@ -137,7 +137,7 @@ def words() -> Any:
 def encoded(words: Any, example: dict[str, Any], template: str | None = None) -> tuple[str, str]:
     """The tokens of an example, and those of them that are learned."""
     words.chat_template = template
-    made = Encoder(HuggingFace(block_size=64), words)(example)
+    made = HuggingFace(block_size=64).encoder(words)(example)
     return words.decode(made["input_ids"]), words.decode(made["labels"][made["labels"] != IGNORED])
 
 

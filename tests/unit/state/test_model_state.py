@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from orchestrator.planning.boxes import Box
 from orchestrator.state.checkpoint import load, save
-from orchestrator.state.model_state import LEFT_OUT, dropped_names, saving_errors
+from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, dropped_names, saving_errors, total
 from orchestrator.state.train_state import TrainState, capture, restore
 
 
@@ -184,3 +185,26 @@ def test_the_state_is_json(tmp_path: Path) -> None:
     model = Counting(2)
     state = capture(model, SGD(model.parameters(), lr=0.1), None, step=1, samples_consumed=1)
     assert json.loads(json.dumps(state.meta)) == state.meta
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 2), (5,), ()])
+def test_the_parts_of_a_tensor_give_the_checksum_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = checksum(whole, Box.whole(shape))
+    assert expected == checksum(whole.double(), Box.whole(shape)), "whatever the dtype"
+    if shape:
+        boxes = [Box.shard(shape, index, 3) for index in range(3)]
+        parts = [{"a": checksum(whole[box.slices_in(Box.whole(shape))], box)} for box in boxes]
+        assert total(parts) == {"a": expected}
+        assert checksum(whole.flip(0), Box.whole(shape)) != expected
+    other = whole.clone()
+    other.view(-1)[-1] += 1e-3
+    with pytest.raises(ValueError, match="parameters than the checkpoint was trained with: a, the first of 1;"):
+        check_built({"a": expected}, {"a": checksum(other, Box.whole(shape))})
+
+
+def test_columns_give_the_checksum_of_the_whole() -> None:
+    whole = torch.arange(12).view(3, 4)
+    boxes = [Box(full=(3, 4), offset=(0, start), shape=(3, 2)) for start in (0, 2)]
+    parts = [{"a": checksum(whole[box.slices_in(Box.whole((3, 4)))], box)} for box in boxes]
+    assert total(parts)["a"] == checksum(whole, Box.whole((3, 4)))

@@ -50,7 +50,16 @@ def test_the_plan_says_what_is_gathered(options: StrategyConfig) -> None:
     assert f"of the whole model, these are {size_bytes / 2**20:.3g} MiB" in note
 
 
-@pytest.mark.parametrize("job", [OfTall(kind=Preconditioned), OfTall(kind=Adafactor), With(kind=Keyed)])
+@dataclass(frozen=True, kw_only=True)
+class Matrices(QuickDigits):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2])
+
+
+SINGLE = [Matrices(), OfTall(kind=Preconditioned), OfTall(kind=Adafactor), With(kind=Keyed)]
+
+
+@pytest.mark.parametrize("job", SINGLE)
 def test_optimizers_of_single_tensors_pass(job: Job) -> None:
     for train in ({}, {"ema_decay": 0.9}):
         errors, notes = checked(job, **train)
@@ -111,7 +120,7 @@ def test_what_needs_more_than_one_tensor_is_refused(job: Job, words: str) -> Non
     ):
         [error], notes = checked(job, options)
         assert notes == []
-        assert error.startswith(f"{key}: workers have shards of tensors, and {job.kind.__name__} {words}")  # type: ignore
+        assert error.startswith(f"{key}: workers have shards of tensors, and {job.kind.__name__} {words}")  # type: ignore[attr-defined]
         assert error.endswith(f"use another optimizer, such as AdamW or Muon, or {remedy}")
 
 

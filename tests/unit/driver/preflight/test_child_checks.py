@@ -17,7 +17,7 @@ from helpers.conformance.layouts import pipeline
 from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.driver.preflight.in_child import ChildDiedError, check_job, in_child
+from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
 from orchestrator.strategies import registry
 
 TIMEOUT_S = 60.0

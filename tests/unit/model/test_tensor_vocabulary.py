@@ -1,0 +1,84 @@
+"""Embeddings and output layers divided by rows compute the same, and are divided only if nothing else reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from orchestrator.model.partial_init import build_fake
+from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
+
+WORDS, WIDTH = 12, 6
+
+
+class Language(nn.Module):
+    """``direct``: the output layer is no module, but reads the weight of the embedding."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = False, padding: int | None = None, direct: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        self.direct = direct
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.inner(self.embed(words)).tanh()
+        return F.linear(x, self.embed.weight) if self.direct else self.head(x)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "model",
+    [Language(), Language(tied=True), Language(bias=True, padding=7), Language(tied=True, bias=True, padding=0)],
+    ids=["plain", "tied", "bias and padding", "tied with padding"],
+)
+def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(model: Language, count: int) -> None:
+    words = torch.arange(WORDS).repeat(2, 1)
+    names = list(vocabularies(model, [], count))
+    assert names == ["embed", "head"]
+    model.zero_grad()
+    whole = model(words)
+    F.cross_entropy(whole.flatten(0, 1), words.flatten()).backward()
+
+    def of_rank(index: int, peers: Peers) -> tuple[Tensor, dict[str, Tensor]]:
+        own = copy.deepcopy(model)
+        divide_rows(own, names, index=index, count=count, peers=peers)
+        own.zero_grad()
+        out = own(words)
+        F.cross_entropy(out.flatten(0, 1), words.flatten()).backward()
+        return out.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+    for index, (out, gradients) in enumerate(in_lockstep(count, of_rank)):
+        torch.testing.assert_close(out, whole.detach())
+        for name, parameter in model.named_parameters():
+            expected = parameter.grad
+            assert expected is not None
+            divided = name.split(".")[0] in names
+            part = expected.chunk(count)[index] if divided else expected
+            torch.testing.assert_close(gradients[name], part)
+
+
+def test_rows_that_do_not_divide_and_modules_of_other_kinds_stay_whole() -> None:
+    assert vocabularies(Language(), [], 5) == {}
+    sparse = nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS))
+    assert vocabularies(sparse, [], 2) == {}
+    model = Language(tied=True)
+    assert vocabularies(model, [model.head], 2) == {}, "a module that is divided and one that is not have one weight"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_weight_that_is_read_outside_of_its_module_is_found(direct: bool) -> None:
+    whole = build_fake(lambda: Language(direct=direct), torch.device("cpu"))
+    modules = vocabularies(whole.model, [], 2)
+    uses = DirectUses(modules.values())
+    with whole.mode, uses.watched():
+        whole.model(whole.fake_like(torch.arange(4)[None]))
+    assert uses.found == ({modules["embed"]} if direct else set())
