@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from helpers.jobs.toys import Rows
 from helpers.models.by_hand import BY_HAND
@@ -40,7 +40,7 @@ class Whole(Job):
     def model(self) -> nn.Module:
         return self.exhibit.build()
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Rows:
         return _samples(self.name, split)
 
     @property
