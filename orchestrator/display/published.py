@@ -19,7 +19,7 @@ def table(compared: Sequence[Compared]) -> str:
         **{name: functools.partial(_is_of, name) for name in stacks},
         "dense": lambda c: not c.run.is_sparse,
         f"dense, {LARGE} devices and more": lambda c: not c.run.is_sparse and c.run.devices >= LARGE,
-        "all sizes of experts": lambda c: c.run.is_sparse,
+        "with experts": lambda c: c.run.is_sparse,
         f"all, {LARGE} devices and more": lambda c: c.run.devices >= LARGE,
     }
     rows = []

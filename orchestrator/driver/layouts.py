@@ -20,7 +20,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 from orchestrator.job import Job
 from orchestrator.model.blocks import blocks_of
-from orchestrator.planning.memory import GIB, ParameterSize, WorkerMemory, worker_memory
+from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.prediction.cost import Step
@@ -29,6 +29,7 @@ from orchestrator.prediction.forecast import Answer, Forecast, Question, like
 from orchestrator.prediction.goodput import DEVICE_HOURS
 from orchestrator.prediction.published import compare, published_runs, stack_for
 from orchestrator.strategies import registry
+from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
@@ -40,6 +41,8 @@ LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 LARGEST_ROWS = 64
+REPLAYED = 8
+"""The workers of a pipeline whose schedule is replayed; longer ones wait in proportion."""
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned where the command line does not say it."""
 USUAL_TOKENS = 2**22
@@ -129,16 +132,20 @@ class _Search:
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
         nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
+        each = config.cluster.cpus_per_worker
         self._nodes = tuple(
-            Node(node_id=str(i), name=f"node{i}", cpus=gpus, gpus=gpus, gpu_memory_bytes=memory) for i in range(nodes)
+            Node(node_id=str(i), name=f"node{i}", cpus=gpus * each, gpus=gpus, gpu_memory_bytes=memory)
+            for i in range(nodes)
         )
-        self._gathered: dict[tuple[Any, ...], float] = {}
+        self._gathered: dict[tuple[type[Strategy], int], float] = {}
+        self._state = functools.cache(self._state_of)
         self._job = job
         self._in_blocks = {p for block in blocks_of(model) for p in block.parameters() if p.ndim > 1}
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield every layout that the product does not refuse, without its time."""
-        for keys in self._proposals():
+        recomputes = self._free("train.activation_checkpointing", ("none", "blocks"))
+        for keys in (keys for of_mesh in self._meshes() for keys in self._passes(of_mesh)):
             try:
                 config = self._with(keys)
                 rules = registry.load(config.strategy.name)
@@ -146,13 +153,8 @@ class _Search:
             except (ConfigError, ValueError) as e:
                 self._refuse(str(e))
                 continue
-            yield self._forecast(config, found, keys)
-
-    def _proposals(self) -> Iterator[dict[str, Any]]:
-        """Yield the keys of each layout that are not given on the command line."""
-        for of_mesh in self._meshes():
-            for recomputes in self._free("train.activation_checkpointing", ("none", "blocks")):
-                yield from self._passes({**of_mesh, **recomputes})
+            for recompute in recomputes:
+                yield self._forecast(self._with({**keys, **recompute}), found, {**keys, **recompute})
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         devices, layers = self._cluster.devices, self.traced.work.layers
@@ -233,7 +235,8 @@ class _Search:
         passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
         gathers = division is not None and division.parameters > 1
         resharded = gathers and getattr(options, "reshard_after_forward", True)
-        recomputes: Recomputed = "none" if config.train.activation_checkpointing == "none" else "blocks"
+        again = config.train.activation_checkpointing
+        recomputes: Recomputed = "blocks" if again == "blocks" else "none"  # selective keeps less, which cannot be seen
         step = Step(
             mesh=mesh,
             rows=samples / passes,
@@ -241,36 +244,37 @@ class _Search:
             chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
             bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
             recompute=float(recomputes == "blocks"),
-            recompute_attention=float(recomputes == "blocks"),
+            recompute_attention=float(again != "none"),
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
             divides_ends=False,
         )
         memory: WorkerMemory | None = None
-        if division is not None:
-            place = (trainer, mesh.pipeline, mesh.shard > 1)
+        refused = f"strategy={options.name}: what a device has of the model is not known"
+        if division is not None and layout.devices_per_worker == 1:
+            refused = ""
+            place = (trainer, mesh.pipeline)
             if place not in self._gathered:
                 self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
-            sizes = self._sizes_of(mesh.tensor)
-            memory = replace(worker_memory(sizes, division), gathered=self._gathered[place] / mesh.tensor)
+            state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
             memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
-                memory, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
+                state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}
         overrides = tuple(format_override(key, value) for key, value in changed.items())
-        return Forecast(overrides=overrides, step=step, memory=memory)
+        return Forecast(overrides=overrides, step=step, memory=memory, refused=refused)
 
-    def _sizes_of(self, tensor: int) -> list[ParameterSize]:
-        """Return the sizes of a worker's parameters, if the matrices of all blocks are divided over so many workers.
+    def _state_of(self, division: Division, tensor: int) -> WorkerMemory:
+        """Return the training state of a worker, if the matrices of all blocks are divided over ``tensor`` workers.
 
         Whether they can be is proven at the launch, with blocks that have memory.
         """
-        parameters = self._model.parameters()
-        return [
+        sizes = [
             replace(size, rows=math.ceil(size.rows / tensor)) if p in self._in_blocks else size
-            for size, p in zip(self._sizes, parameters, strict=True)
+            for size, p in zip(self._sizes, self._model.parameters(), strict=True)
         ]
+        return worker_memory(sizes, division)
 
     def _value(self, key: str) -> Any:
         section, _, name = key.partition(".")
@@ -294,10 +298,13 @@ def _powers(most: int) -> tuple[int, ...]:
 def _bubble(layout: PipelineLayout, workers: int) -> float:
     """Return the time that a pipeline waits relative to the time that it computes, by a replay of its schedule.
 
-    What it waits does not grow with the micro-batches, of which two for each stage are replayed.
+    What it waits does not grow with the micro-batches, of which two for each stage are replayed, and is in proportion
+    to the workers after the first.
     """
-    replayed = min(layout.num_microbatches, 2 * layout.num_stages)
-    return _waits(layout.schedule, workers, replayed, layout.num_stages // workers) / layout.num_microbatches
+    stages, replayed = layout.num_stages // workers, min(workers, REPLAYED)
+    microbatches = min(layout.num_microbatches, 2 * stages * replayed)
+    waits = _waits(layout.schedule, replayed, microbatches, stages) * (workers - 1) / (replayed - 1)
+    return waits / layout.num_microbatches
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, che
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
-from orchestrator.driver.run.run_workers import Held, RunWorkers
+from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.policy.failure import Outcomes, cannot_leave_nccl, death, no_store
@@ -49,7 +49,7 @@ class Start:
 
     Attributes:
         recovery_plan: where the state comes from; None in the first generation.
-        held: the state that the workers hold from earlier generations, by rank.
+        recoverable: the state that the workers hold from earlier generations, by rank.
         checkpoint: what ranks load that get their state from no survivor; None to start from the beginning.
         checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
         faults: those still to be injected.
@@ -59,7 +59,7 @@ class Start:
     """
 
     recovery_plan: RecoveryPlan | None
-    held: Held
+    recoverable: RecoverableByRank
     checkpoint: Path | None
     checkpoint_remote: Remote | None
     faults: tuple[Fault, ...] = ()
@@ -300,7 +300,7 @@ class Generation:
         """Record that the ranks ``besides`` one that failed have not begun the generation, and keep their state."""
         for rank in range(self._plan.world_size):
             if rank != besides:
-                step, states = self._telemetry.last_step.get(rank, 0), self._start.held.get(rank, {})
+                step, states = self._telemetry.last_step.get(rank, 0), self._start.recoverable.get(rank, {})
                 self.outcomes.add(rank, Outcome(status="stopped", step=step, recoverable_steps=states))
 
     def _record_errors(self, errors: Sequence[tuple[Member, ray.exceptions.RayError]]) -> None:

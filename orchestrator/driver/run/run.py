@@ -18,7 +18,7 @@ from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting.uploads import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
 from orchestrator.driver.run.run_recorder import RunRecorder, worker_failed, worker_lost
-from orchestrator.driver.run.run_workers import Held, RunWorkers
+from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
@@ -78,16 +78,16 @@ class Run:
     def _run_generations(self) -> Verdict:
         """Run one generation after another, until one completes the training or none can follow."""
         plan: RecoveryPlan | None = None
-        held: Held = {}
+        recoverable: RecoverableByRank = {}
         released_after: GenerationEnd | None = None  # the last generation, while the run waits for its turn after it
         try:
             with self._stop.raising():
                 self._acquire()
                 for number in itertools.count(1):
-                    generation = self._prepare(number, plan, held)
+                    generation = self._prepare(number, plan, recoverable)
                     generation.begin()
                     end = self._watch(generation)
-                    held = end.outcomes.survivors()
+                    recoverable = end.outcomes.survivors()
                     state = self._what_follows(end)
                     match state:
                         case run_state.Done():
@@ -99,15 +99,15 @@ class Run:
                             return self._fail(end, rank, why)
                         case run_state.Yielding():
                             released_after = end
-                            plan, held = self._yield(end), {}
+                            plan, recoverable = self._yield(end), {}
                             released_after = None
                         case run_state.Recovering() | run_state.Replacing() | run_state.Growing():
                             if isinstance(state, run_state.Recovering):
                                 self._report_loss(generation, state.rank)
                             try:
-                                plan, held = self._transition(end, state, held)
+                                plan, recoverable = self._transition(end, state, recoverable)
                             except (NoWorkersError, Interrupted) as e:
-                                return self._save_survivors(number + 1, state.plan, held, e)
+                                return self._save_survivors(number + 1, state.plan, recoverable, e)
         except (GangError, ray.exceptions.RayError) as e:
             if self._stop.received is not None:
                 return self._stopped(released_after)
@@ -127,12 +127,14 @@ class Run:
             self._reports.telemetry.begin_generation(workers.plan, (), self._checkpoints.step)
         self._recorder.enter("running", precision=workers.environment.config.train.precision)
 
-    def _prepare(self, number: int, plan: RecoveryPlan | None, held: Held, *, only_saves: bool = False) -> Generation:
+    def _prepare(
+        self, number: int, plan: RecoveryPlan | None, recoverable: RecoverableByRank, *, only_saves: bool = False
+    ) -> Generation:
         """Return the next generation, which has not begun."""
         workers = self._workers
         start = Start(
             recovery_plan=plan,
-            held=held,
+            recoverable=recoverable,
             checkpoint=self._checkpoints.newest,
             checkpoint_remote=self._checkpoints.remote,
             faults=() if only_saves else self._faults,
@@ -193,7 +195,9 @@ class Run:
             self._failures.append(end.failure)
         return state
 
-    def _transition(self, end: GenerationEnd, state: run_state.GoingOn, held: Held) -> tuple[RecoveryPlan, Held]:
+    def _transition(
+        self, end: GenerationEnd, state: run_state.GoingOn, recoverable: RecoverableByRank
+    ) -> tuple[RecoveryPlan, RecoverableByRank]:
         """Prepare the workers for the next generation; returns how it starts, and the state that they hold."""
         failure = end.failure
         self._recorder.enter(state.name)
@@ -209,9 +213,9 @@ class Run:
         if failure is not None:
             for rank in state.plan.lost:
                 self._faults = without_next(self._faults, rank)
-        plan, held = self._workers.change(state.plan, held, saved=failure is None)
+        plan, recoverable = self._workers.change(state.plan, recoverable, saved=failure is None)
         self._continue_with(plan)
-        return plan, held
+        return plan, recoverable
 
     def _yield(self, end: GenerationEnd) -> RecoveryPlan:
         """Release all workers for a run that goes first, and acquire them again when it is this run's turn.
@@ -252,10 +256,10 @@ class Run:
         self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, step)
 
     def _save_survivors(
-        self, number: int, decision: RecoveryPlan, held: Held, error: NoWorkersError | Interrupted
+        self, number: int, decision: RecoveryPlan, recoverable: RecoverableByRank, error: NoWorkersError | Interrupted
     ) -> Verdict:
         """End the run because of ``error``, in a generation in which the survivors save what they hold."""
-        plan = self._workers.rescue(decision, held, newer_than=self._checkpoints.step)
+        plan = self._workers.rescue(decision, recoverable, newer_than=self._checkpoints.step)
         if plan is None:
             raise error
         self._reports.telemetry.begin_generation(self._workers.plan, plan.lost, plan.step)

@@ -27,7 +27,7 @@ from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
 from orchestrator.protocol.queue import run_label
 from orchestrator.strategies import registry
 
-Held = Mapping[int, RecoverableSteps]
+RecoverableByRank = Mapping[int, RecoverableSteps]
 """By rank, the state that its worker holds."""
 
 
@@ -159,12 +159,14 @@ class RunWorkers:
         is_larger = assignment is not None and assignment.plan.world_size > plan.world_size
         return assignment if is_larger else None
 
-    def change(self, decision: RecoveryPlan, held: Held, *, saved: bool) -> tuple[RecoveryPlan, Held]:
+    def change(
+        self, decision: RecoveryPlan, recoverable: RecoverableByRank, *, saved: bool
+    ) -> tuple[RecoveryPlan, RecoverableByRank]:
         """Replace the lost workers, or continue with fewer or more of them.
 
         Args:
             decision: how to go on.
-            held: the state that the workers hold.
+            recoverable: the state that the workers hold.
             saved: a checkpoint holds all of the state.
 
         Returns:
@@ -185,11 +187,11 @@ class RunWorkers:
             self.gang.lose(decision.lost)
             if (assignment := self._change_size(alive, saved=saved)) is None:
                 self.gang.replace(decision.lost)
-                return decision, {rank: states for rank, states in held.items() if rank in alive}
+                return decision, {rank: states for rank, states in recoverable.items() if rank in alive}
         self.plan = assignment.plan
-        return reassigned(decision, assignment, held), {}
+        return reassigned(decision, assignment, recoverable), {}
 
-    def rescue(self, decision: RecoveryPlan, held: Held, *, newer_than: int) -> RecoveryPlan | None:
+    def rescue(self, decision: RecoveryPlan, recoverable: RecoverableByRank, *, newer_than: int) -> RecoveryPlan | None:
         """Let the survivors alone form a generation in which they save what they hold.
 
         Returns:
@@ -198,7 +200,7 @@ class RunWorkers:
         assignment = find_rescue(self.plan, self._sizes, self._alive(decision))
         if assignment is None:
             return None
-        plan = reassigned(decision, assignment, held)
+        plan = reassigned(decision, assignment, recoverable)
         if plan.sources is None or plan.step <= newer_than:
             return None
         self.gang.reassign_ranks(assignment.plan, assignment.before)

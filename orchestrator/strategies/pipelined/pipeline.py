@@ -89,7 +89,7 @@ class Pipeline(PartTrainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan)
+        return tensor_outline(outline, plan.mesh.tensor)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:

@@ -59,7 +59,7 @@ class FSDP(PartTrainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan)
+        return tensor_outline(outline, plan.mesh.tensor)
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:

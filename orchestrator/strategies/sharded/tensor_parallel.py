@@ -50,7 +50,7 @@ class TensorParallel(PartTrainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan)
+        return tensor_outline(outline, plan.mesh.tensor)
 
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""

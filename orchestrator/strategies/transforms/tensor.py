@@ -253,9 +253,9 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
     return notes
 
 
-def tensor_outline(outline: Outline, plan: Plan) -> Outline:
-    """Return the outline of what a worker has of the model, after :func:`check_tensor`."""
-    found = outline.found.get(("tensor", plan.mesh.tensor))
+def tensor_outline(outline: Outline, size: int) -> Outline:
+    """Return the outline of what one of ``size`` workers has of the model, after :func:`tensor_errors`."""
+    found = outline.found.get(("tensor", size))
     if not isinstance(found, TensorPlan):
         return outline
     return replace(outline, transform=TensorParts(found, 0, Peers()).of, found={})

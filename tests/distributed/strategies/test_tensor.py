@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone
+from helpers.conformance.exact_evaluation import assert_evaluated_exactly
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, mesh
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
 from helpers.jobs.head_norms import HeadNorms
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.toys import Rows
 from helpers.ranks.gang import Gang
+from orchestrator.job import Job, Split
+from orchestrator.planning.mesh import Mesh
 from orchestrator.state.checkpoint import path_of
 from orchestrator.strategies.trainer import Trainer
 
@@ -52,6 +59,19 @@ def test_initial_values_are_those_of_the_whole_model_and_divided(gang: Gang, lay
     assert names == {*alone}
 
 
+@dataclass(frozen=True, kw_only=True)
+class FewToEvaluate(TinyGPT):
+    def dataset(self, split: Split) -> Any:
+        windows: Any = super().dataset(split)
+        return windows if split == "train" else Rows([windows[i] for i in range(13)])
+
+
+@pytest.mark.parametrize("layout", ["mesh-sharded-tensor-2x2", "mesh-replicated-tensor-2x2"])
+def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
+    job = FewToEvaluate(layers=2, variant="llama", kv_heads=2, tied=True)
+    assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
+
+
 @pytest.mark.parametrize(("layout", "other"), [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), strict=True)])
 def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
     ends: dict[str, Any] = {}
@@ -76,3 +96,69 @@ def test_an_optimizer_gets_whole_tensors(gang: Gang, layout: str) -> None:
     """Of a matrix, a worker has a part of the rows or columns, or of these the rows of a shard."""
     case = Case(job=OfGPT(layers=3, kind=Preconditioned), train=having(steps=6, clip_norm=0.5, global_batch_size=16))
     assert_as_alone(gang, case, TENSOR[layout], rtol=ADAMW, want_grad_norm=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sizes", [{"pipeline": 2, "shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+    case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
+    assert_as_alone(gang, case, mesh(Mesh(**sizes, tensor=2)), want_grad_norm=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("layout", "train", "fields"),
+    [
+        ("mesh-tensor-2", {"activation_checkpointing": "blocks"}, {"dropout": 0.1}),
+        ("mesh-tensor-in-stages-2x2", {"activation_checkpointing": "blocks"}, {}),
+        ("mesh-sharded-tensor-2x2", {"activation_checkpointing": "selective"}, {}),
+        ("mesh-replicated-tensor-2x2", {"compile": "blocks"}, {}),
+        ("mesh-sharded-tensor-2x2", {"compile": "blocks"}, {}),
+        ("mesh-sharded-tensor-2x2", {"ema_decay": 0.8, "precision": "bf16"}, {}),
+    ],
+    ids=str,
+)
+def test_ways_to_train(gang: Gang, layout: str, train: dict[str, Any], fields: dict[str, Any]) -> None:
+    case = Case(job=replace(JOB, **fields), train=having(steps=6, clip_norm=0.5, global_batch_size=8, **train))
+    rtol = 2e-3 if "precision" in train else SGD
+    assert_as_alone(gang, case, TENSOR[layout], rtol=rtol, want_grad_norm=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTransformers(Job):
+    """A small model of ``transformers`` with random weights, which computes its loss itself."""
+
+    kind: str
+
+    def model(self) -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"head_dim": 16, "intermediate_size": 96, "vocab_size": 128, "pad_token_id": 0}
+        default = AutoConfig.for_model(self.kind)
+        known = {name: size for name, size in sizes.items() if hasattr(default, name)}
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
+        return model
+
+    def dataset(self, split: Split) -> Rows:
+        rows = [(torch.arange(24) * (1 + i % 5) + i) % 120 for i in range(64)]
+        return Rows([{"input_ids": row, "labels": row} for row in rows])
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(**inputs, use_cache=False)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        loss: Tensor = output.loss
+        return loss
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("layout", ["mesh-tensor-2", "mesh-sharded-tensor-2x2"])
+def test_models_of_transformers(gang: Gang, layout: str, kind: str) -> None:
+    pytest.importorskip("transformers")
+    case = Case(job=OfTransformers(kind=kind), train=having(steps=5, clip_norm=0.5, global_batch_size=8))
+    assert_as_alone(gang, case, TENSOR[layout], want_grad_norm=True)

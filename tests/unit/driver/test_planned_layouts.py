@@ -12,6 +12,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
 from orchestrator.driver.layouts import answer
+from orchestrator.model.kept import kept_tensors
+from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.prediction.devices import parse_cluster, read_tables
@@ -19,7 +21,8 @@ from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import kept_by_rows
+from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
 
 TABLES = read_tables()
@@ -82,6 +85,13 @@ def test_another_strategy_has_its_own_layout() -> None:
     assert {forecast.mesh for forecast in found.fitting} == {Mesh(shard=8)}
 
 
+@pytest.mark.parametrize("strategy", ["parameter_server", "hogwild", "dp", "auto"])
+def test_a_strategy_whose_memory_is_not_known_is_refused(strategy: str) -> None:
+    found = answered(f"strategy={strategy}")
+    assert not found.fitting
+    assert found.pruned or "is not known" in found.refused[0].refused
+
+
 def test_what_does_not_fit_says_what_it_needs() -> None:
     found = answered("job.layers=4", "job.width=16384", "job.hidden=65536", cluster="1x4xA10G")
     assert not found.fitting
@@ -132,3 +142,25 @@ def test_two_blocks_tell_what_all_of_them_keep() -> None:
 def test_what_fused_attention_keeps_grows_with_the_positions_and_not_with_their_square() -> None:
     short, long = (kept_by_rows(outline(context=context), fused_attention=True).a_sample for context in (128, 512))
     assert 3.5 * short < long < 4.1 * short
+
+
+def test_a_real_step_keeps_and_allocates_what_is_predicted() -> None:
+    planned, rows = outline(), 8
+    job, precision = planned.job, planned.precision
+    predicted = traced(planned, fused_attention=False).kept("none")
+    model = job.model()
+    inputs, target = example_batch(job, job.dataset("train"), rows)
+    with kept_tensors(model) as kept, precision.autocast():
+        loss = job.loss(job.forward(model, inputs), target)
+    assert predicted.always + rows * predicted.a_sample == pytest.approx(kept.activations, rel=0.05)
+    assert predicted.casts == pytest.approx(kept.casts, rel=0.05)
+
+    optimizer = job.optimizer(model.parameters())
+    loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *states]
+    config, _ = compose(["job=gpt", "strategy=mesh"], [], registry.config_class)
+    assert config is not None
+    memory = worker_memory(parameter_sizes(config, job, model), Division())
+    assert memory.state == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.01)

@@ -10,7 +10,7 @@ from helpers.jobs.head_norms import WIDTH, Parallel
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.pairs import candidates
 from orchestrator.model.tensor.proof import ProvenBlock, proven
-from orchestrator.model.tensor.region import Pair, Peers
+from orchestrator.model.tensor.region import Pair, Peers, divide
 from orchestrator.model.tensor.sample import BlockCall
 
 ATTENTION = Pair(columns=("q", "k", "v"), row="out")
@@ -63,6 +63,22 @@ def test_a_wrong_pair_by_hand_is_not_proven() -> None:
 def test_a_bias_of_a_row_counts_once() -> None:
     assert {*tried(Parallel(), 4).parts.pairs} == {ATTENTION, MLP}
     assert "out.bias" not in tried(Parallel()).parts.cuts | dict.fromkeys(tried(Parallel()).parts.partial)
+
+
+def test_a_block_sums_twice_in_each_direction() -> None:
+    class Counting(Peers):
+        sums = 0
+
+        def sum(self, tensor: Tensor) -> Tensor:
+            self.sums += 1
+            return tensor
+
+    block, peers = Parallel(), Counting()
+    divide(block, tried(Parallel()).parts, index=0, count=2, peers=peers)
+    out = block(torch.randn(2, 5, WIDTH).requires_grad_())
+    assert peers.sums == 2
+    out.sum().backward()
+    assert peers.sums == 4
 
 
 def test_a_layer_that_is_used_twice_is_no_column() -> None:

@@ -1,0 +1,88 @@
+"""What the plan says of layers that are divided, and why a model or pairs by hand are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.conformance.cases import having
+from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.toys import Toy
+from orchestrator.job import Job
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
+
+MLP, ATTENTION = "mlp.gate + mlp.up -> mlp.down", "attention.q + attention.k + attention.v -> attention.mix"
+INSTEAD = "use strategy.shard={} in place of it"
+
+
+def llama(**fields: Any) -> TinyGPT:
+    return TinyGPT(**{"layers": 2, "variant": "llama", "heads": 4, "kv_heads": 2, "hidden": 40} | fields)
+
+
+def said(job: Job, size: int, pairs: Any = "auto") -> tuple[list[str], tuple[str, ...]]:
+    return tensor_errors(Outline(job, having()), job.dataset("train"), size, pairs)
+
+
+def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
+    assert said(llama(), 2) == (
+        [],
+        (
+            "strategy.tensor=2 divides, as proven on a block of each kind, 2 x Block: 99% of the parameters "
+            f"({MLP}, {ATTENTION}); and the rows of embed.token, head",
+        ),
+    )
+    errors, (divided, whole) = said(llama(hidden=160, heads=2, kv_heads=1), 2)
+    assert errors == []
+    assert divided.endswith(f"({MLP}); and the rows of embed.token, head")
+    assert whole.startswith(f"strategy.tensor=2 leaves whole {ATTENTION}: raises RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("job", "size", "error"),
+    [
+        (
+            llama(hidden=42),
+            4,
+            f"strategy.tensor=4: 0% of the parameters of the blocks could be divided ({MLP}: 42 is no multiple of 4; "
+            f"{ATTENTION}: raises RuntimeError: unflatten: Provided sizes [-1, 4] don't multiply up to the size of dim "
+            f"2 (2) in the input tensor); set it to 2, or {INSTEAD.format(4)}",
+        ),
+        (
+            Toy(),
+            2,
+            "strategy.tensor=2: the model has no nn.ModuleList or nn.Sequential with several blocks of one class; "
+            f"{INSTEAD.format(2)}",
+        ),
+    ],
+    ids=["heads", "no blocks"],
+)
+def test_a_model_that_cannot_be_divided_is_refused_with_what_to_set(job: Job, size: int, error: str) -> None:
+    assert said(job, size) == ([error], ())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "error"),
+    [
+        (("mlp.up mlp.down",), "'mlp.up mlp.down' is no pair; write it as in 'q + k + v -> out'"),
+        (("mlp.u -> mlp.down",), "no block has the linear layers mlp.u -> mlp.down"),
+        (
+            ("mlp.up -> mlp.down",),
+            "mlp.up -> mlp.down: raises RuntimeError: The size of tensor a (40) must match the size of tensor b (20) "
+            "at non-singleton dimension 2; leave it out, or set it to auto",
+        ),
+    ],
+)
+def test_pairs_by_hand_are_proven_too(pairs: tuple[str, ...], error: str) -> None:
+    assert said(llama(), 2, pairs) == ([f"strategy.tensor_pairs: {error}"], ())
+    assert said(llama(), 2, (MLP, ATTENTION))[0] == []
+
+
+def test_a_worker_has_less_of_the_model() -> None:
+    job = llama()
+    outline = Outline(job, having())
+    tensor_errors(outline, job.dataset("train"), 2, "auto")
+    own = tensor_outline(outline, 2)
+    whole, part = (sum(p.numel() for p in of.whole.model.parameters()) for of in (outline, own))
+    assert 0.5 * whole < part < 0.52 * whole
