@@ -119,7 +119,7 @@ def run(planned: Sequence[CellId], *, keep: bool) -> Iterator[Row]:
 
 
 def counts(rows: Sequence[Row]) -> str:
-    """The counts by strategy and by package, and the reasons of refusals and differences, as Markdown."""
+    """The counts by strategy and by package, the faults, and the reasons of refusals and differences, as Markdown."""
     outcomes = list(SIGNS)
     size = f"{len(MODELS)} models, {len(SYNCHRONOUS)} strategies and 2 optimizers"
     return "\n\n".join(
@@ -127,6 +127,7 @@ def counts(rows: Sequence[Row]) -> str:
             f"{len(rows)} of {len(MODELS) * len(SYNCHRONOUS) * 2} cells have been run, of {size}.",
             counted("strategy", outcomes, [(row.layout, row.outcome) for row in rows]),
             counted("models", outcomes, [(MODELS[row.model].package, row.outcome) for row in rows], models=rows),
+            *(f"Not mended: {row.model} under {row.layout} ({row.outcome})." for row in rows if row.outcome in FAULTS),
             "Reasons of refusals, with the number of cells and some of the models:",
             reasons([row for row in rows if row.outcome == "refused"]),
             "What is different by nature, and a warning says so:",

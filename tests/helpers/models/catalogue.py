@@ -20,6 +20,7 @@ from helpers.models.zoo import ZOO
 from orchestrator.job import Job, Split
 
 MODELS: dict[str, Exhibit] = {**BY_HAND, **ZOO, **LIBRARIES, **TABLE}
+ADAMW_LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Whole(Job):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.adamw:
-            return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)  # so that rounding is not a whole update
+            return torch.optim.AdamW(parameters, lr=ADAMW_LR, eps=1e-5)  # so that rounding is not a whole update
         return torch.optim.SGD(parameters, lr=self.exhibit.lr)
 
     def _results(self, output: Any) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from helpers.conformance.layouts import (
 )
 from helpers.conformance.reference import trained_plainly
 from helpers.conformance.training import Steps, losses, make, steps, watched
-from helpers.models.catalogue import MODELS, job_of
+from helpers.models.catalogue import ADAMW_LR, MODELS, job_of
 from helpers.ranks.batches import validated
 from helpers.ranks.gang import Answer, Gang
 from orchestrator.config.schema import StrategyConfig
@@ -139,7 +139,8 @@ def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: An
     ranks = [answer.value for answer in answers]
     if not registry.load(case.options.name).is_synchronous(case.options):
         return finite(ranks, expected)
-    found = comparison(ranks, expected, COARSE if MODELS[name].coarse else ADAMW if adamw else SGD)
+    rtol = COARSE if MODELS[name].coarse else ADAMW if adamw else SGD
+    found = comparison(ranks, expected, rtol, atol=2 * TRAIN.steps * ADAMW_LR if adamw else 0.0)
     if found.outcome == "wrong" and (said := explained([*notes, *ranks[0].warnings])):
         return Cell(outcome="by nature", detail=said)
     return found
@@ -194,8 +195,15 @@ def trained(rank: int, case: Case) -> Result:
     return Result(steps=seen, points=[validated(strategy, rank, strategy.job.dataset("val"))], warnings=warnings)
 
 
-def comparison(ranks: list[Result], expected: Plain, rtol: float) -> Cell:
-    """Compare losses, gradient norms, the evaluation and the final weights."""
+def comparison(ranks: list[Result], expected: Plain, rtol: float, *, atol: float) -> Cell:
+    """Compare losses, gradient norms, the evaluation and the final weights.
+
+    Args:
+        ranks: what each rank saw.
+        expected: what a plain loop saw.
+        rtol: the tolerance of a loss.
+        atol: that of a weight: AdamW makes whole updates from gradients that are nothing but rounding.
+    """
     rtol = max(rtol, min(NOISE * expected.noise, MOST))
     difference = largest(losses([rank.steps for rank in ranks]), losses([expected.steps]))
     if not difference <= rtol:
@@ -214,7 +222,7 @@ def comparison(ranks: list[Result], expected: Plain, rtol: float) -> Cell:
         weights, wanted = whole_model([rank.steps for rank in ranks]), expected.steps.model
         if weights.keys() != wanted.keys():  # in stages, a module is around the model
             weights = {name.removeprefix("model."): t for name, t in weights.items()}
-        torch.testing.assert_close(weights, wanted, rtol=min(100 * rtol, 0.1), atol=min(10 * rtol, 1e-2))
+        torch.testing.assert_close(weights, wanted, rtol=min(100 * rtol, 0.1), atol=max(atol, min(10 * rtol, 1e-2)))
     except AssertionError as e:
         return Cell(outcome="wrong", detail=f"the weights differ: {e}")
     return Cell(outcome="equal", detail=f"{difference:.0e}")
