@@ -46,7 +46,7 @@ KINDS: list[tuple[str, str, Outcome, str]] = [
     ("gradient penalty", "fsdp", "refused", "strategy.reshard_after_forward=false"),
     ("memory shared", "pipeline", "refused", "share memory"),
     ("momentum teacher", "ddp", "equal", ""),
-    ("momentum teacher", "mesh", "by nature", "forward passes change teacher."),
+    ("reads a weight ahead", "mesh", "equal", ""),
     ("frozen BatchNorm", "ddp, optimizer sharded", "equal", ""),
     ("wide layer clamps its weights", "ddp, optimizer sharded", "equal", ""),
     ("contrastive loss", "fsdp", "by nature", "trains otherwise on parts of a batch"),

@@ -151,6 +151,15 @@ class WideClamped(nn.Module):
         return self.c(self.wide(self.a(x).tanh()).tanh())
 
 
+class ReadsAhead(Net):
+    """Scales its input by the size of its last weight, without a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            size = self.c.weight.square().mean()
+        return super().forward(x * (1 + size))
+
+
 class RootScale(Net):
     """Parameters of the root itself, one of which no layer has."""
 
@@ -376,6 +385,7 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     "momentum teacher": functools.partial(Momentum, False),
     "momentum teacher, by data": functools.partial(Momentum, True),
     "wide layer clamps its weights": WideClamped,
+    "reads a weight ahead": ReadsAhead,
     "parameters of the root": RootScale,
     "unused layer": Unused,
     "empty parameter": Empty,
