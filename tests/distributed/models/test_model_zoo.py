@@ -42,6 +42,10 @@ REFUSED = {
 KINDS: list[tuple[str, str, Outcome, str]] = [
     ("block experts, skipped", "fsdp", "equal", ""),
     ("block clamps its weights", "fsdp", "refused", "is a copy there, gathered from all workers"),
+    ("block clamps its weights", "dp", "refused", "once for each device"),
+    ("block clamps its weights", "parameter_server sync", "refused", "which the servers own"),
+    ("momentum teacher", "dp", "refused", "once for each device"),
+    ("momentum teacher", "parameter_server sync", "equal", ""),
     ("block reads its weights", "fsdp", "equal", ""),
     ("gradient penalty", "fsdp", "refused", "strategy.reshard_after_forward=false"),
     ("memory shared", "pipeline", "refused", "share memory"),
