@@ -25,6 +25,8 @@ from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
 
+pytestmark = pytest.mark.slow
+
 TABLES = read_tables()
 SMALL = ("job=gpt", "job.variant=llama", "job.context=64", "train.global_batch_size=64")
 
