@@ -62,7 +62,8 @@ class PartTrainer(Trainer):
 
     def warning_of_whole(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
-        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
+        context = self.context
+        size = context.mesh.tensor * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
         limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
         if size > limit:
             return not_compared(
