@@ -58,12 +58,17 @@ class Weights:
         return [n for n, seen in self._seen.items() if after.get(n) != seen or seen[-1] in written]
 
 
-def changed_weights(outline: Outline) -> list[str]:
-    """Return the names of the parameters that a forward pass changes, as far as fake tensors lead."""
+def changed_weights(outline: Outline, train_set: Any = None) -> list[str]:
+    """Return the names of the parameters that a forward pass changes, as far as fake tensors lead.
+
+    ``train_set``: provides a sample; None to let the job open it.
+    """
     job, precision = outline.job, outline.precision
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
         whole = outline.whole
-        inputs, _ = map_tensors(whole.fake_like, example_batch(job, job.dataset("train"), 2))
+        inputs, _ = map_tensors(
+            whole.fake_like, example_batch(job, job.dataset("train") if train_set is None else train_set, 2)
+        )
         weights, writes = Weights(whole.model), Writes()
         with contextlib.suppress(Exception), whole.mode, precision.autocast(), writes:
             job.forward(whole.model, precision.inputs(inputs))

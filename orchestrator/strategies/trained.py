@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
 from orchestrator.config.text import first_few
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.model.tensor_slots import sparse_error
 from orchestrator.planning.boxes import Box
 from orchestrator.planning.placement import Placement
@@ -22,6 +22,8 @@ from orchestrator.state import train_state
 from orchestrator.state.model_state import checksum, dropped_names, own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
+from orchestrator.strategies.changed_weights import changed_weights
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
 from orchestrator.strategies.update.closure import Closure, closure_errors
@@ -52,6 +54,7 @@ class Trained:
         placements: where the parameters are, by each of their names.
         boxes: those that this rank has of parameters that are divided, by name.
         parameters: the parameters that are updated.
+        moving: the frozen parameters that forward passes change, such as those of a teacher.
         optimizer: updates them; several are joined for their state, and have to be called one by one.
         scheduler: the learning-rate schedule; None if it is constant.
         loss_scale: the factor of the loss in float16; None in another precision.
@@ -95,6 +98,7 @@ class Trained:
         self.boxes = {name: box for name, box in boxes.items() if box is not None}
         self.parameters: Sequence[nn.Parameter] = [p for p in own.parameters() if p.requires_grad]
         self._untrained = {name: p for name, p in own.named_parameters() if not p.requires_grad}
+        self.moving: Sequence[nn.Parameter] = ()
         _refuse_sparse(modules, saved=own_tensors(own), sent=context.mesh.world_size > 1)
         self.optimizer = cast(Optimizer, joined(optimizers))
         self.needs_whole = context.mesh.divides_tensors and type(self.optimizer) not in ELEMENTWISE
@@ -114,6 +118,9 @@ class Trained:
         self.norm: Tensor | None = None
         self._update: WholeUpdate | None = None
         self._train = train
+        if self._untrained and not has_training_step(job) and (self.may_skip or context.mesh.world_size > 1):
+            changed = {*changed_weights(Outline(job, train), train_set)}
+            self.moving = [p for name, p in self._untrained.items() if name in changed]
         self._kept: Sequence[Tensor] = ()
         self._state_before: dict[str, Any] = {}
         self._frozen: dict[str, int] = {}
@@ -164,7 +171,7 @@ class Trained:
 
     @property
     def _changing(self) -> Sequence[Tensor]:
-        return [*self.buffers, *(p.detach() for p in self.parameters)] if self.needs_closure else self.buffers
+        return [*self.buffers, *self.moving, *(p.detach() for p in self.parameters if self.needs_closure)]
 
     def check_untrained(self) -> None:
         """Check, after the backward passes of a step, that what was frozen when the run began still is.

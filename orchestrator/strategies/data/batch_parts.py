@@ -147,6 +147,7 @@ def warning_about_parts(
         samples=len(items),
         losses=(float(whole.loss), float(differing[0].loss)) if differing else None,
         changed=changed,
+        parameters=bool({name for name, _ in model.named_parameters()}.intersection(changed)),
     )
 
 
@@ -166,7 +167,12 @@ def not_compared(division: BatchDivision, reason: str) -> str:
 
 
 def text_of(
-    division: BatchDivision, *, samples: int, losses: tuple[float, float] | None, changed: Sequence[str]
+    division: BatchDivision,
+    *,
+    samples: int,
+    losses: tuple[float, float] | None,
+    changed: Sequence[str],
+    parameters: bool,
 ) -> str | None:
     """Return the warning about a loss and a state that depend on the division; None if there are none.
 
@@ -175,6 +181,7 @@ def text_of(
         samples: the number of samples that were compared.
         losses: the loss of the batch, and the mean of the losses of its halves; None if they are equal.
         changed: the names of the tensors that forward passes leave with other values.
+        parameters: whether some of these are parameters, which workers do not share as they share buffers.
     """
     if losses is None and not changed:
         return None
@@ -186,7 +193,11 @@ def text_of(
             "compute a loss that compares samples in Job.training_step with gather_batch (strategy=ddp)",
         ]
     if changed:
-        when = "once for each part" if division.in_turn else "and those of the first worker's samples are kept"
+        when = "and those of the first worker's samples are kept"
+        if division.in_turn:
+            when = "once for each part"
+        elif parameters:
+            when = "and each worker keeps those of its own samples; make them buffers (register_buffer) to share them"
         found.append(f"forward passes change {first_few(changed, 3)}, {when}")
         remedies.append("for statistics of batches, take nn.BatchNorm with strategy=ddp strategy.sync_batchnorm=true")
     return (

@@ -44,7 +44,7 @@ class OptimizerSharding(PartTrainer):
         """
         mesh, rank = self.context.mesh, self.context.global_rank
         self.shards = OptimizerShards(self.undivided, cuts, index=mesh.coords(rank).shard, count=mesh.shard)
-        return Trained(
+        trained = Trained(
             self.job,
             self.context,
             modules,
@@ -53,11 +53,18 @@ class OptimizerSharding(PartTrainer):
             module=self.shards.module,
             placements=self.placed(self.shards.placements),
         )
+        moving = {*trained.moving}
+        trained.moving = [self.shards.whole[name] for name, shard in self.shards.shards.items() if shard in moving]
+        return trained
 
     def sync_initial_state(self) -> None:
         assert isinstance(self.reduction, GroupReduction)
         self.reduction.share([*self.shards.whole.values(), *self.trained.buffers])
         self.shards.take()
+
+    def apply(self) -> None:
+        self.shards.take(self.shards.frozen)  # which forward passes may have changed
+        super().apply()
 
     def end_step(self, norm: Tensor | None) -> bool:
         admitted = super().end_step(norm)

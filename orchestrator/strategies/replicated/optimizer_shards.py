@@ -72,16 +72,19 @@ class OptimizerShards:
         return module_of({n: self.shards[self._first[n]] if n in self._first else t for n, t in tensors.items()})
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Give the shards the values of the whole parameters."""
-        for name in self._cuts:
+    def take(self, names: Iterable[str] | None = None) -> None:
+        """Give the shards the values of the whole parameters.
+
+        ``names``: the first names of the parameters; None for all.
+        """
+        for name in self._chosen(names):
             own, shard = self._own(name, self.whole[name]), self.shards[name]
             if own.data_ptr() != shard.data_ptr():
                 shard.copy_(own)
 
     def take_gradients(self) -> None:
         """Give the shards their gradients, which the whole parameters lose, and values that forward() has changed."""
-        self.take()
+        self.take(self.trained)
         for name in self._cuts:
             whole = self.whole[name]
             if whole.grad is not None:
@@ -94,7 +97,7 @@ class OptimizerShards:
 
         ``names``: the first names of the parameters; None for all.
         """
-        chosen = [name for name in (self._cuts if names is None else names) if name in self._cuts]
+        chosen = self._chosen(names)
         ahead = iter(chosen)
         for bucket in buckets([self.whole[name] for name in chosen]):
             self._exchange([*itertools.islice(ahead, len(bucket))])
@@ -103,6 +106,14 @@ class OptimizerShards:
     def trained(self) -> Sequence[str]:
         """The first names of the parameters that are updated."""
         return [name for name, shard in self.shards.items() if shard.requires_grad]
+
+    @property
+    def frozen(self) -> Sequence[str]:
+        """The first names of the others."""
+        return [name for name, shard in self.shards.items() if not shard.requires_grad]
+
+    def _chosen(self, names: Iterable[str] | None) -> Sequence[str]:
+        return [name for name in (self._cuts if names is None else names) if name in self._cuts]
 
     def _exchange(self, names: Sequence[str]) -> None:
         """Exchange parameters of one dtype in one operation, for which the shards of all ranks have one size."""

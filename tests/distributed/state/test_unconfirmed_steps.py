@@ -139,11 +139,32 @@ class Centred(Toy):
         return nn.Sequential(Mean(), nn.Linear(10, 4))
 
 
+class Follower(nn.Module):
+    """A teacher that moves towards its student in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(10, 4), nn.Linear(10, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.3 * self.training)
+        return self.student(x) + 0.5 * self.teacher(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taught(Toy):
+    def model(self) -> nn.Module:
+        return Follower()
+
+
 OTHER_BUCKETS = 1e-5
 """``DistributedDataParallel`` orders its buckets anew after its first step, and with them the sums of four numbers."""
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
+    "teacher": LAYOUTS["ddp-2"].of(Case(job=Taught(), train=SHORT)),
+    "teacher in parts": LAYOUTS["sharded-ddp-2"].of(Case(job=Taught(), train=SHORT)),
     "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
     "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
     "parts": LAYOUTS["fsdp-2"].of(Case(job=Normed(), train=SHORT)),
