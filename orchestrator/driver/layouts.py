@@ -174,10 +174,8 @@ class _Search:
             for shard in self._free("strategy.shard", _powers(rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
-                divided = (
-                    self._free("strategy.shard_optimizer", (False, True)) if self._size(shard, "shard") > 1 else [{}]
-                )
-                for optimizer in divided:
+                divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
+                for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -205,7 +203,7 @@ class _Search:
         return True
 
     def _refuse(self, reason: str) -> None:
-        self.pruned[re.sub(r"=[^:]*:", ":", reason.partition(";")[0].partition("\n")[0], count=1)] += 1
+        self.pruned[without_numbers(reason.partition(";")[0].partition("\n")[0])] += 1
 
     def _size(self, keys: dict[str, Any], dimension: str) -> int:
         key = f"strategy.{dimension}"
@@ -289,6 +287,11 @@ def best_of_each(forecasts: Sequence[Forecast]) -> list[Forecast]:
         groups.setdefault((*key, forecast.step.divides_update), []).append(forecast)
     found = [min(group, key=lambda f: (f.seconds, f.memory_bytes)) for group in groups.values()]
     return sorted(found, key=lambda f: (f.seconds, f.memory_bytes))
+
+
+def without_numbers(reason: str) -> str:
+    """Return a reason as it is for all layouts: keys without their values, and N for other numbers."""
+    return re.sub(r"\b\d+\b", "N", re.sub(r"=\d+\b", "", re.sub(r"=[^:]*:", ":", reason, count=1)))
 
 
 def _powers(most: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
-from orchestrator.driver.layouts import answer
+from orchestrator.driver.layouts import answer, without_numbers
 from orchestrator.model.kept import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
@@ -71,6 +71,19 @@ def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     assert "strategy.context: this dimension comes with a later version" in said
     assert "% in the mean" in said
     assert "published runs of this size" in said
+
+
+def test_a_reason_of_refusal_stands_once(found: Answer) -> None:
+    refused = [
+        "strategy.shard=4: with strategy.tensor=2, 1F1B makes 8",
+        "strategy.shard=2: with strategy.tensor=4, 1F1B makes 16",
+    ]
+    assert {without_numbers(reason) for reason in refused} == {"strategy.shard: with strategy.tensor, 1F1B makes N"}
+    assert not any("strategy.shard_optimizer" in reason for reason in found.pruned)
+    given = answered("strategy.shard_optimizer=true")
+    assert [r for r in given.pruned if "strategy.tensor" in r] == [
+        "strategy.shard_optimizer: with strategy.tensor, optimizers are divided together with the parameters alone"
+    ]
 
 
 def test_keys_of_the_command_line_stay() -> None:
