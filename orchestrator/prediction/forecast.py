@@ -178,10 +178,9 @@ class Question:
 
 
 def like(compared: Sequence[Compared], devices: int, *, sparse: bool) -> Spread:
-    """Return the errors for published runs as large or small as a prediction, and as dense or with experts."""
-    return Spread.of(
-        [c for c in compared if (c.run.devices >= LARGE) == (devices >= LARGE) and c.run.is_sparse == sparse]
-    )
+    """Return the errors for published runs with experts, or for those without that are as large or as small."""
+    of_kind = [c for c in compared if c.run.is_sparse == sparse]
+    return Spread.of([c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)])
 
 
 @dataclass(frozen=True, kw_only=True)

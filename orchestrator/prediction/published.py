@@ -314,22 +314,38 @@ def _calibrated(name: str) -> tuple[Stack, list[Run]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The absolute relative errors of predictions."""
+    """The errors of predictions.
+
+    Attributes:
+        count: the number of runs.
+        median: of the absolute relative errors.
+        mean: of the same.
+        ninth: what nine of ten of these do not exceed.
+        worst: the largest.
+        low: nine of ten runs are at least so fast, relative to their predictions, and at most ``high``.
+        high: see ``low``.
+    """
 
     count: int
     median: float
     mean: float
     ninth: float
     worst: float
+    low: float
+    high: float
 
     @classmethod
     def of(cls, compared: Sequence[Compared]) -> Spread:
         """Return that of the predictions that nothing was tuned on, of which there are some."""
         errors = sorted(abs(c.error) for c in compared if not c.tuned)
+        speeds = sorted(1 / (1 + c.error) for c in compared if not c.tuned)
+        beyond = int(0.05 * (len(speeds) - 1))
         return cls(
             count=len(errors),
             median=statistics.median(errors),
             mean=statistics.mean(errors),
             ninth=errors[int(0.9 * (len(errors) - 1))],
             worst=errors[-1],
+            low=speeds[beyond],
+            high=speeds[-1 - beyond],
         )

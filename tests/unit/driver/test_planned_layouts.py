@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from jobs.gpt import GPT
 from orchestrator.config.build import ConfigError
@@ -12,6 +16,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
 from orchestrator.driver.layouts import answer, without_numbers
+from orchestrator.job import Job, Split
 from orchestrator.model.kept import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
@@ -138,6 +143,51 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
     norms = (2 * 6 + 1) * 256
     assert work.parameters == by_hand.parameters + norms
     assert work.layer.moved_bytes == pytest.approx(by_hand.layer.moved_bytes, rel=0.3)
+
+
+class Experts(nn.Module):
+    """Four experts of 16 x 32, of which each token goes to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.topk(self.router(x).flatten(0, 1), 2).indices.flatten()
+        rows = x.flatten(0, 1).repeat_interleave(2, 0)[each.argsort()]
+        ends = torch.arange(len(each) // 4, len(each) + 1, len(each) // 4, dtype=torch.int32)
+        return F.grouped_mm(rows, self.up, offs=ends).view(*x.shape, 4).sum(-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertJob(Job):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Experts(), Experts(), nn.Linear(16, 16))
+
+    def dataset(self, split: Split) -> TensorDataset:
+        return TensorDataset(torch.zeros(64, 8, 16), torch.zeros(64, 8, 16))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def optimizer(self, parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return 8
+
+
+def test_the_experts_that_run_are_counted_and_the_speed_is_a_range() -> None:
+    words = [f"job={__name__}.ExpertJob", "train.global_batch_size=64"]
+    found = answer(words, parse_cluster("1x2xH100", TABLES), Redactor())
+    work, one = found.question.work, 16 * 32
+    assert work.layer.experts == 4 * one
+    assert work.layer.used == 2 * one
+    assert work.layer.products == 8 * 2 * (2 * one + 16 * 4)
+    assert work.parameters - work.active_parameters == 2 * 2 * one
+    assert (found.spread.low, found.spread.high) == (pytest.approx(0.5, abs=0.02), pytest.approx(1.11, abs=0.02))
+    assert "speed of a model with experts: 50% to 111% of the prediction" in text(found, rows=1)
 
 
 def test_two_blocks_tell_what_all_of_them_keep() -> None:
