@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
         "cost, with the errors of such predictions. Starts nothing.",
     )
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
-    parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="for example 64x8xH100")
+    parser.add_argument(
+        "--cluster", metavar="NODESxDEVICESxNAME", help="for example 64x8xH100; 1x2xcpu: two CPUs of this machine"
+    )
     parser.add_argument("--link", metavar="NAME", help="between nodes (default: the usual one of the device)")
     parser.add_argument("--devices", metavar="FILE", type=Path, help="YAML file with devices and links of yours")
     parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
@@ -83,10 +85,15 @@ def _published(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
-    from orchestrator.prediction.devices import parse_cluster, read_tables
+    from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 
-    cluster = parse_cluster(options.cluster, read_tables(options.devices), link=options.link)
+    tables = read_tables(options.devices)
     # Imported here because --help and a wrong name must not wait seconds for torch.
+    if options.cluster.endswith(f"x{CPU}"):
+        from orchestrator.strategies.this_machine import with_cpus
+
+        tables = with_cpus(tables)
+    cluster = parse_cluster(options.cluster, tables, link=options.link)
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.layouts import answer
 

@@ -11,6 +11,7 @@ from orchestrator.config.text import first_few
 from orchestrator.display.text import TableColumn, text_lines
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.prediction.devices import CPU
 from orchestrator.prediction.forecast import Answer, Forecast, Question
 
 _DRAWN = 10
@@ -40,22 +41,24 @@ def text(answer: Answer, *, rows: int) -> str:
     if answer.pruned:
         reasons = [f"{reason} ({times})" for reason, times in sorted(answer.pruned.items(), key=lambda p: -p[1])]
         lines.append(f"refused by this version: {first_few(reasons, 3, separator='; ', noun='reasons')}")
-    lines.append(f"{_speed(answer)} (orchestrator plan --published); memory and goodput have assumptions: docs/plan.md")
+    lines.append(f"{_speed(answer)}; memory and goodput have assumptions: docs/plan.md")
     return "\n".join(lines)
 
 
 def _speed(answer: Answer) -> str:
     spread = answer.spread
+    if answer.question.cluster.name == CPU:
+        return f"speed with rates that were {answer.question.cluster.device.source}; no published run tells its error"
     if not answer.question.work.layer.experts:
         return (
             f"speed ± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} "
-            "published runs of this size"
+            "published runs of this size (orchestrator plan --published)"
         )
     text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
     if answer.fitting:
         most = answer.question.tokens_s(answer.fitting[0])
         text += f", {spread.low * most:,.0f} to {spread.high * most:,.0f} tokens/s for the fastest,"
-    return f"{text} in nine of ten of {spread.count} published runs with experts"
+    return f"{text} in nine of ten of {spread.count} published runs with experts (orchestrator plan --published)"
 
 
 def _best(answer: Answer) -> list[str]:

@@ -24,7 +24,7 @@ from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMem
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.prediction.cost import Step
-from orchestrator.prediction.devices import Cluster, read_tables
+from orchestrator.prediction.devices import CPU, Cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast, Question, like
 from orchestrator.prediction.goodput import DEVICE_HOURS
 from orchestrator.prediction.published import compare, published_runs, stack_for
@@ -34,6 +34,7 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.strategies.this_machine import UNFUSED
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
 
@@ -44,7 +45,7 @@ LARGEST_ROWS = 64
 REPLAYED = 8
 """The workers of a pipeline whose schedule is replayed; longer ones wait in proportion."""
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
-"""What is planned where the command line does not say it."""
+"""What is planned for GPUs where the command line does not say it."""
 USUAL_TOKENS = 2**22
 """The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
 as Llama 3 (arXiv:2407.21783) begins with."""
@@ -73,7 +74,9 @@ def answer(
         ConfigError: the configuration or the job is wrong, or the model cannot be traced.
     """
     given = values(words)
-    assumed = tuple(f"{key}={value}" for key, value in USUAL.items() if key not in given)
+    on_cpus = cluster.name == CPU
+    of_cpus = {"train.precision": "fp32", "strategy.num_workers": cluster.devices} if on_cpus else {}
+    assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
     errors: list[str] = []
     config, spec = compose([*words, *assumed], errors, registry.config_class)
     job = load_job(spec, errors, redactor) if spec is not None else None
@@ -88,7 +91,7 @@ def answer(
     question = Question(
         work=search.traced.work,
         cluster=cluster,
-        stack=stack_for(cluster.name, compiled=config.train.compile is not False),
+        stack=UNFUSED if on_cpus else stack_for(cluster.name, compiled=config.train.compile is not False),
         tokens=tokens,
         price=price,
         device_hours=device_hours or DEVICE_HOURS,
@@ -117,9 +120,10 @@ class _Search:
     def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
         self._config, self._cluster, self._given = config, cluster, given
         self.pruned: Counter[str] = Counter()
+        on_cpus = cluster.name == CPU
         self._outline = Outline(job, config.train)
         try:
-            self.traced = traced(self._outline, fused_attention=True)
+            self.traced = traced(self._outline, fused_attention=not on_cpus)
         except Exception as e:  # whatever the job raises with fake tensors
             raise ConfigError(
                 [f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"]
@@ -131,10 +135,17 @@ class _Search:
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
-        nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
+        nodes, devices = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
         each = config.cluster.cpus_per_worker
         self._nodes = tuple(
-            Node(node_id=str(i), name=f"node{i}", cpus=gpus * each, gpus=gpus, gpu_memory_bytes=memory)
+            Node(
+                node_id=str(i),
+                name=f"node{i}",
+                cpus=devices * each,
+                gpus=0 if on_cpus else devices,
+                memory_bytes=devices * memory,
+                gpu_memory_bytes=memory,
+            )
             for i in range(nodes)
         )
         self._gathered: dict[tuple[type[Strategy], int], float] = {}
@@ -246,6 +257,7 @@ class _Search:
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
+            gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
             divides_ends=False,
         )
         memory: WorkerMemory | None = None

@@ -21,7 +21,7 @@ from orchestrator.model.kept import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
-from orchestrator.prediction.devices import parse_cluster, read_tables
+from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
 from orchestrator.strategies import registry
@@ -29,6 +29,7 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
+from orchestrator.strategies.this_machine import with_cpus
 
 TABLES = read_tables()
 SMALL = ("job=gpt", "job.variant=llama", "job.context=64", "train.global_batch_size=64")
@@ -108,6 +109,18 @@ def test_a_strategy_whose_memory_is_not_known_is_refused(strategy: str) -> None:
     found = answered(f"strategy={strategy}")
     assert not found.fitting
     assert found.pruned or "is not known" in found.refused[0].refused
+
+
+def test_cpus_of_this_machine_are_measured() -> None:
+    tables = with_cpus(TABLES)
+    measured = tables.devices[CPU]
+    assert 1e9 < measured.peak_flops_s("bf16") < 1e13
+    assert 1e9 < measured.memory_bytes_s < 1e12
+    tables = dataclasses.replace(tables, devices={CPU: dataclasses.replace(measured, node=2)})
+    found = answer(SMALL, parse_cluster("1x2xcpu", tables), Redactor())
+    assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
+    assert {Mesh(replicate=2), Mesh(shard=2, replicas_close=True)} <= {forecast.mesh for forecast in found.fitting}
+    assert "measured on a core of this machine" in text(found, rows=3)
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
