@@ -20,6 +20,9 @@ from orchestrator.config.options import add_files, file_words, finite
 from orchestrator.config.redact import Redactor
 from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from orchestrator.records.output_dir import fetch
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.exits import exits_refused
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
     parser.add_argument("--price", type=finite, help="of an hour of a device: for money; needs --tokens")
     parser.add_argument("--failure-hours", type=finite, help="mean hours between the failures of one device")
+    parser.add_argument("--measured", metavar="RUN", help="take the shares of the peak rates from a run of yours")
     parser.add_argument("--published", metavar="FILE.csv", type=Path, help="predict the runs of a file instead")
     parser.add_argument("--rows", type=int, default=10, help="layouts to show (default: 10)")
     parser.add_argument("--picture", metavar="FILE.png", type=Path, help="draw the time of a step by what takes it")
@@ -84,6 +88,15 @@ def _published(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run(text: str) -> RunDir:
+    try:
+        run_dir = RunSearch.of(None).look_up(text, trained=True)
+        fetch(run_dir, [run_dir.config_file.name])
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"--measured {e}"]) from e
+    return run_dir
+
+
 def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 
@@ -104,6 +117,7 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
         tokens=options.tokens,
         price=options.price,
         device_hours=options.failure_hours,
+        measured=None if options.measured is None else _run(options.measured),
     )
     if options.json:
         print(redactor.text(json.dumps(as_json(answered), indent=2)))

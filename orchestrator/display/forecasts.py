@@ -28,7 +28,11 @@ def text(answer: Answer, *, rows: int) -> str:
     work, cluster = question.work, question.cluster
     active = f", {work.active_parameters / 1e9:.3g} B of them for a token" if work.layer.experts else ""
     size = f"{work.parameters / 1e9:.3g} B parameters{active}, {work.tokens} tokens a sample"
-    lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}", ""]
+    lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}"]
+    if answer.measured:
+        shares = f"products {question.stack.products:.0%}, attention {question.stack.attention:.0%}"
+        lines.append(f"shares of the peak rate by the steps of {answer.measured}: {shares}")
+    lines.append("")
     shown = answer.fitting[:rows] or answer.refused[:rows]
     lines += _table(question, shown)
     if more := len(answer.fitting) - len(shown):
@@ -141,6 +145,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "tokens_per_sample": answer.question.work.tokens,
         "assumed": list(answer.assumed),
         "command": list(answer.command),
+        "shares": dataclasses.asdict(answer.question.stack),
         "layouts": [record(f) for f in (*answer.fitting, *answer.refused)],
         "refused_by_this_version": dict(answer.pruned),
         "spread": dataclasses.asdict(answer.spread),

@@ -195,6 +195,7 @@ class Answer:
         refused: those that do not fit, the ones that need least first.
         pruned: by reason, how many layouts the product refuses.
         spread: the errors of predictions of published runs that are like these.
+        measured: the run that the shares of the peak rates come from; empty for published ones.
     """
 
     question: Question
@@ -204,6 +205,7 @@ class Answer:
     refused: tuple[Forecast, ...]
     pruned: Mapping[str, int]
     spread: Spread
+    measured: str = ""
 
     @property
     def cheapest(self) -> Forecast | None:

@@ -257,20 +257,27 @@ def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
     long, sparse = row(rule.attention), row(rule.experts)
     for _ in range(8 if base and long else 1):
         if base is not None:
-            stack = _fitted(base, stack, lambda stack, share: replace(stack, products=share))
+            stack = fitted(base.predicted, base.measured, stack, lambda stack, share: replace(stack, products=share))
         if long is not None:
-            stack = _fitted(long, stack, lambda stack, share: replace(stack, attention=share))
+            stack = fitted(long.predicted, long.measured, stack, lambda stack, share: replace(stack, attention=share))
     if sparse is not None:
-        stack = _fitted(sparse, stack, lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)))
+        stack = fitted(
+            sparse.predicted,
+            sparse.measured,
+            stack,
+            lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)),
+        )
     return stack, [run for run in (base, long, sparse) if run is not None]
 
 
-def _fitted(run: Run, stack: Stack, change: Callable[[Stack, float], Stack]) -> Stack:
-    """Return ``stack`` with the share between 0 and 1 at which a run is predicted as it was measured."""
+def fitted(
+    speed: Callable[[Stack], float], measured: float, stack: Stack, change: Callable[[Stack, float], Stack]
+) -> Stack:
+    """Return ``stack`` with the share between 0 and 1 at which the predicted speed is the measured one, or nearest."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if run.predicted(change(stack, middle)) < run.measured else (low, middle)
+        low, high = (middle, high) if speed(change(stack, middle)) < measured else (low, middle)
     return change(stack, low or high)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from helpers.records.earlier_runs import config_of, plan_of
 from jobs.gpt import GPT
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
 from orchestrator.driver.layouts import answer, without_numbers
+from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
 from orchestrator.model.kept import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
@@ -24,6 +29,7 @@ from orchestrator.planning.plan import Node, make_plan
 from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
@@ -32,6 +38,8 @@ from orchestrator.strategies.model_work import traced
 from orchestrator.strategies.this_machine import with_cpus
 
 TABLES = read_tables()
+CORE = dataclasses.replace(TABLES.devices["L40S"], bf16=0.1, memory_gb_s=10, inside="PCIe4", between="PCIe4")
+CPUS = dataclasses.replace(TABLES, devices={**TABLES.devices, CPU: CORE})
 SMALL = ("job=gpt", "job.variant=llama", "job.context=64", "train.global_batch_size=64")
 
 
@@ -121,6 +129,44 @@ def test_cpus_of_this_machine_are_measured() -> None:
     assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
     assert {Mesh(replicate=2), Mesh(shard=2, replicas_close=True)} <= {forecast.mesh for forecast in found.fitting}
     assert "measured on a core of this machine" in text(found, rows=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of ``ddp`` on two CPUs, as its driver records it; its steps took 300 ms."""
+    config = config_of(tmp_path, *SMALL, "strategy=ddp", "strategy.num_workers=2")
+    job = load_job(config.job, [], Redactor())
+    assert job is not None
+    run_dir, _ = open_run(config, job, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+    run_dir.update_record(state="finished", precision="fp32", summary={"step_ms_p50": 300.0})
+    return run_dir
+
+
+def test_a_run_of_ours_says_which_shares_of_the_peak_rate_are_reached(run: RunDir) -> None:
+    words = ("strategy=ddp", "strategy.num_workers=2", "train.precision=fp32")
+    found = answer([*SMALL, *words], parse_cluster("1x2xcpu", CPUS), Redactor(), measured=run)
+    best = next(f for f in found.fitting if f.step.passes == 1 and not f.step.recompute)
+    assert best.seconds == pytest.approx(0.3, rel=1e-3)
+    assert 0 < found.question.stack.products < 1
+    share = f"products {found.question.stack.products:.0%}"
+    assert f"by the steps of {run.location}: {share}" in text(found, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "recorded", "reason"),
+    [
+        ("1x2xH100", "fp32", {}, "ran on cpu, and --cluster names H100"),
+        ("1x2xcpu", "bf16", {}, "computed in fp32; plan with train.precision=fp32"),
+        ("1x2xcpu", "fp32", {"summary": {}}, "no median of step times"),
+        ("1x2xcpu", "fp32", {"summary": {"step_ms_p50": 0.1}}, "took 0.1 ms, and at the peak rate of cpu they take"),
+    ],
+)
+def test_a_run_that_says_nothing_of_these_devices_is_refused(
+    run: RunDir, cluster: str, precision: str, recorded: dict[str, Any], reason: str
+) -> None:
+    run.update_record(**recorded)
+    with pytest.raises(ConfigError, match=reason):
+        answer([*SMALL, f"train.precision={precision}"], parse_cluster(cluster, CPUS), Redactor(), measured=run)
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
