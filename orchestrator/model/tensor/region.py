@@ -1,8 +1,8 @@
 """A block whose linear layers are divided over several ranks, with plain tensors.
 
 Some layers, the columns, keep a part of their outputs on each rank, and what is computed from these needs no other
-rank, up to a layer, the row, that keeps the matching part of its inputs. Its outputs are summed over the ranks. In the
-backward pass, the gradients of the inputs of the columns are.
+rank, up to the layers, the rows, that keep the matching part of their inputs. Their outputs are summed over the ranks.
+In the backward pass, the gradients of the inputs of the columns are.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the row."""
+    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the rows."""
 
     columns: tuple[str, ...]
-    row: str
+    rows: tuple[str, ...]
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The columns and the row."""
-        return (*self.columns, self.row)
+        """The columns and the rows."""
+        return (*self.columns, *self.rows)
 
     def __str__(self) -> str:
-        return f"{' + '.join(self.columns)} -> {self.row}"
+        return f"{' + '.join(self.columns)} -> {' + '.join(self.rows)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ def output_axis(linear: nn.Module) -> int:
 
 
 def inner_sizes(block: nn.Module, pair: Pair) -> list[int]:
-    """Return the sizes that are divided: the outputs of each column, and the inputs of the row."""
-    axes = {name: output_axis(block.get_submodule(name)) for name in pair.layers}
-    axes[pair.row] = 1 - axes[pair.row]
+    """Return the sizes that are divided: the outputs of each column, and the inputs of each row."""
+    axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
+    axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
     return [block.get_parameter(f"{name}.weight").shape[axis] for name, axis in axes.items()]
 
 
@@ -101,7 +101,7 @@ def cuts_of(block: nn.Module, pairs: Collection[Pair]) -> dict[str, int]:
             cuts[f"{name}.weight"] = output_axis(column)
             if column.bias is not None:
                 cuts[f"{name}.bias"] = 0
-        cuts[f"{pair.row}.weight"] = 1 - output_axis(block.get_submodule(pair.row))
+        cuts |= {f"{name}.weight": 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
     return cuts
 
 
@@ -125,10 +125,11 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
         region = _Region(peers)
         for name in pair.columns:
             block.get_submodule(name).register_forward_pre_hook(region)
-        row = block.get_submodule(pair.row)
-        row.__class__ = _row_class(type(row))
-        assert isinstance(row, _Row)
-        row.region = region
+        for name in pair.rows:
+            row = block.get_submodule(name)
+            row.__class__ = _row_class(type(row))
+            assert isinstance(row, _Row)
+            row.region = region
 
 
 def part_of(whole: Tensor, axis: int, *, index: int, count: int) -> nn.Parameter:
@@ -153,7 +154,7 @@ def leave(part: Tensor, peers: Peers) -> Tensor:
 
 
 class _Region:
-    """What lies between the columns and the row of a pair: the pre-hook of the columns, which share their inputs."""
+    """What lies between the columns and the rows of a pair: the pre-hook of the columns, which share their inputs."""
 
     def __init__(self, peers: Peers):
         self.peers = peers
@@ -168,7 +169,7 @@ class _Region:
         return (entered, *args[1:])
 
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum of the outputs of the row."""
+        """Return the sum of the outputs of a row."""
         self._entered.clear()  # which would keep activations
         return leave(part, self.peers)
 

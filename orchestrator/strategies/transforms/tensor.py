@@ -301,9 +301,9 @@ def parsed(text: str) -> Pair:
     Raises:
         ValueError: it stands for none.
     """
-    columns, arrow, row = text.partition("->")
-    pair = Pair(columns=tuple(name.strip() for name in columns.split("+")), row=row.strip())
-    if not arrow or not all(pair.layers):
+    columns, _, rows = (tuple(name.strip() for name in part.split("+")) for part in text.partition("->"))
+    pair = Pair(columns=columns, rows=rows)
+    if not all(pair.layers):
         raise ValueError(f"{text!r} is no pair; write it as in 'q + k + v -> out'")
     return pair
 
