@@ -7,7 +7,8 @@ In the backward pass, the gradients of the inputs of the columns are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +26,29 @@ class Peers:
 
     Attributes:
         group: the ranks; None outside of a generation, where nothing is summed.
+        waiting: returns a context for each sum that is not made by compiled code.
     """
 
     group: dist.ProcessGroup | None = None
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the ranks."""
-        return tensor if self.group is None else all_reduced(tensor, self.group)
+        return tensor if self.group is None else self._made(all_reduced, tensor, self.group)
 
     def gather(self, part: Tensor, count: int) -> Tensor:
         """Return the parts of all ``count`` ranks, one after another along the last axis."""
-        return torch.cat([part] * count, dim=-1) if self.group is None else all_gathered(part, self.group)
+        if self.group is None:
+            return torch.cat([part] * count, dim=-1)
+        return self._made(all_gathered, part, self.group)
+
+    def _made(
+        self, operation: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        if self.waiting is None or torch.compiler.is_compiling():
+            return operation(tensor, group)
+        with self.waiting():
+            return operation(tensor, group)
 
 
 @dataclass(frozen=True, kw_only=True)

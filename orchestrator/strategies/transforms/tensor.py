@@ -39,6 +39,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
@@ -162,11 +163,13 @@ class TensorParts:
         plan: how the model is divided.
         index: the number of the part.
         peers: the workers that have the others.
+        waits: what a step waits for them.
     """
 
     plan: TensorPlan
     index: int
     peers: Peers
+    waits: WaitTimer
 
     def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a constructor of this part of the model that ``build`` returns."""
@@ -176,7 +179,7 @@ class TensorParts:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
             self.plan.check_equal(group, device)
-        self.peers.group = group
+        self.peers.group, self.peers.waiting = group, self.waits.waiting
 
 
 def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> TensorPlan:
@@ -233,7 +236,9 @@ def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | No
     if size == 1:
         return None
     plan = found_plan(Outline(job, context.train), train_set, size, TensorConfig.of(context.options).tensor_pairs)
-    return TensorParts(plan, context.mesh.coords(context.global_rank).tensor, Peers())
+    return TensorParts(
+        plan, context.mesh.coords(context.global_rank).tensor, Peers(), WaitTimer(context.device, counts=False)
+    )
 
 
 def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -258,7 +263,7 @@ def tensor_outline(outline: Outline, size: int) -> Outline:
     found = outline.found.get(("tensor", size))
     if not isinstance(found, TensorPlan):
         return outline
-    return replace(outline, transform=TensorParts(found, 0, Peers()).of, found={})
+    return replace(outline, transform=functools.partial(found.divided, index=0, peers=Peers()), found={})
 
 
 def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
