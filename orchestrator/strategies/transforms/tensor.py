@@ -230,6 +230,16 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
     return plan
 
 
+def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Return the parameters inside and outside of blocks that ``size`` workers divide, if every proof succeeds."""
+    blocks = blocks_of(model)
+    tables = vocabularies(model, blocks, size).values() if size > 1 else ()
+    return (
+        {parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1},
+        {parameter for module in tables for parameter in module.parameters()},
+    )
+
+
 def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | None:
     """Return the part of a rank; None if the model is not divided in this way."""
     size = context.mesh.tensor
