@@ -99,6 +99,9 @@ class PartTrainer(Trainer):
         if self._tensor is not None:
             self._tensor.connect(groups.over("tensor"), self.context.device)
 
+    def flop_share(self) -> float:
+        return 1 if self._tensor is None or self._tensor.peers.inside else 1 / self.context.mesh.tensor
+
     def undivided(self) -> nn.Module:
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
         raise NotImplementedError

@@ -26,11 +26,19 @@ class Peers:
 
     Attributes:
         group: the ranks; None outside of a generation, where nothing is summed.
+        inside: whether this rank is computing what differs between them, in a forward or a backward pass. Compiled code
+            does not say.
         waiting: returns a context for each sum that is not made by compiled code.
     """
 
     group: dist.ProcessGroup | None = None
+    inside = False
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+
+    def cross(self, *, inside: bool) -> None:
+        """Take note that what follows in a pass differs between the ranks, or does not."""
+        if not torch.compiler.is_compiling():
+            self.inside = inside
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the ranks."""
@@ -214,10 +222,12 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
+        peers.cross(inside=True)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.peers.cross(inside=False)
         return ctx.peers.sum(gradient), None
 
 
@@ -226,8 +236,11 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        peers.cross(inside=False)
         return peers.sum(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.peers.cross(inside=True)
         return gradient, None
