@@ -26,6 +26,8 @@ from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
 
+pytestmark = pytest.mark.slow
+
 TABLES = read_tables()
 SMALL = ("job=gpt", "job.variant=llama", "job.context=64", "train.global_batch_size=64")
 
