@@ -35,11 +35,8 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
-<<<<<<< HEAD
 from orchestrator.strategies.this_machine import UNFUSED
-=======
 from orchestrator.strategies.transforms.tensor import assumed_division
->>>>>>> tensor2
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
 
@@ -334,12 +331,8 @@ class _Search:
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
-<<<<<<< HEAD
             gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
-            divides_ends=False,
-=======
             divides_ends=bool(self._divided(mesh.tensor)[1]),
->>>>>>> tensor2
         )
         memory: WorkerMemory | None = None
         refused = f"strategy={options.name}: what a device has of the model is not known"

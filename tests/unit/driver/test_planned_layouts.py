@@ -35,11 +35,8 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
-<<<<<<< HEAD
 from orchestrator.strategies.this_machine import with_cpus
-=======
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
->>>>>>> tensor2
 
 pytestmark = pytest.mark.slow
 
