@@ -1,10 +1,10 @@
 """MkDocs hooks. They publish files of the repository without a second copy of them in a page.
 
 A page refers to a plot, or to the table of models, by its place in the repository, such as
-``../benchmarks/results/<name>.png``, so that the link also works where the page is read as a file. For the same reason it
-refers to an example by a link; a line that consists of a link to ``examples/<name>.py`` is followed by the code in the
-site. What a page has between ``<!-- made from the code: NAME -->`` and ``<!-- end -->`` is where to look without the
-site, which shows the reference.
+``../benchmarks/results/<name>.png``, so that the link also works where the page is read as a file. For the same reason
+it refers to an example by a link; a line that consists of a link to ``examples/<name>.py`` is followed by the code in
+the site. What a page has between ``<!-- made from the code: NAME -->`` and ``<!-- end -->`` is where to look without
+the site, which shows the reference.
 """
 
 from __future__ import annotations
