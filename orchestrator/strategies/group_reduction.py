@@ -137,7 +137,7 @@ class PartReduction(GroupReduction):
         """
         super().__init__(context, trained, groups)
         self.settles = context.mesh.replicate > 1  # replicas provide the state of a lost rank
-        self.waits = WaitTimer(context.device)
+        self.waits = WaitTimer(context.device, counts=False)
         self._sums = sums
         self._sharing = sharing
         remaining = {*sums.remaining}
@@ -160,7 +160,3 @@ class PartReduction(GroupReduction):
                     sum_over(group, [p.grad for p in parameters if p.grad is not None])
             self._sharing.add_gradients()
             self.share(self.trained.buffers)
-
-    def waited_ms(self) -> float | None:
-        """Return how long the last step waited for ranks with other samples, in ms; None if there are none."""
-        return None if self.batch is None else self.waits.total_ms()

@@ -183,8 +183,6 @@ class Pipeline(PartTrainer):
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
         """Record when the stages compute, and what they wait for, if the step is logged."""
-        assert isinstance(self.reduction, PartReduction)
-        self.reduction.waits.restart(counts=logged)
         self.passes.clock.restart(records=logged)
         with super().around_step(logged=logged):
             yield
@@ -290,10 +288,6 @@ class Pipeline(PartTrainer):
                 )
             )
         return tuple(summaries)
-
-    def comm_ms(self) -> float | None:
-        assert isinstance(self.reduction, PartReduction)
-        return self.reduction.waited_ms()
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""

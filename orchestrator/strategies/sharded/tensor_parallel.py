@@ -5,8 +5,7 @@ The gradients of replicas are summed after the last backward pass of a step.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,17 +98,6 @@ class TensorParallel(PartTrainer):
         self.connect_peers(groups)
         sums = SumsAtEnd(self.trained.parameters, groups.over(*BATCH), self.context.device)
         self.reduction = PartReduction(self.context, self.trained, groups, sums, self._sharing)
-
-    @contextlib.contextmanager
-    def around_step(self, *, logged: bool) -> Iterator[None]:
-        assert isinstance(self.reduction, PartReduction)
-        self.reduction.waits.restart(counts=logged)
-        with super().around_step(logged=logged):
-            yield
-
-    def comm_ms(self) -> float | None:
-        assert isinstance(self.reduction, PartReduction)
-        return self.reduction.waited_ms()
 
     @property
     def saved_names(self) -> Sequence[str]:
