@@ -20,7 +20,6 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 from orchestrator.job import Job
-from orchestrator.model.blocks import blocks_of
 from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
@@ -37,6 +36,7 @@ from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.strategies.this_machine import UNFUSED
+from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
 
@@ -216,7 +216,7 @@ class _Search:
         self._gathered: dict[tuple[type[Strategy], int], float] = {}
         self._state = functools.cache(self._state_of)
         self._job = job
-        self._in_blocks = {p for block in blocks_of(model) for p in block.parameters() if p.ndim > 1}
+        self._divided = functools.cache(functools.partial(assumed_division, model))
 
     def as_configured(self) -> Forecast:
         """Return the layout that the configuration names, without its time.
@@ -332,7 +332,7 @@ class _Search:
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
             gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
-            divides_ends=False,
+            divides_ends=bool(self._divided(mesh.tensor)[1]),
         )
         memory: WorkerMemory | None = None
         refused = f"strategy={options.name}: what a device has of the model is not known"
@@ -350,12 +350,13 @@ class _Search:
         return Forecast(overrides=overrides, step=step, memory=memory, refused=refused)
 
     def _state_of(self, division: Division, tensor: int) -> WorkerMemory:
-        """Return the training state of a worker, if the matrices of all blocks are divided over ``tensor`` workers.
+        """Return the training state of a worker, if ``tensor`` workers divide what they may.
 
-        Whether they can be is proven at the launch, with blocks that have memory.
+        Whether they can is proven at the launch, with blocks that have memory.
         """
+        inside, outside = self._divided(tensor)
         sizes = [
-            replace(size, rows=math.ceil(size.rows / tensor)) if p in self._in_blocks else size
+            replace(size, rows=math.ceil(size.rows / tensor)) if p in inside | outside else size
             for size, p in zip(self._sizes, self._model.parameters(), strict=True)
         ]
         return worker_memory(sizes, division)

@@ -31,15 +31,16 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "perf/step_ms": "mean time of a step: the sum of `perf/compute_ms`, `perf/comm_ms`, `perf/data_wait_ms` and "
         "`perf/idle_ms`",
         "perf/compute_ms": "part of a step that is none of the other three; means over the workers, as these are",
-        "perf/comm_ms": "part of a step spent waiting for gradients of other ranks",
+        "perf/comm_ms": "part of a step spent waiting for gradients of other ranks, and for what the next four name",
+        "perf/all_gather_ms": "with `fsdp` and `hsdp`, time of a step for gathering parameters; on GPUs, also what "
+        "computation hides",
+        "perf/reduce_scatter_ms": "the same for summing gradients into shards",
+        "perf/all_reduce_ms": "the same for summing over replicas, and what is not divided; also of pipelines",
+        "perf/tensor_ms": "the same for the sums of layers that `strategy.tensor` divides, unless they are compiled",
         "perf/data_wait_ms": "part of a step spent waiting for samples",
         "perf/idle_ms": "part of a step spent waiting for other stages of a pipeline",
         "perf/comm_pct": "share of a step spent waiting for the gradients of other ranks; on GPUs measured by events",
         "perf/data_wait_pct": "share of a step spent waiting for samples",
-        "perf/all_gather_ms": "with `fsdp` and `hsdp`, time of a step for gathering parameters; on GPUs, also what "
-        "computation hides",
-        "perf/reduce_scatter_ms": "the same for summing gradients into shards",
-        "perf/all_reduce_ms": "the same for summing over replicas, and what is not divided",
         "perf/flops_per_sample": "floating-point operations of matrix products, convolutions and attention, per sample",
         "perf/mfu_pct": "model FLOPs utilization: the rate of these operations over the peak rates of all GPUs",
         "perf/compile_s": "seconds that `torch.compile` has taken so far",

@@ -148,6 +148,10 @@ class Strategy(abc.ABC):
     counts_flops = True
     """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
 
+    def flop_share(self) -> float:
+        """Return how much the operations that run now count: what several ranks compute alike counts once."""
+        return 1
+
     # On the driver, before anything starts
 
     @classmethod

@@ -86,12 +86,13 @@ def memory_notes(
             "train.grad_accumulation, or set train.activation_checkpointing=blocks"
         )
         return tuple(notes)
-    parts = fewest_parts(sizes, plan.memory)
+    tensor = plan.mesh.tensor
+    parts = fewest_parts(sizes, replace(plan.memory, total_bytes=plan.memory.total_bytes / tensor))
     if parts is None:
-        whole = worker_memory(sizes, Division()).state
+        whole = worker_memory(sizes, Division()).state * tensor
         remedy = f"all of them take {size_text(whole)} without the activations: add memory, or use a smaller model"
     else:
-        remedy = f"use strategy=fsdp with strategy.num_workers={parts} or more"
+        remedy = f"use strategy=fsdp with strategy.num_workers={parts * tensor} or more"
     errors.append(
         f"strategy={plan.strategy}: parameters, gradients and optimizer state take {size_text(memory.state)} on a "
         f"worker, and there are {there}; {remedy}"

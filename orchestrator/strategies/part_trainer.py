@@ -6,7 +6,9 @@ memory. All ranks then continue from the last step of which all parts are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +25,16 @@ from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.data.batch_parts import Division, not_compared
+from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
+from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups, divided
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
@@ -38,6 +43,14 @@ from orchestrator.strategies.whole_model import WholeModel
 
 COMPARED_BYTES = 2**30
 """The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
+
+
+def wait_metric(operation: str) -> MetricSpec:
+    """Return the metric of the time that a step waits for an operation with other ranks."""
+    return MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
+
+
+ALL_REDUCE_MS, TENSOR_MS = wait_metric("all_reduce"), wait_metric("tensor")
 
 
 class PartTrainer(Trainer):
@@ -60,9 +73,10 @@ class PartTrainer(Trainer):
             group = divided(self.context, mesh.groups(mesh.neighbours_along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
-    def warning_of_whole(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_of_whole(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
-        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
+        context = self.context
+        size = context.mesh.tensor * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
         limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
         if size > limit:
             return not_compared(
@@ -86,6 +100,9 @@ class PartTrainer(Trainer):
         if self._tensor is not None:
             self._tensor.connect(groups.over("tensor"), self.context.device)
 
+    def flop_share(self) -> float:
+        return 1 if self._tensor is None or self._tensor.peers.inside else 1 / self.context.mesh.tensor
+
     def undivided(self) -> nn.Module:
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
         raise NotImplementedError
@@ -93,6 +110,36 @@ class PartTrainer(Trainer):
     def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
         """Return the placements of this rank's parameters, from those in a model that is not cut into stages."""
         return placements
+
+    @property
+    def timers(self) -> Mapping[MetricSpec, WaitTimer]:
+        """What a step waits for, by metric."""
+        timers = {}
+        if isinstance(self.reduction, PartReduction) and (self.reduction.batch is not None or self._tensor is not None):
+            timers[ALL_REDUCE_MS] = self.reduction.waits
+        if self._tensor is not None and self.context.train.compile is False:
+            timers[TENSOR_MS] = self._tensor.waits
+        return timers
+
+    @contextlib.contextmanager
+    def around_step(self, *, logged: bool) -> Iterator[None]:
+        """Count what a step waits for, if it is logged; evaluations wait too, and those times are not reported."""
+        timers = self.timers.values()
+        for timer in timers:
+            timer.restart(counts=logged)
+        try:
+            with super().around_step(logged=logged):
+                yield
+        finally:
+            for timer in timers:
+                timer.pause()
+
+    def comm_ms(self) -> float | None:
+        timers = self.timers.values()
+        return math.fsum(timer.total_ms() for timer in timers) if timers else super().comm_ms()
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {**super().metrics(), **measured({spec: timer.total_ms() for spec, timer in self.timers.items()})}
 
     @property
     def writers(self) -> Sequence[int]:

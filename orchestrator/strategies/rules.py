@@ -17,11 +17,12 @@ from orchestrator.planning.plan import Plan
 from orchestrator.state.model_state import saving_errors
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.carried import carried_errors
-from orchestrator.strategies.constructor import Outline, blocks_note, lazy_names
+from orchestrator.strategies.constructor import Outline, lazy_names
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
+from orchestrator.strategies.transforms.blocks import blocks_note
 from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.strategies.whole_tensor_trial import check_whole_tensors

@@ -97,9 +97,10 @@ def training_step_errors(config: Config, outline: Outline, *, supported: bool) -
     job, name, train = outline.job, config.strategy.name, config.train
     overrides = "the job overrides Job.training_step"
     if not supported:
+        divided = getattr(config.strategy, "tensor", 1) > 1
         return [
             f"strategy={name}: {overrides}, which needs the whole model and makes its own updates; use strategy=single "
-            "or strategy=ddp"
+            "or strategy=ddp" + (", with strategy.tensor=1" if divided else "")
         ]
     errors = []
     if train.grad_accumulation > 1:

@@ -244,7 +244,8 @@ class Loop:
         first_step = position.step + 1
         # Counting takes time, and the first step ends the start of a run or a recovery.
         at_step = first_step + 1 if self.strategy.counts_flops else None
-        self._flop_meter = FlopMeter(self.device, at_step=at_step, compiled=self.config.train.compile is not False)
+        compiled = self.config.train.compile is not False
+        self._flop_meter = FlopMeter(self.device, at_step=at_step, compiled=compiled, share=self.strategy.flop_share)
         window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step

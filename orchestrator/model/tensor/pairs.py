@@ -17,18 +17,22 @@ _OUTPUT = ""
 
 
 def candidates(block: nn.Module, call: BlockCall) -> list[Pair]:
-    """Return the pairs whose columns feed their row and nothing else, the largest first. No layer is in two of them.
+    """Return the pairs whose columns feed their rows and nothing else, those with the largest columns first.
+
+    No layer is in two of them. A pair has several rows if the layer that its columns feed has an adapter.
 
     Args:
         block: a block with real tensors.
         call: what it is called with.
     """
     linear = {name: module for name, module in block.named_modules() if is_linear(module)}
-    rows: dict[str, list[str]] = {}
+    columns: dict[frozenset[str], list[str]] = {}
     for name, fed in _flow(block, call, linear).items():
-        if len(fed) == 1 and _OUTPUT not in fed:
-            rows.setdefault(next(iter(fed)), []).append(name)
-    pairs = [Pair(columns=tuple(columns), row=row) for row, columns in rows.items()]
+        if fed and _OUTPUT not in fed:
+            columns.setdefault(frozenset(fed), []).append(name)
+    pairs = [
+        Pair(columns=tuple(names), rows=tuple(name for name in linear if name in fed)) for fed, names in columns.items()
+    ]
     return _disjoint(sorted(pairs, key=lambda pair: -_size(pair, linear)))
 
 
@@ -72,7 +76,7 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
 
 
 def _size(pair: Pair, linear: Mapping[str, nn.Module]) -> int:
-    return sum(linear[name].get_parameter("weight").numel() for name in pair.layers)
+    return sum(linear[name].get_parameter("weight").numel() for name in pair.columns)
 
 
 def _disjoint(pairs: Iterable[Pair]) -> list[Pair]:

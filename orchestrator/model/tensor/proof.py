@@ -201,7 +201,7 @@ def _attributes(block: nn.Module, pairs: Sequence[Pair], count: int) -> Iterator
     inner: set[int] = set()
     for pair in pairs:
         for name in pair.layers:
-            own = ("in_features", "nx") if name == pair.row else ("out_features", "nf")
+            own = ("in_features", "nx") if name in pair.rows else ("out_features", "nf")
             layers[name] = [attribute for attribute in own if attribute in vars(block.get_submodule(name))]
         inner |= {*inner_sizes(block, pair)}
     holders = {path for pair in pairs for name in pair.layers for path in _paths_to(name)}

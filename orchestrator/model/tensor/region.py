@@ -1,13 +1,14 @@
 """A block whose linear layers are divided over several ranks, with plain tensors.
 
 Some layers, the columns, keep a part of their outputs on each rank, and what is computed from these needs no other
-rank, up to a layer, the row, that keeps the matching part of its inputs. Its outputs are summed over the ranks. In the
-backward pass, the gradients of the inputs of the columns are.
+rank, up to the layers, the rows, that keep the matching part of their inputs. Their outputs are summed over the ranks.
+In the backward pass, the gradients of the inputs of the columns are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,33 +26,53 @@ class Peers:
 
     Attributes:
         group: the ranks; None outside of a generation, where nothing is summed.
+        inside: whether this rank is computing what differs between them, in a forward or a backward pass. Compiled code
+            does not say.
+        waiting: returns a context for each sum that is not made by compiled code.
     """
 
     group: dist.ProcessGroup | None = None
+    inside = False
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+
+    def cross(self, *, inside: bool) -> None:
+        """Take note that what follows in a pass differs between the ranks, or does not."""
+        if not torch.compiler.is_compiling():
+            self.inside = inside
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the ranks."""
-        return tensor if self.group is None else all_reduced(tensor, self.group)
+        return tensor if self.group is None else self._made(all_reduced, tensor, self.group)
 
     def gather(self, part: Tensor, count: int) -> Tensor:
         """Return the parts of all ``count`` ranks, one after another along the last axis."""
-        return torch.cat([part] * count, dim=-1) if self.group is None else all_gathered(part, self.group)
+        if self.group is None:
+            return torch.cat([part] * count, dim=-1)
+        return self._made(all_gathered, part, self.group)
+
+    def _made(
+        self, operation: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        if self.waiting is None or torch.compiler.is_compiling():
+            return operation(tensor, group)
+        with self.waiting():
+            return operation(tensor, group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the row."""
+    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the rows."""
 
     columns: tuple[str, ...]
-    row: str
+    rows: tuple[str, ...]
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The columns and the row."""
-        return (*self.columns, self.row)
+        """The columns and the rows."""
+        return (*self.columns, *self.rows)
 
     def __str__(self) -> str:
-        return f"{' + '.join(self.columns)} -> {self.row}"
+        return f"{' + '.join(self.columns)} -> {' + '.join(self.rows)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +107,9 @@ def output_axis(linear: nn.Module) -> int:
 
 
 def inner_sizes(block: nn.Module, pair: Pair) -> list[int]:
-    """Return the sizes that are divided: the outputs of each column, and the inputs of the row."""
-    axes = {name: output_axis(block.get_submodule(name)) for name in pair.layers}
-    axes[pair.row] = 1 - axes[pair.row]
+    """Return the sizes that are divided: the outputs of each column, and the inputs of each row."""
+    axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
+    axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
     return [block.get_parameter(f"{name}.weight").shape[axis] for name, axis in axes.items()]
 
 
@@ -101,7 +122,7 @@ def cuts_of(block: nn.Module, pairs: Collection[Pair]) -> dict[str, int]:
             cuts[f"{name}.weight"] = output_axis(column)
             if column.bias is not None:
                 cuts[f"{name}.bias"] = 0
-        cuts[f"{pair.row}.weight"] = 1 - output_axis(block.get_submodule(pair.row))
+        cuts |= {f"{name}.weight": 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
     return cuts
 
 
@@ -125,10 +146,11 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
         region = _Region(peers)
         for name in pair.columns:
             block.get_submodule(name).register_forward_pre_hook(region)
-        row = block.get_submodule(pair.row)
-        row.__class__ = _row_class(type(row))
-        assert isinstance(row, _Row)
-        row.region = region
+        for name in pair.rows:
+            row = block.get_submodule(name)
+            row.__class__ = _row_class(type(row))
+            assert isinstance(row, _Row)
+            row.region = region
 
 
 def part_of(whole: Tensor, axis: int, *, index: int, count: int) -> nn.Parameter:
@@ -153,7 +175,7 @@ def leave(part: Tensor, peers: Peers) -> Tensor:
 
 
 class _Region:
-    """What lies between the columns and the row of a pair: the pre-hook of the columns, which share their inputs."""
+    """What lies between the columns and the rows of a pair: the pre-hook of the columns, which share their inputs."""
 
     def __init__(self, peers: Peers):
         self.peers = peers
@@ -168,7 +190,7 @@ class _Region:
         return (entered, *args[1:])
 
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum of the outputs of the row."""
+        """Return the sum of the outputs of a row."""
         self._entered.clear()  # which would keep activations
         return leave(part, self.peers)
 
@@ -200,10 +222,12 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
+        peers.cross(inside=True)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.peers.cross(inside=False)
         return ctx.peers.sum(gradient), None
 
 
@@ -212,8 +236,11 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        peers.cross(inside=False)
         return peers.sum(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.peers.cross(inside=True)
         return gradient, None

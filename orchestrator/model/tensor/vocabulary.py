@@ -150,10 +150,12 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, index: int, count: int, peers: Peers) -> Tensor:
-        ctx.index, ctx.size = index, part.shape[-1]
+        ctx.index, ctx.size, ctx.peers = index, part.shape[-1], peers
+        peers.cross(inside=False)
         return peers.gather(part, count)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.peers.cross(inside=True)
         own = gradient.narrow(-1, ctx.index * ctx.size, ctx.size)
         return own.contiguous(), None, None, None

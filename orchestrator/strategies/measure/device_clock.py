@@ -57,10 +57,11 @@ class WaitTimer:
     A GPU that is still busy with earlier work when the host leaves the block has not waited.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, counts: bool = True):
+        """Prepare for the blocks of ``device``; ``counts``: whether they are counted before the first restart."""
         self._clock = clock_of(device)
         self._blocks: list[tuple[Any, Any]] = []
-        self._counts = True
+        self._counts = counts
 
     def restart(self, *, counts: bool = True) -> None:
         """Forget the blocks so far; ``counts``: whether those that follow are counted, which takes marks."""

@@ -44,9 +44,11 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
     active: ClassVar[FlopCounter | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[], float] = lambda: 1) -> None:
+        """Prepare to count; ``share``: returns how much the operations that run now count."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops: Counter[ComputePrecision | None] = Counter()
+        self._share = share
+        self.flops: Counter[ComputePrecision | None] = Counter()  # with fractions if there are shares
         self.error: Exception | None = None
         self._runs_compiled = False
         self._compiled_nodes: list[range] = []  # the numbers of the autograd nodes that compiled code has made
@@ -71,7 +73,7 @@ class FlopCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if (formula := flop_formula(func)) is not None and not self._counts_otherwise():
             try:
-                self.flops[_precision_of(func, args[0])] += formula(*args, **kwargs, out_val=out)
+                self.flops[_precision_of(func, args[0])] += round(self._share() * formula(*args, **kwargs, out_val=out))
             except Exception as e:
                 self.error = e
         return out

@@ -28,7 +28,7 @@ from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.constructor import Outline, compile_in_place
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.pipelined.pipeline import Pipeline
@@ -38,6 +38,7 @@ from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 

@@ -14,7 +14,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import Outline, compile_in_place
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups, divided
@@ -54,6 +54,7 @@ from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -182,8 +183,6 @@ class Pipeline(PartTrainer):
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
         """Record when the stages compute, and what they wait for, if the step is logged."""
-        assert isinstance(self.reduction, PartReduction)
-        self.reduction.waits.restart(counts=logged)
         self.passes.clock.restart(records=logged)
         with super().around_step(logged=logged):
             yield
@@ -192,12 +191,16 @@ class Pipeline(PartTrainer):
         """Return the sums that begin in the backward passes."""
         return ReplicaSums(groups.over(*BATCH), *self.summed())
 
-    def summed(self) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str]]:
-        """Return the trained parameters of each stage, and the names of those that always have a gradient."""
+    def summed(
+        self,
+    ) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str], Collection[nn.Parameter]]:
+        """Return the arguments of :class:`ReplicaSums` after the group."""
         named = self.undivided().named_parameters()
+        needed = {p: n for n, p in named if p.requires_grad and n not in self._unused}
         return (
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
-            {p: n for n, p in named if p.requires_grad and n not in self._unused},
+            needed,
+            {p for p, name in needed.items() if len(self.trained.placements[name].stages) > 1},
         )
 
     def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
@@ -285,10 +288,6 @@ class Pipeline(PartTrainer):
                 )
             )
         return tuple(summaries)
-
-    def comm_ms(self) -> float | None:
-        assert isinstance(self.reduction, PartReduction)
-        return self.reduction.waited_ms()
 
     def _split(self) -> tuple[str, ...] | None:
         """Return the module names of ``strategy.split``, or None to cut by measured time."""

@@ -93,9 +93,7 @@ class DividedModel:
         self.scalars = [part for part in self.distinct if part not in divided]
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
-        self.gathers, self.scatters = WaitTimer(context.device), WaitTimer(context.device)
-        for timer in (self.gathers, self.scatters):
-            timer.pause()
+        self.gathers, self.scatters = (WaitTimer(context.device, counts=False) for _ in range(2))
         self.calls = SeenCalls(inside={}, complete=False)
         self._build = build
         self._recomputes = context.train.activation_checkpointing != "none"

@@ -6,9 +6,7 @@ it; gradients are summed into the shards. Rajbhandari et al., SC 2020, "ZeRO"; Z
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,14 +18,14 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import BATCH, Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.metrics import Metric, MetricSpec, measured
+from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import Division as BatchDivision
+from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
-from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.options import ShardedConfig
@@ -38,10 +36,7 @@ from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
-ALL_GATHER_MS, REDUCE_SCATTER_MS, ALL_REDUCE_MS = (
-    MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
-    for operation in ("all_gather", "reduce_scatter", "all_reduce")
-)
+ALL_GATHER_MS, REDUCE_SCATTER_MS = wait_metric("all_gather"), wait_metric("reduce_scatter")
 
 
 class FSDP(PartTrainer):
@@ -111,30 +106,10 @@ class FSDP(PartTrainer):
             placements=passes.divided.placements,
         )
 
-    @contextlib.contextmanager
-    def around_step(self, *, logged: bool) -> Iterator[None]:
-        """Count what a step waits for, if it is logged; evaluations gather too, and those times are not reported."""
-        timers = self._timers.values()
-        for timer in timers:
-            timer.restart(counts=logged)
-        try:
-            with super().around_step(logged=logged):
-                yield
-        finally:
-            for timer in timers:
-                timer.pause()
-
-    def comm_ms(self) -> float | None:
-        return math.fsum(timer.total_ms() for timer in self._timers.values())
-
-    def metrics(self) -> Mapping[str, Metric]:
-        return {**super().metrics(), **measured({spec: timer.total_ms() for spec, timer in self._timers.items()})}
-
     @property
-    def _timers(self) -> Mapping[MetricSpec, WaitTimer]:
-        assert isinstance(self.reduction, PartReduction)
-        divided, waits = self.passes.divided, self.reduction.waits
-        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, ALL_REDUCE_MS: waits}
+    def timers(self) -> Mapping[MetricSpec, WaitTimer]:
+        divided = self.passes.divided
+        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, **super().timers}
 
     @property
     def saved_names(self) -> Sequence[str]:

@@ -14,9 +14,9 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.constructor import compile_in_place
 from orchestrator.strategies.measure.job_metrics import Measure
 from orchestrator.strategies.sharded.divided_model import DividedModel
+from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.whole_model import WholeModel
 
 

@@ -5,8 +5,7 @@ The gradients of replicas are summed after the last backward pass of a step.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from orchestrator.planning.mesh import BATCH
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import Division
+from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -75,7 +74,7 @@ class TensorParallel(PartTrainer):
         self.passes.compile(context.train)
         return model
 
-    def warning_about(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         return self.warning_of_whole(division, model, train_set)
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
@@ -99,17 +98,6 @@ class TensorParallel(PartTrainer):
         self.connect_peers(groups)
         sums = SumsAtEnd(self.trained.parameters, groups.over(*BATCH), self.context.device)
         self.reduction = PartReduction(self.context, self.trained, groups, sums, self._sharing)
-
-    @contextlib.contextmanager
-    def around_step(self, *, logged: bool) -> Iterator[None]:
-        assert isinstance(self.reduction, PartReduction)
-        self.reduction.waits.restart(counts=logged)
-        with super().around_step(logged=logged):
-            yield
-
-    def comm_ms(self) -> float | None:
-        assert isinstance(self.reduction, PartReduction)
-        return self.reduction.waited_ms()
 
     @property
     def saved_names(self) -> Sequence[str]:

@@ -1,1 +1,1 @@
-"""What changes a model before it is trained, such as a division of its layers over workers."""
+"""What changes how a model runs, or what of it a worker has: recomputation, compilation, layers over workers."""

@@ -39,6 +39,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
@@ -162,11 +163,13 @@ class TensorParts:
         plan: how the model is divided.
         index: the number of the part.
         peers: the workers that have the others.
+        waits: what a step waits for them.
     """
 
     plan: TensorPlan
     index: int
     peers: Peers
+    waits: WaitTimer
 
     def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a constructor of this part of the model that ``build`` returns."""
@@ -176,7 +179,7 @@ class TensorParts:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
             self.plan.check_equal(group, device)
-        self.peers.group = group
+        self.peers.group, self.peers.waiting = group, self.waits.waiting
 
 
 def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> TensorPlan:
@@ -227,13 +230,25 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
     return plan
 
 
+def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Return the parameters inside and outside of blocks that ``size`` workers divide, if every proof succeeds."""
+    blocks = blocks_of(model)
+    tables = vocabularies(model, blocks, size).values() if size > 1 else ()
+    return (
+        {parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1},
+        {parameter for module in tables for parameter in module.parameters()},
+    )
+
+
 def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | None:
     """Return the part of a rank; None if the model is not divided in this way."""
     size = context.mesh.tensor
     if size == 1:
         return None
     plan = found_plan(Outline(job, context.train), train_set, size, TensorConfig.of(context.options).tensor_pairs)
-    return TensorParts(plan, context.mesh.coords(context.global_rank).tensor, Peers())
+    return TensorParts(
+        plan, context.mesh.coords(context.global_rank).tensor, Peers(), WaitTimer(context.device, counts=False)
+    )
 
 
 def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -258,7 +273,7 @@ def tensor_outline(outline: Outline, size: int) -> Outline:
     found = outline.found.get(("tensor", size))
     if not isinstance(found, TensorPlan):
         return outline
-    return replace(outline, transform=TensorParts(found, 0, Peers()).of, found={})
+    return replace(outline, transform=functools.partial(found.divided, index=0, peers=Peers()), found={})
 
 
 def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
@@ -301,9 +316,9 @@ def parsed(text: str) -> Pair:
     Raises:
         ValueError: it stands for none.
     """
-    columns, arrow, row = text.partition("->")
-    pair = Pair(columns=tuple(name.strip() for name in columns.split("+")), row=row.strip())
-    if not arrow or not all(pair.layers):
+    columns, _, rows = (tuple(name.strip() for name in part.split("+")) for part in text.partition("->"))
+    pair = Pair(columns=columns, rows=rows)
+    if not all(pair.layers):
         raise ValueError(f"{text!r} is no pair; write it as in 'q + k + v -> out'")
     return pair
 

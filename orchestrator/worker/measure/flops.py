@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +38,27 @@ class FlopMeter:
         step: the result; None if nothing was counted.
     """
 
-    def __init__(self, device: torch.device, *, at_step: int | None, compiled: bool = False):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        at_step: int | None,
+        compiled: bool = False,
+        share: Callable[[], float] = lambda: 1,
+    ):
         """Prepare to count.
 
         Args:
             device: where the step is computed.
             at_step: the step in which to count; None to count nothing.
             compiled: whether ``train.compile`` compiles the model.
+            share: returns how much the operations that run now count.
         """
         self.step: StepFlops | None = None
         self._device = device
         self._at_step = at_step
         self._compiled = compiled
+        self._share = share
 
     @contextlib.contextmanager
     def counting(self, step: int) -> Iterator[None]:
@@ -57,7 +66,7 @@ class FlopMeter:
         if step != self._at_step:
             yield
             return
-        with FlopCounter() as counter:
+        with FlopCounter(self._share) as counter:
             yield
         if counter.error is not None:
             print(f"FLOPs not counted: {type(counter.error).__name__}: {counter.error}", file=sys.stderr)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import LAYOUTS
-from helpers.jobs.quick_jobs import digits
+from helpers.conformance.layouts import LAYOUTS, TENSOR
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from orchestrator.protocol.messages import TrainPoint
@@ -42,6 +42,17 @@ def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, 
     counts = flops(ranks)
     assert None not in counts
     assert sum(c for c in counts if c is not None) == expected.get_total_flops()
+
+
+def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path) -> None:
+    """With 257 words and one head of keys, only the layers of the MLP are divided."""
+    job = TinyGPT(layers=2, variant="llama", kv_heads=1, vocabulary=257)
+    case = Case(job=job, train=having(TRAIN, activation_checkpointing="blocks", global_batch_size=8))
+    counts = [
+        sum(c for c in flops(gang.run(run_loop, of, n, str(tmp_path / str(n)), None, 0, world_size=n)) if c is not None)
+        for of, n in ((case, 1), (TENSOR["mesh-tensor-2"].of(case), 2))
+    ]
+    assert counts[0] == pytest.approx(counts[1])
 
 
 def test_the_flops_of_replicas_in_threads_are_unknown(gang: Gang, tmp_path: Path) -> None:

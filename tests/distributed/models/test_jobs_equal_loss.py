@@ -10,7 +10,7 @@ import torch
 
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.equal_loss import assert_equal_losses
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, pipeline
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, passes_constants, pipeline
 from helpers.conformance.training import losses, metrics_of, train
 from helpers.jobs.preference_jobs import preferences
 from jobs.gpt import GPT
@@ -99,7 +99,7 @@ def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))
 
 
-def test_adapters_of_a_small_llama_train_alike_under_fsdp_and_are_exported(gang, tmp_path):
+def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, tmp_path):
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     pytest.importorskip("peft")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
@@ -121,8 +121,9 @@ def test_adapters_of_a_small_llama_train_alike_under_fsdp_and_are_exported(gang,
     (alone,) = gang.run(train, case, world_size=1)
     expected = losses([alone])
     assert expected[-1] < expected[0]
-    ranks = gang.run(train, LAYOUTS["fsdp-2"].of(case), world_size=2)
-    torch.testing.assert_close(losses(ranks), expected, rtol=ADAMW, atol=0)
+    for layout in (LAYOUTS["fsdp-2"], TENSOR["mesh-tensor-2"]):
+        ranks = gang.run(train, layout.of(case), world_size=2)
+        torch.testing.assert_close(losses(ranks), expected, rtol=ADAMW, atol=0)
     torch.manual_seed(0)
     model = job.model()
     job.export(model.state_dict() | alone.model, tmp_path / "new", "hf")

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
-from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, Layout, assert_as_alone, whole_model
+from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, TENSOR, Layout, assert_as_alone, whole_model
 from helpers.conformance.training import losses, make, steps, train
 from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.toys import Toy
@@ -482,11 +482,19 @@ def waits(rank: int, case: Case) -> tuple[float | None, dict[str, float]]:
     return strategy.comm_ms(), {name: metric.value for name, metric in strategy.metrics().items()}
 
 
-@pytest.mark.parametrize("name", ["fsdp-2", "hsdp-2x2"])
-def test_the_time_of_communication_is_told_by_operation(gang: Gang, name: str) -> None:
-    case = LAYOUTS[name].of(Case(job=digits(depth=3)))
-    for total, parts in gang.run(waits, case, world_size=LAYOUTS[name].world_size):
-        assert parts.keys() == {f"perf/{what}_ms" for what in ("all_gather", "reduce_scatter", "all_reduce")}
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        ("hsdp-2x2", {"all_gather", "reduce_scatter", "all_reduce"}),
+        ("mesh-sharded-tensor-2x2", {"all_gather", "reduce_scatter", "all_reduce", "tensor"}),
+        ("mesh-tensor-in-stages-2x2", {"all_reduce", "tensor"}),
+    ],
+)
+def test_the_time_of_communication_is_told_by_operation(gang: Gang, name: str, operations: set[str]) -> None:
+    job = TinyGPT(layers=2, variant="llama", kv_heads=2)
+    case = (LAYOUTS | TENSOR)[name].of(Case(job=job, train=having(global_batch_size=8)))
+    for total, parts in gang.run(waits, case, world_size=4):
+        assert parts.keys() == {f"perf/{what}_ms" for what in operations}
         assert min(parts.values()) > 0
         assert total == pytest.approx(sum(parts.values()))
 

@@ -14,28 +14,35 @@ from torch import Tensor, nn
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, mesh
+from helpers.conformance.reference import averages
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
-from helpers.jobs.head_norms import HeadNorms
+from helpers.jobs.head_norms import Adapted, HeadNorms
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows
 from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.checkpoint import path_of
 from orchestrator.strategies.trainer import Trainer
 
 JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
-TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8)
+TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
-CASES = {"adamw": CASE, "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN)}
+CASES = {
+    "adamw": CASE,
+    "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN),
+    "sgd, adapters": Case(job=Adapted(adamw=False), train=TRAIN),
+}
+ADAPTERS_BY_ADAMW = Case(job=Adapted(adamw=True), train=TRAIN)
 
 
 @pytest.mark.parametrize("layout", TENSOR)
-@pytest.mark.parametrize("name", CASES)
-def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: str, name: str) -> None:
-    ranks = assert_as_alone(gang, CASES[name], TENSOR[layout], want_grad_norm=True)[TENSOR[layout]]
-    (alone,) = gang.run(train, CASES[name], True, world_size=1)
+@pytest.mark.parametrize("case", [*CASES.values(), *in_campaign(ADAPTERS_BY_ADAMW)], ids=[*CASES, "adamw, adapters"])
+def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: str, case: Case) -> None:
+    ranks = assert_as_alone(gang, case, TENSOR[layout], want_grad_norm=True)[TENSOR[layout]]
+    (alone,) = gang.run(train, case, True, world_size=1)
     for rank in ranks:
         torch.testing.assert_close(rank.norms, alone.norms, rtol=SGD, atol=0)
 
@@ -82,11 +89,13 @@ def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other
     for of in both.values():
         first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
         assert first == {name: [] for name in saved}
-    continued = {
-        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1].model
+    continued: dict[str, Any] = {
+        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1]
         for name, of in (("own", both["other"]), ("other", both["own"]))
     }
-    torch.testing.assert_close(continued["own"], continued["other"], rtol=1e-4, atol=1e-5)
+    found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
+    assert found["averages"]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,29 @@ class Parallel(nn.Module):
         return x + self.out(mixed) + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Adapter(nn.Module):
+    """A frozen layer, and a product of two small matrices that is trained beside it, as by LoRA."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a = nn.Linear(layer.in_features, 2, bias=False)
+        self.b = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.b(self.a(x))
+        return out
+
+
+def adapted() -> nn.Module:
+    """Return a block of which adapters are trained, and norms."""
+    block = Parallel(kv_heads=2)
+    for name, module in list(block.named_children()):
+        if isinstance(module, nn.Linear):
+            setattr(block, name, Adapter(module))
+    return block
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms(Job):
     """Learns the next of some numbers, by plain SGD."""
@@ -61,3 +84,16 @@ class HeadNorms(Job):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(HeadNorms):
+    """Trains adapters by AdamW, or by plain SGD."""
+
+    adamw: bool
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, WIDTH), adapted(), adapted(), nn.Linear(WIDTH, 4))
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)

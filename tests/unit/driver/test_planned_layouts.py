@@ -36,6 +36,9 @@ from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
 from orchestrator.strategies.this_machine import with_cpus
+from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
+
+pytestmark = pytest.mark.slow
 
 TABLES = read_tables()
 CORE = dataclasses.replace(TABLES.devices["L40S"], bf16=0.1, memory_gb_s=10, inside="PCIe4", between="PCIe4")
@@ -188,6 +191,29 @@ def outline(**changes: object) -> Outline:
     assert config is not None
     job = GPT(variant="llama", context=128, layers=6, width=256, heads=4, kv_heads=2, hidden=512, vocabulary=300)
     return Outline(job, dataclasses.replace(config.train, **changes))
+
+
+@pytest.mark.parametrize("vocabulary", [300, 301], ids=["rows of both ends", "whole ends"])
+def test_the_state_of_divided_layers_is_that_of_the_launch(vocabulary: int) -> None:
+    words = (
+        "strategy.tensor=2",
+        "strategy.shard=2",
+        "strategy.pipeline=1",
+        "job.layers=4",
+        f"job.vocabulary={vocabulary}",
+    )
+    predicted = answered(*words, cluster="1x4xH100").fitting[0]
+    assert predicted.memory is not None
+    assert predicted.step.divides_ends == (vocabulary == 300)
+    job = GPT(variant="llama", context=64, layers=4, vocabulary=vocabulary)
+    whole = Outline(job, outline().train)
+    assert tensor_errors(whole, job.dataset("train"), 2, "auto")[0] == []
+    model = tensor_outline(whole, 2).model
+    config, _ = compose(["job=gpt", "strategy=mesh"], [], registry.config_class)
+    assert config is not None
+    assert model is not None
+    launched = worker_memory(parameter_sizes(config, job, model), Division.of(Mesh(shard=2, tensor=2)))
+    assert predicted.memory.state == pytest.approx(launched.state, rel=0.001)
 
 
 def test_the_trace_counts_what_the_architecture_says() -> None:

@@ -17,7 +17,7 @@ from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
 from orchestrator.model import blocks
 from orchestrator.model.blocks import blocks_of, likeness, with_blocks
-from orchestrator.strategies.constructor import blocks_note
+from orchestrator.strategies.transforms.blocks import blocks_note
 
 
 class Block(nn.Module):

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs.head_norms import WIDTH, Parallel
+from helpers.jobs.head_norms import WIDTH, Parallel, adapted
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.pairs import candidates
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, Peers, divide
 from orchestrator.model.tensor.sample import BlockCall
 
-ATTENTION = Pair(columns=("q", "k", "v"), row="out")
-MLP = Pair(columns=("gate", "up"), row="down")
+ATTENTION = Pair(columns=("q", "k", "v"), rows=("out",))
+MLP = Pair(columns=("gate", "up"), rows=("down",))
 
 
 def tried(block: nn.Module, count: int = 2, **given: list[Pair]) -> ProvenBlock:
@@ -35,10 +35,22 @@ def test_both_pairs_of_a_block_are_found_with_the_number_of_heads_and_the_partia
     assert found.parts.cuts == {**rows, "out.weight": 1, "down.weight": 1}
 
 
+def test_an_adapter_is_divided_with_its_layer_and_sums_its_inputs() -> None:
+    found = tried(adapted())
+    layers = {"columns": ("q", "k", "v"), "rows": ("out",)}, {"columns": ("gate", "up"), "rows": ("down",)}
+    parts = {"columns": ("layer", "b"), "rows": ("layer", "a")}
+    pairs = {
+        Pair(**{side: tuple(f"{name}.{of}" for name in pair[side] for of in parts[side]) for side in pair})
+        for pair in layers
+    }
+    assert {*found.parts.pairs} == pairs
+    assert found.parts.partial == {"q_norm.weight"}
+
+
 @pytest.mark.parametrize(
     ("block", "count", "pair", "reason"),
     [
-        (Parallel(packed=True), 2, Pair(columns=("qkv",), row="out"), "would change its output by"),
+        (Parallel(packed=True), 2, Pair(columns=("qkv",), rows=("out",)), "would change its output by"),
         (Parallel(dropout=0.1), 2, ATTENTION, "draws other random numbers"),
         (Parallel(kv_heads=2), 4, ATTENTION, "raises RuntimeError"),
     ],
@@ -54,7 +66,7 @@ def test_what_is_not_proven_stays_whole_and_the_rest_is_divided(
 
 
 def test_a_wrong_pair_by_hand_is_not_proven() -> None:
-    wrong = Pair(columns=("gate",), row="down")
+    wrong = Pair(columns=("gate",), rows=("down",))
     found = tried(Parallel(), pairs=[wrong, ATTENTION])
     assert found.parts.pairs == (ATTENTION,)
     assert [*found.whole] == [str(wrong)]

@@ -77,7 +77,7 @@ RULES = {
                        "driver.process driver.preflight",                                      "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
-    "driver":         ("job storage config planning timeline protocol records compat state model prediction strategies "
+    "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
     "verbs":          ("user_code storage config records prediction strategies exporting corpus tracking display "

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from helpers.conformance.cases import DDP, RECOVERY, TRAIN, Case, config_of, plan_of
-from helpers.conformance.layouts import FSDP, LAYOUTS
+from helpers.conformance.layouts import FSDP, LAYOUTS, mesh
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.planning.memory import GIB, MIB, MemoryLimit, NodeShare
+from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 
 
@@ -173,6 +174,17 @@ def test_a_state_that_cannot_fit_is_refused_with_the_fewest_workers(
     assert len(errors) == 1
     assert errors[0].startswith(f"strategy={options.name}: parameters, gradients and optimizer state take ")
     assert remedy in errors[0]
+
+
+def test_layers_that_are_divided_count_in_part_and_the_workers_that_divide_them_together() -> None:
+    part = 4 * (2 * (2 * 500 * 1000 + 500 + 1000) + 10_000 + 4004)
+    of_tensor, given = mesh(Mesh(tensor=2)).options, {"job": Masked()}
+    assert f"worker: {mib(part)} of parameters, {mib(part)} of gradients" in checked(of_tensor, 2, **given)[1]
+    errors, _ = checked(of_tensor, 2, limit=MemoryLimit(largest_bytes=2.1 * part), **given)
+    assert errors[0].endswith("use strategy=fsdp with strategy.num_workers=4 or more")
+    together = MemoryLimit(largest_bytes=7.9 * part, total_bytes=7.9 * part)
+    errors, _ = checked(of_tensor, 2, limit=together, **given)
+    assert errors[0].endswith("add memory, or use a smaller model")
 
 
 def test_an_estimate_that_does_not_fit_is_only_warned_of() -> None:

@@ -29,6 +29,8 @@ from orchestrator.strategies import registry
 from orchestrator.tuning.choose import Contender
 from orchestrator.tuning.predict import Prediction
 
+pytestmark = pytest.mark.slow
+
 SECRET = "correct-horse"
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
 WITH_GPUS = Node(node_id="there", name="there", cpus=8, gpus=4)

@@ -30,6 +30,8 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY
 from orchestrator.tuning.choose import Contender
 
+pytestmark = pytest.mark.slow
+
 NODES = (Node(node_id="here", name="here", cpus=1, gpus=0), Node(node_id="there", name="there", cpus=1, gpus=0))
 JOB = Digits(hidden=8, depth=1, lr=0.1, momentum=0.9)
 

@@ -19,6 +19,8 @@ from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry
 from orchestrator.tuning.proposals import StrategyName
 
+pytestmark = pytest.mark.slow
+
 HERE = Node(node_id="here", name="here", cpus=8, gpus=0)
 
 
