@@ -1,9 +1,10 @@
 """MkDocs hooks. They publish files of the repository without a second copy of them in a page.
 
-A page refers to a plot by its place in the repository, ``../benchmarks/results/<name>.png``, so that the link
-also works where the page is read as a file. For the same reason it refers to an example by a link; a line that
-consists of a link to ``examples/<name>.py`` is followed by the code in the site. What a page has between
-``<!-- made from the code: NAME -->`` and ``<!-- end -->`` is where to look without the site, which shows the reference.
+A page refers to a plot, or to the table of models, by its place in the repository, such as
+``../benchmarks/results/<name>.png``, so that the link also works where the page is read as a file. For the same reason
+it refers to an example by a link; a line that consists of a link to ``examples/<name>.py`` is followed by the code in
+the site. What a page has between ``<!-- made from the code: NAME -->`` and ``<!-- end -->`` is where to look without
+the site, which shows the reference.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ REFERENCE = re.compile(r"<!-- made from the code: (\w+) -->\n.*?<!-- end -->", r
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the plots to the site."""
-    for plot in sorted((Path(config.docs_dir) / IN_REPOSITORY).glob("*.png")):
-        files.append(File.generated(config, f"{IN_SITE}{plot.name}", abs_src_path=str(plot.resolve())))
+    """Add the plots, and the table of models, to the site."""
+    results = Path(config.docs_dir) / IN_REPOSITORY
+    for file in [*sorted(results.glob("*.png")), results / "models.md"]:
+        files.append(File.generated(config, f"{IN_SITE}{file.name}", abs_src_path=str(file.resolve())))
     return files
 
 

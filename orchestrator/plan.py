@@ -20,6 +20,9 @@ from orchestrator.config.options import add_files, file_words, finite
 from orchestrator.config.redact import Redactor
 from orchestrator.display.text import refuse, writable
 from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from orchestrator.records.output_dir import fetch
+from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.exits import exits_refused
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -51,12 +54,15 @@ def _parser() -> argparse.ArgumentParser:
         "cost, with the errors of such predictions. Starts nothing.",
     )
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
-    parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="for example 64x8xH100")
+    parser.add_argument(
+        "--cluster", metavar="NODESxDEVICESxNAME", help="for example 64x8xH100; 1x2xcpu: two CPUs of this machine"
+    )
     parser.add_argument("--link", metavar="NAME", help="between nodes (default: the usual one of the device)")
     parser.add_argument("--devices", metavar="FILE", type=Path, help="YAML file with devices and links of yours")
     parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
     parser.add_argument("--price", type=finite, help="of an hour of a device: for money; needs --tokens")
     parser.add_argument("--failure-hours", type=finite, help="mean hours between the failures of one device")
+    parser.add_argument("--measured", metavar="RUN", help="take the shares of the peak rates from a run of yours")
     parser.add_argument("--published", metavar="FILE.csv", type=Path, help="predict the runs of a file instead")
     parser.add_argument("--rows", type=int, default=10, help="layouts to show (default: 10)")
     parser.add_argument("--picture", metavar="FILE.png", type=Path, help="draw the time of a step by what takes it")
@@ -82,11 +88,25 @@ def _published(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
-    from orchestrator.prediction.devices import parse_cluster, read_tables
+def _run(text: str) -> RunDir:
+    try:
+        run_dir = RunSearch.of(None).look_up(text, trained=True)
+        fetch(run_dir, [run_dir.config_file.name])
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"--measured {e}"]) from e
+    return run_dir
 
-    cluster = parse_cluster(options.cluster, read_tables(options.devices), link=options.link)
+
+def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
+    from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
+
+    tables = read_tables(options.devices)
     # Imported here because --help and a wrong name must not wait seconds for torch.
+    if options.cluster.endswith(f"x{CPU}"):
+        from orchestrator.strategies.this_machine import with_cpus
+
+        tables = with_cpus(tables)
+    cluster = parse_cluster(options.cluster, tables, link=options.link)
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.layouts import answer
 
@@ -97,6 +117,7 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
         tokens=options.tokens,
         price=options.price,
         device_hours=options.failure_hours,
+        measured=None if options.measured is None else _run(options.measured),
     )
     if options.json:
         print(redactor.text(json.dumps(as_json(answered), indent=2)))

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CAST",
+    "GROUPED_PRODUCT",
     "MOVES_NOTHING",
     "BatchNorm",
     "DataDependentOutputException",
@@ -180,6 +181,10 @@ MOVES_NOTHING: Any = frozenset({torch.ops.aten._unsafe_view, torch.ops.aten.empt
 """Operators that read and write nothing, besides views."""
 
 
+GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
+"""The operator that multiplies each group of rows by the matrix of another expert."""
+
+
 def flop_formula(operator: Any) -> Callable[..., int] | None:
     """Return torch's formula for the FLOPs of an operator, as ``__torch_dispatch__`` receives it; None if it has none.
 
@@ -189,13 +194,18 @@ def flop_formula(operator: Any) -> Callable[..., int] | None:
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
     packet = getattr(operator, "overloadpacket", operator)
-    # Torch has formulas for the attention operators of GPUs only.
-    of_cpus: dict[Any, Callable[..., int]] = {
+    # Torch has formulas for the attention operators of GPUs only, and none for grouped products.
+    others: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+        GROUPED_PRODUCT: _grouped_flop,
     }
-    formula: Callable[..., int] | None = flop_registry.get(packet) or of_cpus.get(packet)
+    formula: Callable[..., int] | None = flop_registry.get(packet) or others.get(packet)
     return formula
+
+
+def _grouped_flop(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * first.numel() * second.shape[-1]
 
 
 def has_run_compiled_code() -> bool:

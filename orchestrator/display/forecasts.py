@@ -11,6 +11,7 @@ from orchestrator.config.text import first_few
 from orchestrator.display.text import TableColumn, text_lines
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.prediction.devices import CPU
 from orchestrator.prediction.forecast import Answer, Forecast, Question
 
 _DRAWN = 10
@@ -23,10 +24,15 @@ _COLOURS = (
 
 def text(answer: Answer, *, rows: int) -> str:
     """Return the answer for a terminal: the fastest layouts, the best ones, what does not fit, and the errors."""
-    question, spread = answer.question, answer.spread
+    question = answer.question
     work, cluster = question.work, question.cluster
-    size = f"{work.parameters / 1e9:.3g} B parameters, {work.tokens} tokens a sample"
-    lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}", ""]
+    active = f", {work.active_parameters / 1e9:.3g} B of them for a token" if work.layer.experts else ""
+    size = f"{work.parameters / 1e9:.3g} B parameters{active}, {work.tokens} tokens a sample"
+    lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}"]
+    if answer.measured:
+        shares = f"products {question.stack.products:.0%}, attention {question.stack.attention:.0%}"
+        lines.append(f"shares of the peak rate by the steps of {answer.measured}: {shares}")
+    lines.append("")
     shown = answer.fitting[:rows] or answer.refused[:rows]
     lines += _table(question, shown)
     if more := len(answer.fitting) - len(shown):
@@ -39,11 +45,24 @@ def text(answer: Answer, *, rows: int) -> str:
     if answer.pruned:
         reasons = [f"{reason} ({times})" for reason, times in sorted(answer.pruned.items(), key=lambda p: -p[1])]
         lines.append(f"refused by this version: {first_few(reasons, 3, separator='; ', noun='reasons')}")
-    lines.append(
-        f"speed ± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published "
-        "runs of this size (orchestrator plan --published); memory and goodput have assumptions: docs/plan.md"
-    )
+    lines.append(f"{_speed(answer)}; memory and goodput have assumptions: docs/plan.md")
     return "\n".join(lines)
+
+
+def _speed(answer: Answer) -> str:
+    spread = answer.spread
+    if answer.question.cluster.name == CPU:
+        return f"speed with rates that were {answer.question.cluster.device.source}; no published run tells its error"
+    if not answer.question.work.layer.experts:
+        return (
+            f"speed ± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} "
+            "published runs of this size (orchestrator plan --published)"
+        )
+    text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
+    if answer.fitting:
+        most = answer.question.tokens_s(answer.fitting[0])
+        text += f", {spread.low * most:,.0f} to {spread.high * most:,.0f} tokens/s for the fastest,"
+    return f"{text} in nine of ten of {spread.count} published runs with experts (orchestrator plan --published)"
 
 
 def _best(answer: Answer) -> list[str]:
@@ -126,6 +145,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "tokens_per_sample": answer.question.work.tokens,
         "assumed": list(answer.assumed),
         "command": list(answer.command),
+        "shares": dataclasses.asdict(answer.question.stack),
         "layouts": [record(f) for f in (*answer.fitting, *answer.refused)],
         "refused_by_this_version": dict(answer.pruned),
         "spread": dataclasses.asdict(answer.spread),

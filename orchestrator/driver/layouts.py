@@ -15,6 +15,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, to_dict
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import values
+from orchestrator.config.recorded import overrides_to_evaluate
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
@@ -22,17 +23,19 @@ from orchestrator.job import Job
 from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import Step
-from orchestrator.prediction.devices import Cluster, read_tables
+from orchestrator.prediction.cost import Stack, Step, step_time
+from orchestrator.prediction.devices import CPU, Cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast, Question, like
 from orchestrator.prediction.goodput import DEVICE_HOURS
-from orchestrator.prediction.published import compare, published_runs, stack_for
+from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.strategies.this_machine import UNFUSED
 from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
@@ -44,7 +47,7 @@ LARGEST_ROWS = 64
 REPLAYED = 8
 """The workers of a pipeline whose schedule is replayed; longer ones wait in proportion."""
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
-"""What is planned where the command line does not say it."""
+"""What is planned for GPUs where the command line does not say it."""
 USUAL_TOKENS = 2**22
 """The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
 as Llama 3 (arXiv:2407.21783) begins with."""
@@ -58,6 +61,7 @@ def answer(
     tokens: float | None = None,
     price: float | None = None,
     device_hours: float | None = None,
+    measured: RunDir | None = None,
 ) -> Answer:
     """Return the layouts of a job on a cluster.
 
@@ -68,18 +72,16 @@ def answer(
         tokens: of the whole run; None if no whole run is asked for.
         price: of an hour of a device; None if it is unknown.
         device_hours: the mean hours between the failures of one device; None for the published ones.
+        measured: a run on such devices that says which shares of the peak rates are reached; None for published ones.
 
     Raises:
-        ConfigError: the configuration or the job is wrong, or the model cannot be traced.
+        ConfigError: the configuration or the job is wrong, the model cannot be traced, or see :func:`measured_stack`.
     """
     given = values(words)
-    assumed = tuple(f"{key}={value}" for key, value in USUAL.items() if key not in given)
-    errors: list[str] = []
-    config, spec = compose([*words, *assumed], errors, registry.config_class)
-    job = load_job(spec, errors, redactor) if spec is not None else None
-    if errors or config is None or job is None:
-        raise ConfigError(errors)
-    redactor.learn(to_dict(config))
+    on_cpus = cluster.name == CPU
+    of_cpus = {"train.precision": "fp32", "strategy.num_workers": cluster.devices} if on_cpus else {}
+    assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
+    config, job = _composed([*words, *assumed], redactor)
     if "train.global_batch_size" not in given:
         batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
         config = replace(config, train=replace(config.train, global_batch_size=batch))
@@ -88,7 +90,7 @@ def answer(
     question = Question(
         work=search.traced.work,
         cluster=cluster,
-        stack=stack_for(cluster.name, compiled=config.train.compile is not False),
+        stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
         tokens=tokens,
         price=price,
         device_hours=device_hours or DEVICE_HOURS,
@@ -103,7 +105,73 @@ def answer(
         refused=tuple(f for f in forecasts if f.refused),
         pruned=search.pruned,
         spread=like(compare([run.row for run in published_runs()], read_tables()), cluster.devices, sparse=sparse),
+        measured=measured.location if measured else "",
     )
+
+
+def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
+    """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
+
+    One step time tells one number: both shares change in proportion.
+
+    Args:
+        run_dir: a run that has ended.
+        cluster: of such devices as the run had.
+        planned: the configuration whose layouts are asked for.
+        redactor: learns the secrets of the run's job.
+
+    Raises:
+        ConfigError: the run has no step time, differs in device or precision, or was faster than the peak rates allow;
+            or its configuration cannot be read any more.
+    """
+    record, where = run_dir.read_record(), f"--measured {run_dir.location}"
+    plan, step_ms = record.get("plan"), record.get("summary", {}).get("step_ms_p50")
+    if not plan or not step_ms:
+        raise ConfigError([f"{where}: has no median of step times; name a run of several steps that has ended"])
+    if (plan["device"] == "cpu") != (cluster.name == CPU):
+        raise ConfigError(
+            [f"{where}: ran on {plan['device']}, and --cluster names {cluster.name}; name the same device"]
+        )
+    if (precision := record.get("precision")) != planned.train.precision:
+        raise ConfigError([f"{where}: computed in {precision}; plan with train.precision={precision}"])
+    workers = plan["world_size"]
+    try:
+        words = overrides_to_evaluate(run_dir.config_file, [f"strategy.num_workers={workers}"])
+    except ValueError as e:
+        raise ConfigError([f"{where}: {e}"]) from e
+    config, job = _composed(words, redactor)
+    there = replace(cluster, nodes=math.ceil(workers / cluster.per_node), per_node=min(workers, cluster.per_node))
+    search = _Search(config, job, there, ())
+    forecast = search.as_configured()
+    if forecast.refused:
+        raise ConfigError([f"{where}: {forecast.refused}"])
+    usual = _usual_stack(cluster, config)
+
+    def predicted_ms(stack: Stack) -> float:
+        return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
+
+    def changed(stack: Stack, share: float) -> Stack:
+        return replace(stack, products=share, attention=share * usual.attention / usual.products)
+
+    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
+    if (least := predicted_ms(found)) > 1.01 * step_ms:
+        reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
+        raise ConfigError([f"{where}: {reason}"])
+    return found
+
+
+def _usual_stack(cluster: Cluster, config: Config) -> Stack:
+    return UNFUSED if cluster.name == CPU else stack_for(cluster.name, compiled=config.train.compile is not False)
+
+
+def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:
+    errors: list[str] = []
+    config, spec = compose(words, errors, registry.config_class)
+    job = load_job(spec, errors, redactor) if spec is not None else None
+    if errors or config is None or job is None:
+        raise ConfigError(errors)
+    redactor.learn(to_dict(config))
+    return config, job
 
 
 class _Search:
@@ -117,9 +185,10 @@ class _Search:
     def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
         self._config, self._cluster, self._given = config, cluster, given
         self.pruned: Counter[str] = Counter()
+        on_cpus = cluster.name == CPU
         self._outline = Outline(job, config.train)
         try:
-            self.traced = traced(self._outline, fused_attention=True)
+            self.traced = traced(self._outline, fused_attention=not on_cpus)
         except Exception as e:  # whatever the job raises with fake tensors
             raise ConfigError(
                 [f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"]
@@ -131,16 +200,32 @@ class _Search:
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
-        nodes, gpus = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
+        nodes, devices = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
         each = config.cluster.cpus_per_worker
         self._nodes = tuple(
-            Node(node_id=str(i), name=f"node{i}", cpus=gpus * each, gpus=gpus, gpu_memory_bytes=memory)
+            Node(
+                node_id=str(i),
+                name=f"node{i}",
+                cpus=devices * each,
+                gpus=0 if on_cpus else devices,
+                memory_bytes=devices * memory,
+                gpu_memory_bytes=memory,
+            )
             for i in range(nodes)
         )
         self._gathered: dict[tuple[type[Strategy], int], float] = {}
         self._state = functools.cache(self._state_of)
         self._job = job
         self._divided = functools.cache(functools.partial(assumed_division, model))
+
+    def as_configured(self) -> Forecast:
+        """Return the layout that the configuration names, without its time.
+
+        Raises:
+            ConfigError: the product refuses it.
+        """
+        rules = registry.load(self._config.strategy.name)
+        return self._forecast(self._config, find_layout(self._config, rules, self._nodes, oversubscribe_cpus=False), {})
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield every layout that the product does not refuse, without its time."""
@@ -174,10 +259,8 @@ class _Search:
             for shard in self._free("strategy.shard", _powers(rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
-                divided = (
-                    self._free("strategy.shard_optimizer", (False, True)) if self._size(shard, "shard") > 1 else [{}]
-                )
-                for optimizer in divided:
+                divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
+                for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -205,7 +288,7 @@ class _Search:
         return True
 
     def _refuse(self, reason: str) -> None:
-        self.pruned[re.sub(r"=[^:]*:", ":", reason.partition(";")[0].partition("\n")[0], count=1)] += 1
+        self.pruned[without_numbers(reason.partition(";")[0].partition("\n")[0])] += 1
 
     def _size(self, keys: dict[str, Any], dimension: str) -> int:
         key = f"strategy.{dimension}"
@@ -248,6 +331,7 @@ class _Search:
             gathers=gathers,
             divides_update=division is not None and division.optimizer > 1,
             gathers_each_pass=bool(resharded),
+            gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
             divides_ends=bool(self._divided(mesh.tensor)[1]),
         )
         memory: WorkerMemory | None = None
@@ -290,6 +374,11 @@ def best_of_each(forecasts: Sequence[Forecast]) -> list[Forecast]:
         groups.setdefault((*key, forecast.step.divides_update), []).append(forecast)
     found = [min(group, key=lambda f: (f.seconds, f.memory_bytes)) for group in groups.values()]
     return sorted(found, key=lambda f: (f.seconds, f.memory_bytes))
+
+
+def without_numbers(reason: str) -> str:
+    """Return a reason as it is for all layouts: keys without their values, and N for other numbers."""
+    return re.sub(r"\b\d+\b", "N", re.sub(r"=\d+\b", "", re.sub(r"=[^:]*:", ":", reason, count=1)))
 
 
 def _powers(most: int) -> tuple[int, ...]:

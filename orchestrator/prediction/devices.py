@@ -17,6 +17,8 @@ Precision = Literal["bf16", "fp8", "fp4"]
 """What matrix products are computed in."""
 
 TABLE = Path(__file__).with_name("devices.yaml")
+CPU = "cpu"
+"""The device, and the link between its processes, that are no entries of the table: this machine."""
 ACHIEVED = 0.8
 """The share of a link's rate that large collectives reach, as nccl-tests reports bus bandwidths."""
 

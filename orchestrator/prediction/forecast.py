@@ -178,10 +178,9 @@ class Question:
 
 
 def like(compared: Sequence[Compared], devices: int, *, sparse: bool) -> Spread:
-    """Return the errors for published runs as large or small as a prediction, and as dense or with experts."""
-    return Spread.of(
-        [c for c in compared if (c.run.devices >= LARGE) == (devices >= LARGE) and c.run.is_sparse == sparse]
-    )
+    """Return the errors for published runs with experts, or for those without that are as large or as small."""
+    of_kind = [c for c in compared if c.run.is_sparse == sparse]
+    return Spread.of([c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +195,7 @@ class Answer:
         refused: those that do not fit, the ones that need least first.
         pruned: by reason, how many layouts the product refuses.
         spread: the errors of predictions of published runs that are like these.
+        measured: the run that the shares of the peak rates come from; empty for published ones.
     """
 
     question: Question
@@ -205,6 +205,7 @@ class Answer:
     refused: tuple[Forecast, ...]
     pruned: Mapping[str, int]
     spread: Spread
+    measured: str = ""
 
     @property
     def cheapest(self) -> Forecast | None:

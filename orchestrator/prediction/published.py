@@ -257,20 +257,27 @@ def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
     long, sparse = row(rule.attention), row(rule.experts)
     for _ in range(8 if base and long else 1):
         if base is not None:
-            stack = _fitted(base, stack, lambda stack, share: replace(stack, products=share))
+            stack = fitted(base.predicted, base.measured, stack, lambda stack, share: replace(stack, products=share))
         if long is not None:
-            stack = _fitted(long, stack, lambda stack, share: replace(stack, attention=share))
+            stack = fitted(long.predicted, long.measured, stack, lambda stack, share: replace(stack, attention=share))
     if sparse is not None:
-        stack = _fitted(sparse, stack, lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)))
+        stack = fitted(
+            sparse.predicted,
+            sparse.measured,
+            stack,
+            lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)),
+        )
     return stack, [run for run in (base, long, sparse) if run is not None]
 
 
-def _fitted(run: Run, stack: Stack, change: Callable[[Stack, float], Stack]) -> Stack:
-    """Return ``stack`` with the share between 0 and 1 at which a run is predicted as it was measured."""
+def fitted(
+    speed: Callable[[Stack], float], measured: float, stack: Stack, change: Callable[[Stack, float], Stack]
+) -> Stack:
+    """Return ``stack`` with the share between 0 and 1 at which the predicted speed is the measured one, or nearest."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if run.predicted(change(stack, middle)) < run.measured else (low, middle)
+        low, high = (middle, high) if speed(change(stack, middle)) < measured else (low, middle)
     return change(stack, low or high)
 
 
@@ -314,22 +321,38 @@ def _calibrated(name: str) -> tuple[Stack, list[Run]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The absolute relative errors of predictions."""
+    """The errors of predictions.
+
+    Attributes:
+        count: the number of runs.
+        median: of the absolute relative errors.
+        mean: of the same.
+        ninth: what nine of ten of these do not exceed.
+        worst: the largest.
+        low: nine of ten runs are at least so fast, relative to their predictions, and at most ``high``.
+        high: see ``low``.
+    """
 
     count: int
     median: float
     mean: float
     ninth: float
     worst: float
+    low: float
+    high: float
 
     @classmethod
     def of(cls, compared: Sequence[Compared]) -> Spread:
         """Return that of the predictions that nothing was tuned on, of which there are some."""
         errors = sorted(abs(c.error) for c in compared if not c.tuned)
+        speeds = sorted(1 / (1 + c.error) for c in compared if not c.tuned)
+        beyond = int(0.05 * (len(speeds) - 1))
         return cls(
             count=len(errors),
             median=statistics.median(errors),
             mean=statistics.mean(errors),
             ninth=errors[int(0.9 * (len(errors) - 1))],
             worst=errors[-1],
+            low=speeds[beyond],
+            high=speeds[-1 - beyond],
         )

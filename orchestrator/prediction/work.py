@@ -21,14 +21,15 @@ class Work:
 
     Attributes:
         parameters: their number, without ``experts``.
-        experts: the parameters in experts, of which a sample uses some.
+        experts: the parameters in experts.
+        used: those of ``experts`` that a token uses.
         products: the operations of matrix products in a forward pass.
         product_bytes: what these read and write of activations.
         attention: the operations of attention in a forward pass.
         moved_bytes: what everything else reads and writes in a forward and a backward pass, if nothing is fused.
         output_bytes: its output, which a later stage needs.
         key_bytes: its keys and values.
-        routed: the experts that a token is sent to; 0 without experts.
+        routed: the experts that a token is sent to; 0 if no worker has other experts than the others.
     """
 
     parameters: float
@@ -39,6 +40,7 @@ class Work:
     output_bytes: float = 0.0
     key_bytes: float = 0.0
     experts: float = 0.0
+    used: float = 0.0
     routed: int = 0
 
 
@@ -62,6 +64,11 @@ class ModelWork:
     def parameters(self) -> float:
         """The number of all parameters."""
         return self.layers * (self.layer.parameters + self.layer.experts) + self.ends.parameters
+
+    @property
+    def active_parameters(self) -> float:
+        """The number of those that a token uses."""
+        return self.parameters - self.layers * (self.layer.experts - self.layer.used)
 
     @property
     def step_flops(self) -> float:
@@ -101,6 +108,7 @@ class Transformer:
         layer = Work(
             parameters=of_attention + (0 if self.experts else of_expert),
             experts=self.experts * of_expert,
+            used=self.active * of_expert,
             products=2 * tokens * (of_attention + used * of_expert),
             product_bytes=BYTES * tokens * (6 * self.hidden + 4 * self.inner * used),
             attention=4 * tokens**2 * self.heads * self.head * self.causal,

@@ -19,7 +19,7 @@ from orchestrator.strategies.reduction import Reduction, Weight, on_device, weig
 from orchestrator.strategies.shared_tensors import Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
-from orchestrator.strategies.update.whole_tensors import Division
+from orchestrator.strategies.update.whole_tensors import ShardMap
 
 
 class GroupReduction(Reduction):
@@ -39,7 +39,7 @@ class GroupReduction(Reduction):
         self._named = dict(named)
         self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
         if trained.needs_whole:
-            self.division = self._division()
+            self.shard_map = self._shard_map()
 
     def sync_initial_state(self) -> None:
         """Give all ranks that have the same of a tensor the values of the first."""
@@ -66,13 +66,13 @@ class GroupReduction(Reduction):
         """Give all ranks of ``batch`` the values that the first has."""
         self._share(tensors, self.batch)
 
-    def _division(self) -> Division:
+    def _shard_map(self) -> ShardMap:
         """Return how the tensors are divided over the ranks that have their shards. Collective."""
         mesh, rank = self.context.mesh, self.context.global_rank
         ranks = mesh.group(DIVIDING, rank)
         divided = {p: placement for p, placement in self._placements.items() if placement.cuts}
         boxes = {p: [box for r in ranks if (box := placed.box(mesh, r)) is not None] for p, placed in divided.items()}
-        return Division(boxes=boxes, index=ranks.index(rank), group=self.groups.over(*DIVIDING))
+        return ShardMap(boxes=boxes, index=ranks.index(rank), group=self.groups.over(*DIVIDING))
 
     def by_group(
         self, parameters: Iterable[nn.Parameter]

@@ -71,15 +71,15 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     """
     model = outline.whole.model
     parameters, blocks = [*model.parameters()], blocks_of(model)
-    layers, last = max(1, len(blocks)), blocks[-1:]
+    layers, last, tokens = max(1, len(blocks)), blocks[-1:], outline.job.tokens_per_sample or 1
     with WorkCounter(last, parameters) as counter:
         fake_loss(outline, 1, last, fused_attention=fused_attention)
     in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
     work = ModelWork(
         layers=layers,
-        layer=_work(counter.blocks, in_blocks / layers),
-        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks),
-        tokens=outline.job.tokens_per_sample or 1,
+        layer=_work(counter.blocks, in_blocks / layers, tokens),
+        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens),
+        tokens=tokens,
     )
     (one, two), (one_of_more, two_of_more) = (
         [kept_of(outline, rows, [*blocks[:n], *last], fused_attention=fused_attention) for n in (0, 1)]
@@ -93,9 +93,11 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
 
 
-def _work(counted: Counter[str], parameters: float) -> Work:
+def _work(counted: Counter[str], parameters: float, tokens: int) -> Work:
     return Work(
-        parameters=parameters,
+        parameters=parameters - counted["experts"],
+        experts=counted["experts"],
+        used=counted["expert_products"] / 2 / tokens,
         products=counted["products"],
         product_bytes=counted["product_bytes"],
         attention=counted["attention"],

@@ -31,7 +31,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
-from orchestrator.strategies.data.batch_parts import Division, not_compared
+from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups, divided
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -73,9 +73,10 @@ class PartTrainer(Trainer):
             group = divided(self.context, mesh.groups(mesh.neighbours_along), backend="gloo")
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
-    def warning_of_whole(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_of_whole(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
-        context, size = self.context, sum(parameter.nbytes for parameter in model.parameters())
+        context = self.context
+        size = context.mesh.tensor * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
         limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
         if size > limit:
             return not_compared(

@@ -21,7 +21,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.precision import summable
 from orchestrator.strategies.update.gradients import norm_over
-from orchestrator.strategies.update.whole_tensors import Division
+from orchestrator.strategies.update.whole_tensors import ShardMap
 
 Weight = float | Tensor
 
@@ -36,7 +36,7 @@ class Reduction:
     """Whether the norm is formed in every step. A rank that has it knows that all ranks have their gradients, so that
     each can make its update, even if another one is lost then."""
 
-    division = Division()
+    shard_map = ShardMap()
     """How the tensors are divided that an optimizer needs whole."""
 
     def sync_initial_state(self) -> None:

@@ -29,7 +29,7 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part
 from orchestrator.strategies.update.optimizer_modes import to_training
 from orchestrator.strategies.update.weight_average import keep_average
-from orchestrator.strategies.update.whole_tensors import Division, computed
+from orchestrator.strategies.update.whole_tensors import ShardMap, computed
 
 _STEPS = range(3)
 _PLACES = 4
@@ -45,7 +45,7 @@ class Trial:
         alone: how they are divided if each of them is updated alone.
     """
 
-    alone: Division | None = None
+    alone: ShardMap | None = None
 
     def __init__(self, optimizer: AnyOptimizer, parameters: Mapping[str, nn.Parameter], ema_decay: float | None):
         if ema_decay is not None:

@@ -38,7 +38,7 @@ from orchestrator.strategies.update.optimizer_modes import (
     with_modes,
 )
 from orchestrator.strategies.update.weight_average import keep_average
-from orchestrator.strategies.update.whole_tensors import Division, WholeUpdate, computed
+from orchestrator.strategies.update.whole_tensors import ShardMap, WholeUpdate, computed
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of, needs_closure
 
@@ -210,16 +210,16 @@ class Trained:
         if self._update is None:
             clip(self.parameters, self._train, norm)
 
-    def compute_update(self, norm: Tensor | None, division: Division) -> None:
+    def compute_update(self, norm: Tensor | None, shard_map: ShardMap) -> None:
         """Compute the update of an optimizer that needs whole tensors, as :meth:`apply` makes it. Collective.
 
         Args:
             norm: of the gradient.
-            division: how the parameters are divided.
+            shard_map: how the parameters are divided.
         """
         if self._is_finite(norm) or not self._skips_nonfinite:
             self.clip(norm)
-            self._update = computed(self.optimizer, division)
+            self._update = computed(self.optimizer, shard_map)
 
     def drop_gradients(self) -> None:
         """Free the gradients, also those of the modules that have not become gradients of the parameters."""

@@ -38,7 +38,7 @@ from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.data.batch_parts import Division, by_keys, warning_about_parts
+from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
 from orchestrator.strategies.device_precision import prepare_device
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
 from orchestrator.strategies.measure.memory import TensorSize, sizes_of
@@ -115,7 +115,7 @@ class Trainer(Strategy):
             notes.append(self.warning_about(division, model, train_set))
         return tuple(note for note in notes if note is not None)
 
-    def warning_about(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves; see :func:`warning_about_parts`."""
         context, passes = self.context, self.passes
         assert isinstance(passes, WholeModel)
@@ -214,7 +214,7 @@ class Trainer(Strategy):
     def _compute_update(self, norm: Tensor | None) -> None:
         """Compute an update of whole tensors together with the ranks that have shards of them."""
         reduction, trained = self.reduction, self.trained
-        trained.compute_update(norm, reduction.division)
+        trained.compute_update(norm, reduction.shard_map)
         if reduction.settles:  # as for the norm: no rank makes its update before all ranks can
             trained.settled = True
             dist.all_reduce(torch.zeros((), device=self.context.device))
@@ -373,13 +373,13 @@ class Trainer(Strategy):
             self.warn(metrics.warning)
             metrics.warning = None
 
-    def _division(self) -> Division | None:
+    def _division(self) -> BatchDivision | None:
         """Return how this strategy divides the global batch; None if it does not."""
         context, options = self.context, self.context.options
         replicas, slices = context.mesh.data_parallel_size * context.num_devices, context.train.grad_accumulation
         if replicas * slices == 1:
             return None
-        return Division(
+        return BatchDivision(
             by=by_keys(options.name, num_workers=replicas, grad_accumulation=slices),
             rows=self.eval_batch_size // context.num_devices,
             in_turn=slices > 1,

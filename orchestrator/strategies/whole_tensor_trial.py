@@ -27,7 +27,7 @@ from orchestrator.strategies.update.elementwise import ELEMENTWISE, own_step_err
 from orchestrator.strategies.update.gradients import buckets
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.update.optimizer_modes import with_modes
-from orchestrator.strategies.update.whole_tensors import Division
+from orchestrator.strategies.update.whole_tensors import ShardMap
 from orchestrator.user_code.results import needs_closure
 
 _SCALES = (0.1, 10.0, 1000.0)
@@ -102,7 +102,7 @@ def _trial(config: Config, job: Job, model: nn.Module) -> Mapping[str, float] | 
         try:
             together, alone, drawing = (make(seed=0) for _ in range(3))
             for trial in (alone, drawing):
-                trial.alone = Division(boxes={p: [Box.whole(p.shape)] for p in trial.parameters.values()})
+                trial.alone = ShardMap(boxes={p: [Box.whole(p.shape)] for p in trial.parameters.values()})
             shapes = {name: p.shape for name, p in together.parameters.items()}
             for step, scale in enumerate(_SCALES):
                 before = _weights(together)

@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class BatchDivision:
     """How a strategy divides the global batch.
 
     Attributes:
@@ -83,7 +83,7 @@ def warning_about_parts(
     model: nn.Module,
     job: Job,
     train_set: Any,
-    division: Division,
+    division: BatchDivision,
     *,
     device: torch.device,
     precision: Precision,
@@ -157,7 +157,7 @@ def by_keys(strategy: str, **numbers: int) -> str:
     return " ".join([f"strategy={strategy}", *given])
 
 
-def not_compared(division: Division, reason: str) -> str:
+def not_compared(division: BatchDivision, reason: str) -> str:
     """Return the warning about a comparison that could not be made."""
     return (
         f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); one that sums or "
@@ -166,7 +166,7 @@ def not_compared(division: Division, reason: str) -> str:
 
 
 def text_of(
-    division: Division, *, samples: int, losses: tuple[float, float] | None, changed: Sequence[str]
+    division: BatchDivision, *, samples: int, losses: tuple[float, float] | None, changed: Sequence[str]
 ) -> str | None:
     """Return the warning about a loss and a state that depend on the division; None if there are none.
 

@@ -73,7 +73,7 @@ class FlopCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if (formula := flop_formula(func)) is not None and not self._counts_otherwise():
             try:
-                self.flops[_precision_of(func, args[0])] += self._share() * formula(*args, **kwargs, out_val=out)
+                self.flops[_precision_of(func, args[0])] += round(self._share() * formula(*args, **kwargs, out_val=out))
             except Exception as e:
                 self.error = e
         return out

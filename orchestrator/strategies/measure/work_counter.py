@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from orchestrator.compat.attention import FUSED
 from orchestrator.compat.torch import (
     CAST,
+    GROUPED_PRODUCT,
     MOVES_NOTHING,
     TorchDispatchMode,
     flop_formula,
@@ -25,7 +26,8 @@ class WorkCounter(TorchDispatchMode):
 
     Attributes:
         blocks: the sums of what runs in the blocks: ``products`` and ``attention`` in operations, ``product_bytes``,
-            ``moved_bytes`` and ``output_bytes`` in bytes.
+            ``moved_bytes`` and ``output_bytes`` in bytes, the parameters of ``experts``, and the operations of
+            ``expert_products`` among the products.
         rest: those of everything else.
     """
 
@@ -72,6 +74,9 @@ class WorkCounter(TorchDispatchMode):
         else:
             counted["products"] += operations
             counted["product_bytes"] += size
+            if func.overloadpacket is GROUPED_PRODUCT:
+                counted["experts"] += args[1].numel()
+                counted["expert_products"] += operations
         return out
 
     def _enter(self, *_: Any) -> None:

@@ -8,7 +8,13 @@ from torch import nn
 
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.data.batch_parts import Division, by_keys, mean_loss, not_compared, warning_about_parts
+from orchestrator.strategies.data.batch_parts import (
+    BatchDivision,
+    by_keys,
+    mean_loss,
+    not_compared,
+    warning_about_parts,
+)
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 
 
@@ -51,14 +57,14 @@ def compare_with_whole(
     return tuple(note for note in notes if note is not None)
 
 
-def _division(context: Context, rows: int) -> Division | None:
+def _division(context: Context, rows: int) -> BatchDivision | None:
     """Return how replicas and micro-batches divide the global batch; None if they do not."""
     assert context.pipeline is not None
     replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
     microbatches = context.pipeline.num_microbatches
     if replicas * slices * microbatches == 1:
         return None
-    return Division(
+    return BatchDivision(
         by=by_keys(
             context.options.name,
             num_workers=context.mesh.num_workers if replicas > 1 else 1,

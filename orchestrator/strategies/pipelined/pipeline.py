@@ -14,7 +14,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -191,12 +191,16 @@ class Pipeline(PartTrainer):
         """Return the sums that begin in the backward passes."""
         return ReplicaSums(groups.over(*BATCH), *self.summed())
 
-    def summed(self) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str]]:
-        """Return the trained parameters of each stage, and the names of those that always have a gradient."""
+    def summed(
+        self,
+    ) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str], Collection[nn.Parameter]]:
+        """Return the arguments of :class:`ReplicaSums` after the group."""
         named = self.undivided().named_parameters()
+        needed = {p: n for n, p in named if p.requires_grad and n not in self._unused}
         return (
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
-            {p: n for n, p in named if p.requires_grad and n not in self._unused},
+            needed,
+            {p for p, name in needed.items() if len(self.trained.placements[name].stages) > 1},
         )
 
     def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:

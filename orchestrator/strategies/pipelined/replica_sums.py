@@ -7,8 +7,9 @@ passes of other stages go on. All replicas run one schedule, so they begin their
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -25,16 +26,19 @@ class ReplicaSums(Sums):
         group: dist.ProcessGroup | None,
         stages: Mapping[int, Sequence[nn.Parameter]],
         needed: Mapping[nn.Parameter, str],
+        elsewhere: Collection[nn.Parameter] = (),
     ):
         """
         Args:
             group: the ranks that have the same stages; None if there is one replica.
             stages: the trained parameters of each stage. A parameter may belong to several.
             needed: the names of the parameters that must have a gradient in every step.
+            elsewhere: those that other ranks of the pipeline have too. They may have the only gradient.
         """
         self._group = group
         self._stages = stages
         self._needed = needed
+        self._elsewhere = elsewhere
         self._passes_left: dict[int, int] = {}
         self._stages_left: Counter[nn.Parameter] = Counter()
         self._pending: list[Callable[[], None]] = []
@@ -74,6 +78,9 @@ class ReplicaSums(Sums):
         complete = [p for p in parameters if self._stages_left[p] == 0]
         if self._group is None:
             return
+        for parameter in complete:
+            if parameter.grad is None and parameter in self._elsewhere:
+                parameter.grad = torch.zeros_like(parameter)
         if missing := [self._needed[p] for p in complete if p.grad is None and p in self._needed]:
             raise ValueError(
                 f"parameters that take no part in the loss: {', '.join(missing)}; the other replicas would "

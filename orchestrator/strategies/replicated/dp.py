@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, join, num_rows, tensors_in
 from orchestrator.model.precision import Precision
@@ -25,6 +26,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.changed_weights import changed_weights
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
@@ -185,7 +187,14 @@ class DP(Trainer):
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
         ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
-        errors += [ragged] if ragged is not None and plan.devices_per_worker > 1 else []
+        if plan.devices_per_worker > 1:
+            errors += [ragged] if ragged is not None else []
+            if changed := changed_weights(outline):
+                errors.append(
+                    f"job.model: forward() changes {first_few(changed, 2)}, and strategy=dp calls it once for each "
+                    "device, so that the change would be made several times, or be lost; use "
+                    "torch.nn.utils.parametrize, or strategy=ddp"
+                )
         return super().check_job(config, outline, plan, errors)
 
     @classmethod

@@ -75,10 +75,13 @@ class OptimizerShards:
     def take(self) -> None:
         """Give the shards the values of the whole parameters."""
         for name in self._cuts:
-            self.shards[name].copy_(self._own(name, self.whole[name]))
+            own, shard = self._own(name, self.whole[name]), self.shards[name]
+            if own.data_ptr() != shard.data_ptr():
+                shard.copy_(own)
 
     def take_gradients(self) -> None:
-        """Give the shards their gradients, which the whole parameters lose."""
+        """Give the shards their gradients, which the whole parameters lose, and values that forward() has changed."""
+        self.take()
         for name in self._cuts:
             whole = self.whole[name]
             if whole.grad is not None:

@@ -21,7 +21,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import Division as BatchDivision
+from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer

@@ -8,7 +8,7 @@ forward pass would free the weights, although another one is still to be compute
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -17,15 +17,11 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import (
-    TorchDispatchMode,
     calls_through,
     is_view_operator,
-    reads_number,
     running_node_number,
     storage_key,
     unset_fake_temporarily,
-    version_of,
-    written_tensors,
 )
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
@@ -33,13 +29,11 @@ from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import random_like
+from orchestrator.strategies.changed_weights import Weights, Writes
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, parameters_together
 from orchestrator.user_code.errors import JobError
-
-MOST_NUMBERS = 1000
-"""The numbers that a pass may read, because a loop may wait for one."""
 
 
 def check_forward(
@@ -68,7 +62,7 @@ def check_forward(
         JobError: the job changes weights, or uses them where they are not gathered.
     """
     model = whole.model
-    before = _identities(model)
+    weights = Weights(model)
     uses, in_loss, in_backward = (_Uses(model, options, layers) for _ in range(3))
     ended = False
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
@@ -82,13 +76,12 @@ def check_forward(
         with whole.mode, in_backward.watched():
             loss.backward()
         ended = True
-    after = _identities(model)
 
     def named(storages: Collection[int]) -> str | None:
-        names = [name for name, seen in before.items() if seen[-1] in storages]
+        names = [name for name, storage in weights.storages.items() if storage in storages]
         return first_few(names, 2) if names else None
 
-    if changed := [name for name, seen in before.items() if after.get(name) != seen or seen[-1] in uses.written]:
+    if changed := weights.changed(uses.written):
         raise JobError(
             f"job.model: forward() changes {first_few(changed, 2)}, which is a copy there, gathered from all workers, "
             "so that the change would be lost; use torch.nn.utils.parametrize, or strategy=ddp"
@@ -122,32 +115,26 @@ def check_forward(
     return SeenCalls(inside=uses.calls, complete=ended and not uses.numbers, gathers_all=gathers_all)
 
 
-def _identities(model: nn.Module) -> Mapping[str, tuple[int, int, int]]:
-    return {n: (id(p), version_of(p), storage_key(p.untyped_storage())) for n, p in model.named_parameters()}
-
-
-class _Uses(TorchDispatchMode):
+class _Uses(Writes):
     """Collects what is done with the storages of weights.
 
     Attributes:
-        written: those that operations write.
         used: those that operations read, except while they are gathered for a module below the root, and by autograd
             alone, as outside of all modules in a backward pass.
         parts: those that are not gathered for the root.
         needed_again: those that are gathered for the backward pass of a module too.
         shared: those whose memory is given away, also of other tensors.
         differentiates: whether a gradient is computed.
-        numbers: how many numbers have been read.
         calls: the names of the modules that are called in each other, as in :class:`SeenCalls`.
     """
 
     def __init__(self, model: nn.Module, options: ShardedConfig, root: nn.Module | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         groups = groups_of(model, options.wrap, root)
         together = [
             {storage_key(p.untyped_storage()) for p in own} for own in parameters_together(root or model, groups)
         ]
-        self.written, self.used, self.shared, self.needed_again = (set[int]() for _ in range(4))
+        self.used, self.shared, self.needed_again = (set[int]() for _ in range(3))
         self.parts = set[int]().union(*together[:-1])
         self.differentiates = False
         self._gathered_by = {m: keys for group, keys in zip(groups, together, strict=False) for m in group}
@@ -156,7 +143,7 @@ class _Uses(TorchDispatchMode):
         self._alone = {group[0] for group in groups if len(group) == 1}
         self.calls: dict[str, list[str]] = {"": []}
         self._inside = self.calls[""]
-        self.numbers = self._calls = 0
+        self._calls = 0
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -184,16 +171,11 @@ class _Uses(TorchDispatchMode):
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         in_backward = running_node_number() is not None
         self.differentiates |= in_backward
-        self.written |= {storage_key(t.untyped_storage()) for t in written_tensors(func, args, kwargs)}
         if (self._calls or not in_backward) and not is_view_operator(func):
-            self.used |= self._left & {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
-        if reads_number(func) and self.numbers < MOST_NUMBERS:
-            self.numbers += 1
-            return 1  # any number, so that the pass goes on
-        return func(*args, **kwargs)
+            self.used |= self._left & {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs or {}))}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _MEMORY = ("numpy", "__array__", "__dlpack__", "data_ptr")

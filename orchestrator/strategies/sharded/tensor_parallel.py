@@ -20,7 +20,7 @@ from orchestrator.planning.mesh import BATCH
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import Division
+from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
@@ -74,7 +74,7 @@ class TensorParallel(PartTrainer):
         self.passes.compile(context.train)
         return model
 
-    def warning_about(self, division: Division, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         return self.warning_of_whole(division, model, train_set)
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:

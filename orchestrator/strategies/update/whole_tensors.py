@@ -31,7 +31,7 @@ from orchestrator.strategies.update.gradients import buckets
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class ShardMap:
     """How parameters are divided over the ranks of a ``group``.
 
     Attributes:
@@ -108,26 +108,26 @@ class WholeUpdate:
 
 
 @torch.no_grad()
-def computed(optimizer: Optimizer, division: Division, *, together: bool = True) -> WholeUpdate:
+def computed(optimizer: Optimizer, shard_map: ShardMap, *, together: bool = True) -> WholeUpdate:
     """Return the update that ``optimizer`` makes of whole tensors. Collective.
 
     Args:
         optimizer: its parameters are this rank's shards, with their gradients. It stays as it is.
-        division: how they are divided.
+        shard_map: how they are divided.
         together: whether a call of the optimizer has several small parameters, and not one alone.
     """
     places = [(group, number) for group in optimizer.param_groups for number in range(len(group["params"]))]
     parameters = [group["params"][number] for group, number in places]
-    wholes = [torch.empty(division.shape(p), dtype=p.dtype, device="meta") for p in parameters]
+    wholes = [torch.empty(shard_map.shape(p), dtype=p.dtype, device="meta") for p in parameters]
     sizes = [len(bucket) for bucket in buckets(wholes)] if together else [1] * len(parameters)
     ahead = iter(places)
     of_all = {key: values for key, values in optimizer.state.items() if not isinstance(key, Tensor)}
     weights: dict[Tensor, Tensor] = {}
     state: dict[Any, Any] = {}
     for size in sizes or [0]:  # without parameters, options may still change
-        alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], division, copy.deepcopy(of_all))
-        weights |= {parameter: division.own(parameter, whole.detach()) for parameter, whole in own.items()}
-        state |= {p: _kept(alone.state.get(w), p, division) for p, w in own.items()}
+        alone, own = _stepped(optimizer, [*itertools.islice(ahead, size)], shard_map, copy.deepcopy(of_all))
+        weights |= {parameter: shard_map.own(parameter, whole.detach()) for parameter, whole in own.items()}
+        state |= {p: _kept(alone.state.get(w), p, shard_map) for p, w in own.items()}
     state |= {key: values for key, values in alone.state.items() if not isinstance(key, Tensor)}
     options = [{key: value for key, value in group.items() if key not in _NAMED} for group in alone.param_groups]
     before = vars(optimizer)
@@ -162,14 +162,14 @@ _NAMED = ("params", "param_names")
 
 
 def _stepped(
-    optimizer: Optimizer, places: Sequence[tuple[dict[str, Any], int]], division: Division, of_all: Mapping[Any, Any]
+    optimizer: Optimizer, places: Sequence[tuple[dict[str, Any], int]], shard_map: ShardMap, of_all: Mapping[Any, Any]
 ) -> tuple[Optimizer, Mapping[nn.Parameter, nn.Parameter]]:
     """Return a copy of ``optimizer`` that has updated some parameters alone, and these parameters, whole.
 
     Args:
         optimizer: the optimizer.
         places: the parameter group and the number in it, of each of these parameters.
-        division: how they are divided.
+        shard_map: how they are divided.
         of_all: the state of the whole optimizer, for the copy.
     """
     parameters: list[nn.Parameter] = [group["params"][number] for group, number in places]
@@ -178,7 +178,7 @@ def _stepped(
     by_path = {p: sorted(found, key=lambda entry: pytree.keystr(entry[0])) for p, (found, _) in states.items()}
     shards = [(p, leaf) for p, found in by_path.items() for _, leaf in found if isinstance(leaf, Shard)]
     gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-    values = iter(division.gathered([*((p, p) for p in parameters), *gradients, *shards]))
+    values = iter(shard_map.gathered([*((p, p) for p in parameters), *gradients, *shards]))
     own = {p: nn.Parameter(next(values), requires_grad=p.requires_grad) for p in parameters}
     for parameter, whole in own.items():
         adopt_user_state(whole, parameter)
@@ -207,11 +207,11 @@ def _stepped(
     return alone, own
 
 
-def _kept(state: Any, parameter: Tensor, division: Division) -> Any:
+def _kept(state: Any, parameter: Tensor, shard_map: ShardMap) -> Any:
     """Return what this rank keeps of the ``state`` of a whole parameter."""
 
     def kept(leaf: Any) -> Any:
-        divided = parameter in division.boxes and isinstance(leaf, Tensor) and leaf.shape == division.shape(parameter)
-        return division.own(parameter, leaf.detach()).as_subclass(Shard) if divided else leaf
+        divided = parameter in shard_map.boxes and isinstance(leaf, Tensor) and leaf.shape == shard_map.shape(parameter)
+        return shard_map.own(parameter, leaf.detach()).as_subclass(Shard) if divided else leaf
 
     return pytree.tree_map(kept, state)

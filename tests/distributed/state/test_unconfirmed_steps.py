@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, assignment, having
-from helpers.conformance.layouts import LAYOUTS, STAGED
+from helpers.conformance.layouts import LAYOUTS, STAGED, TENSOR
 from helpers.conformance.training import CPU, Steps, make, steps, train, watched
 from helpers.jobs.matrix_optimizers import OfTall, Preconditioned
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.step_toys import NormedGAN
 from helpers.jobs.toys import Normed, Poisoned, Toy
 from helpers.ranks.gang import SOON_S, Gang
@@ -293,6 +293,9 @@ TORN = {
         CASES["replicas of parts that are updated"], train=replace(SHORT, clip_norm=0.05)
     ),
     "whole tensors": CASES["replicas of parts, whole tensors"],
+    "divided layers": TENSOR["mesh-replicated-tensor-2x2"].of(
+        Case(job=TinyGPT(layers=2), train=replace(SHORT, clip_norm=0.05))
+    ),
     "unclipped, in slices": replace(STAGES, train=replace(SHORT, grad_accumulation=2)),
     "clipped, in fp16": replace(STAGES, train=replace(SHORT, precision="fp16", clip_norm=0.05)),
     "skipped": replace(

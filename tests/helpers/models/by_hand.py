@@ -138,6 +138,28 @@ class Momentum(nn.Module):
         return self.student(x) + 0.1 * target
 
 
+class WideClamped(nn.Module):
+    """Clips a weight whose second dimension is the longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.wide, self.c = nn.Linear(10, 64), nn.Linear(64, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.wide.weight.clamp_(-0.05, 0.05)
+        return self.c(self.wide(self.a(x).tanh()).tanh())
+
+
+class ReadsAhead(Net):
+    """Scales its input by the size of its last weight, without a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            size = self.c.weight.square().mean()
+        return super().forward(x * (1 + size))
+
+
 class RootScale(Net):
     """Parameters of the root itself, one of which no layer has."""
 
@@ -362,6 +384,8 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     "universal": Universal,
     "momentum teacher": functools.partial(Momentum, False),
     "momentum teacher, by data": functools.partial(Momentum, True),
+    "wide layer clamps its weights": WideClamped,
+    "reads a weight ahead": ReadsAhead,
     "parameters of the root": RootScale,
     "unused layer": Unused,
     "empty parameter": Empty,

@@ -11,7 +11,7 @@ from orchestrator.model.parity import compare
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
-from orchestrator.strategies.data.batch_parts import Division, mean_loss, warning_about_parts
+from orchestrator.strategies.data.batch_parts import BatchDivision, mean_loss, warning_about_parts
 from orchestrator.strategies.data.datasets import example_batch
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def on_parts(kind: Kind, model_type: str) -> str:
     """What replicas and micro-batches change; empty if nothing."""
     job = job_of(f"{kind}/{model_type}")
     torch.manual_seed(0)
-    division = Division(by="ddp", rows=4, in_turn=True)
+    division = BatchDivision(by="ddp", rows=4, in_turn=True)
     found = warning_about_parts(
         job.model().train(),
         job,

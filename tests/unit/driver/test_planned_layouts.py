@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+from helpers.records.earlier_runs import config_of, plan_of
 from jobs.gpt import GPT
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
+from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
-from orchestrator.driver.layouts import answer
+from orchestrator.driver.layouts import answer, without_numbers
+from orchestrator.driver.preflight.record import open_run
+from orchestrator.job import Job, Split
 from orchestrator.model.kept import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
-from orchestrator.prediction.devices import parse_cluster, read_tables
+from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.model_work import traced
+from orchestrator.strategies.this_machine import with_cpus
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
 
 pytestmark = pytest.mark.slow
 
 TABLES = read_tables()
+CORE = dataclasses.replace(TABLES.devices["L40S"], bf16=0.1, memory_gb_s=10, inside="PCIe4", between="PCIe4")
+CPUS = dataclasses.replace(TABLES, devices={**TABLES.devices, CPU: CORE})
 SMALL = ("job=gpt", "job.variant=llama", "job.context=64", "train.global_batch_size=64")
 
 
@@ -76,6 +90,19 @@ def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     assert "published runs of this size" in said
 
 
+def test_a_reason_of_refusal_stands_once(found: Answer) -> None:
+    refused = [
+        "strategy.shard=4: with strategy.tensor=2, 1F1B makes 8",
+        "strategy.shard=2: with strategy.tensor=4, 1F1B makes 16",
+    ]
+    assert {without_numbers(reason) for reason in refused} == {"strategy.shard: with strategy.tensor, 1F1B makes N"}
+    assert not any("strategy.shard_optimizer" in reason for reason in found.pruned)
+    given = answered("strategy.shard_optimizer=true")
+    assert [r for r in given.pruned if "strategy.tensor" in r] == [
+        "strategy.shard_optimizer: with strategy.tensor, optimizers are divided together with the parameters alone"
+    ]
+
+
 def test_keys_of_the_command_line_stay() -> None:
     found = answered("strategy.pipeline=2", "train.activation_checkpointing=blocks", "strategy.schedule=GPipe")
     assert {forecast.mesh.pipeline for forecast in found.fitting} == {2}
@@ -93,6 +120,56 @@ def test_a_strategy_whose_memory_is_not_known_is_refused(strategy: str) -> None:
     found = answered(f"strategy={strategy}")
     assert not found.fitting
     assert found.pruned or "is not known" in found.refused[0].refused
+
+
+def test_cpus_of_this_machine_are_measured() -> None:
+    tables = with_cpus(TABLES)
+    measured = tables.devices[CPU]
+    assert 1e9 < measured.peak_flops_s("bf16") < 1e13
+    assert 1e9 < measured.memory_bytes_s < 1e12
+    tables = dataclasses.replace(tables, devices={CPU: dataclasses.replace(measured, node=2)})
+    found = answer(SMALL, parse_cluster("1x2xcpu", tables), Redactor())
+    assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
+    assert {Mesh(replicate=2), Mesh(shard=2, replicas_close=True)} <= {forecast.mesh for forecast in found.fitting}
+    assert "measured on a core of this machine" in text(found, rows=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of ``ddp`` on two CPUs, as its driver records it; its steps took 300 ms."""
+    config = config_of(tmp_path, *SMALL, "strategy=ddp", "strategy.num_workers=2")
+    job = load_job(config.job, [], Redactor())
+    assert job is not None
+    run_dir, _ = open_run(config, job, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+    run_dir.update_record(state="finished", precision="fp32", summary={"step_ms_p50": 300.0})
+    return run_dir
+
+
+def test_a_run_of_ours_says_which_shares_of_the_peak_rate_are_reached(run: RunDir) -> None:
+    words = ("strategy=ddp", "strategy.num_workers=2", "train.precision=fp32")
+    found = answer([*SMALL, *words], parse_cluster("1x2xcpu", CPUS), Redactor(), measured=run)
+    best = next(f for f in found.fitting if f.step.passes == 1 and not f.step.recompute)
+    assert best.seconds == pytest.approx(0.3, rel=1e-3)
+    assert 0 < found.question.stack.products < 1
+    share = f"products {found.question.stack.products:.0%}"
+    assert f"by the steps of {run.location}: {share}" in text(found, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "recorded", "reason"),
+    [
+        ("1x2xH100", "fp32", {}, "ran on cpu, and --cluster names H100"),
+        ("1x2xcpu", "bf16", {}, "computed in fp32; plan with train.precision=fp32"),
+        ("1x2xcpu", "fp32", {"summary": {}}, "no median of step times"),
+        ("1x2xcpu", "fp32", {"summary": {"step_ms_p50": 0.1}}, "took 0.1 ms, and at the peak rate of cpu they take"),
+    ],
+)
+def test_a_run_that_says_nothing_of_these_devices_is_refused(
+    run: RunDir, cluster: str, precision: str, recorded: dict[str, Any], reason: str
+) -> None:
+    run.update_record(**recorded)
+    with pytest.raises(ConfigError, match=reason):
+        answer([*SMALL, f"train.precision={precision}"], parse_cluster(cluster, CPUS), Redactor(), measured=run)
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
@@ -151,6 +228,51 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
     norms = (2 * 6 + 1) * 256
     assert work.parameters == by_hand.parameters + norms
     assert work.layer.moved_bytes == pytest.approx(by_hand.layer.moved_bytes, rel=0.3)
+
+
+class Experts(nn.Module):
+    """Four experts of 16 x 32, of which each token goes to two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.topk(self.router(x).flatten(0, 1), 2).indices.flatten()
+        rows = x.flatten(0, 1).repeat_interleave(2, 0)[each.argsort()]
+        ends = torch.arange(len(each) // 4, len(each) + 1, len(each) // 4, dtype=torch.int32)
+        return F.grouped_mm(rows, self.up, offs=ends).view(*x.shape, 4).sum(-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertJob(Job):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Experts(), Experts(), nn.Linear(16, 16))
+
+    def dataset(self, split: Split) -> TensorDataset:
+        return TensorDataset(torch.zeros(64, 8, 16), torch.zeros(64, 8, 16))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def optimizer(self, parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return 8
+
+
+def test_the_experts_that_run_are_counted_and_the_speed_is_a_range() -> None:
+    words = [f"job={__name__}.ExpertJob", "train.global_batch_size=64"]
+    found = answer(words, parse_cluster("1x2xH100", TABLES), Redactor())
+    work, one = found.question.work, 16 * 32
+    assert work.layer.experts == 4 * one
+    assert work.layer.used == 2 * one
+    assert work.layer.products == 8 * 2 * (2 * one + 16 * 4)
+    assert work.parameters - work.active_parameters == 2 * 2 * one
+    assert (found.spread.low, found.spread.high) == (pytest.approx(0.5, abs=0.02), pytest.approx(1.11, abs=0.02))
+    assert "speed of a model with experts: 50% to 111% of the prediction" in text(found, rows=1)
 
 
 def test_two_blocks_tell_what_all_of_them_keep() -> None:

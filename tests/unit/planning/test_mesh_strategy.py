@@ -94,6 +94,10 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             {"num_microbatches": 4},
             "strategy.num_microbatches=4: strategy.pipeline=1 has no stages; set it to auto",
         ),
+        (
+            {"tensor_pairs": "['up -> down']"},
+            "strategy.tensor_pairs=[up -> down]: strategy.tensor=1 divides no layers; set it to auto",
+        ),
     ],
 )
 def test_other_sizes_are_refused_with_what_to_set(sizes: dict[str, Any], error: str) -> None:

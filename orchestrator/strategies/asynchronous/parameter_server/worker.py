@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from orchestrator.config.schema import Config
+from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.sharding import extents_of, optimizer_error
 from orchestrator.planning.plan import Plan
@@ -47,6 +48,7 @@ from orchestrator.strategies.asynchronous.parameter_server.shards import (
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
 from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.changed_weights import changed_weights
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
@@ -69,6 +71,12 @@ class ParameterWorker(Trainer, Reduction):
         options, model = ParameterServerConfig.of(config.strategy), outline.model
         if model is not None:  # otherwise the workers find out
             errors += sharding_errors(options.name, outline.job, model, options.num_shards)
+            served = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            if changed := [name for name in changed_weights(outline) if name in served]:
+                errors.append(
+                    f"job.model: forward() changes {first_few(changed, 2)}, which the servers own, so that the change "
+                    "would be lost; use torch.nn.utils.parametrize, or strategy=ddp"
+                )
         if options.consistency == "sync":
             return super().check_job(config, outline, plan, errors)
         errors += diverging_errors(model, plan)
