@@ -46,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as parent:
         run = undisturbed(partial(measure, found, reference, Path(parent)))
         measured = {f.overrides: step_ms(undisturbed(partial(measure, found, f, Path(parent)))) for f in others}
-        again = answer(words, cluster, Redactor(), measured=run)
+        again, run_ms = answer(words, cluster, Redactor(), measured=run), step_ms(run)
     fitted = {f.overrides: 1e3 * f.seconds for f in again.fitting}
     compared = [(name(f), 1e3 * f.seconds, fitted.get(f.overrides), measured[f.overrides]) for f in others]
     by_rates = [abs(rates / real - 1) for _, rates, _, real in compared]
@@ -61,9 +61,7 @@ def main() -> None:
         [layout, f"{rates:.4g}", "" if own is None else f"{own:.4g}", f"{real:.4g}"]
         for layout, rates, own, real in compared
     ]
-    shares = (
-        f"The run of {name(reference)} took {step_ms(run):.4g} ms; products reach {again.question.stack.products:.0%}."
-    )
+    shares = f"The run of {name(reference)} took {run_ms:.4g} ms; products reach {again.question.stack.products:.0%}."
     heads = ["layout", "predicted by rates, ms", "predicted by a run, ms", "measured, ms"]
     report("plan", claims, ceiling=None, rounds={}, notes=f"{shares}\n\n{table(heads, rows)}", keep=not arguments.quick)
 

@@ -299,8 +299,9 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
         fitting = next((n for n in smaller if found_plan(outline, train_set, n, pairs).share >= LEAST_SHARE), None)
         if fitting is not None:
             remedy = f"set it to {fitting}, or {remedy}"
-        why = f" ({first_few(plan.reasons, 2, separator='; ')})" if plan.reasons else ""
-        return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided{why}; {remedy}"], ()
+        reasons = plan.reasons or ["the rest has no linear layers that feed other ones alone"]
+        why = first_few(reasons, 2, separator="; ")
+        return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided ({why}); {remedy}"], ()
     outline.found["tensor", size] = plan
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.vocabulary:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.conformance.cases import having
+from helpers.jobs.block_jobs import BlockDigits
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Toy
 from orchestrator.job import Job
@@ -55,8 +56,14 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
             "strategy.tensor=2: the model has no nn.ModuleList or nn.Sequential with several blocks of one class; "
             f"{INSTEAD.format(2)}",
         ),
+        (
+            BlockDigits(hidden=24, dropout=0.0, normed=False),
+            2,
+            "strategy.tensor=2: 0% of the parameters of the blocks could be divided (the rest has no linear layers "
+            f"that feed other ones alone); {INSTEAD.format(2)}",
+        ),
     ],
-    ids=["heads", "no blocks"],
+    ids=["heads", "no blocks", "no pairs"],
 )
 def test_a_model_that_cannot_be_divided_is_refused_with_what_to_set(job: Job, size: int, error: str) -> None:
     assert said(job, size) == ([error], ())
