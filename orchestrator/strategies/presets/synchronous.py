@@ -34,7 +34,8 @@ class Synchronous(Rules[Keys]):
 
     @classmethod
     def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
-        before, keys = len(errors), _keys(options)
+        keys: StrategyConfig = options  # which may have those of several classes
+        before = len(errors)
         mesh = cls.mesh(options, num_workers, errors)
         valid_mesh = len(errors) == before
         if valid_mesh:
@@ -46,7 +47,7 @@ class Synchronous(Rules[Keys]):
             )
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
-        gathers = mesh.shard > 1 and not _divides_optimizer(options)
+        gathers = mesh.shard > 1 and not _divides_optimizer(keys)
         if gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
             errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
         return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
@@ -95,11 +96,6 @@ class Synchronous(Rules[Keys]):
         from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
 
         return FSDPPipeline
-
-
-def _keys(options: StrategyConfig) -> StrategyConfig:
-    """Return ``options`` as what may have the keys of several classes."""
-    return options
 
 
 def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
