@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +71,8 @@ def main() -> int:
     parser.add_argument("--continue", dest="continued", action="store_true", help="keep the cells of the record")
     parser.add_argument("--report", action="store_true", help="run nothing; write the tables from the record")
     arguments = parser.parse_args()
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        parser.error(f"not installed: pip install {' '.join(missing)}")
     names = [name for name in MODELS if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.only)]
     known = {row.id: row for row in read_record()} if arguments.continued or arguments.report else {}
     planned = list(in_turn(names, arguments.layouts.split(";")))
