@@ -47,14 +47,14 @@ SENT = {
 Communicated = list[list[tuple[str, tuple[int, ...], int]]]
 
 
-def case_of(layout: Layout, **changes: Any) -> Case:
+def case_of(layout: Layout, job: GPT = JOB, **changes: Any) -> Case:
     """The job in a layout, cut where the options say, because ranks would measure."""
-    case = layout.of(Case(job=JOB, train=having(TRAIN, **changes)))
+    case = layout.of(Case(job=job, train=having(TRAIN, **changes)))
     pipeline = plan_of(config_of(case, layout.world_size)).pipeline
     if pipeline is None:
         return case
-    each = JOB.layers // pipeline.num_stages
-    return layout.of(case, split=tuple(f"block{block}" for block in range(each, JOB.layers, each)))
+    each = job.layers // pipeline.num_stages
+    return layout.of(case, split=tuple(f"block{block}" for block in range(each, job.layers, each)))
 
 
 def begun(rank: int, case: Case) -> Trainer:
@@ -125,7 +125,7 @@ def planned(case: Case, world: int) -> Layouts:
     """What the plan knows of a layout on CPUs."""
     core = replace(TABLES.devices["H100"], memory_gib=8)
     cluster = parse_cluster(f"1x{world}x{CPU}", replace(TABLES, devices={CPU: core}))
-    return Layouts(config_of(case, world), JOB, cluster, ())
+    return Layouts(config_of(case, world), case.job, cluster, ())
 
 
 def sent_by(rank: int, launches: Communicated, ranks: list[int]) -> float:
@@ -171,13 +171,12 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     assert sent_by(rank, launches, step.mesh.group(axis, rank)) == pytest.approx(predicted[kind], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "name", ["single", "ddp-2", "fsdp-2", "hsdp-2x2", "mesh-tensor-2", "mesh-sharded-tensor-2x2", "1F1B-2"]
-)
+@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "hsdp-2x2", "mesh-tensor-2", "1F1B-2"])
 def test_the_memory_is_what_tensors_take_on_cpus(gang: Gang, name: str) -> None:
-    """But for gradients of activations, of which there are few at once."""
-    world, case = EVERY[name].world_size, case_of(EVERY[name], precision="fp32", grad_accumulation=1)
+    """But for gradients of activations, of which there are few at once in a model of some layers."""
+    deep, world = replace(JOB, layers=8, context=64), EVERY[name].world_size
+    case = case_of(EVERY[name], deep, precision="fp32", grad_accumulation=1, global_batch_size=16)
     memory = planned(case, world).as_configured().memory
     assert memory is not None
-    [largest] = gang.run(on_fake_groups, largest_bytes, case, (0,), world, world_size=1)[0]
-    assert memory.total == pytest.approx(largest, rel=0.1)
+    [[largest]] = gang.run(on_fake_groups, largest_bytes, case, (0,), world, world_size=1)
+    assert memory.total == pytest.approx(largest, rel=0.07)
