@@ -91,6 +91,15 @@ def all_gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+def reduce_scattered(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks of ``group`` of their entry of ``parts`` for this rank; compiled code can have it."""
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # the former is the name from torch 2.15 on
+    scatter = next(getattr(functional_collectives, name) for name in names if hasattr(functional_collectives, name))
+    own: Tensor = scatter(parts.contiguous(), "sum", 0, group)
+    own = functional_collectives.wait_tensor(own)
+    return own[0]
+
+
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``whole`` with the ``part`` of each rank of a group. Its name in torch differs by version."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.process_groups import all_gathered, all_reduced
+from orchestrator.compat.process_groups import all_gathered, all_reduced, reduce_scattered
 from orchestrator.compat.torch import adopt_user_state, own_parameters
 
 
@@ -49,6 +49,10 @@ class Peers:
         if self.group is None:
             return torch.cat([part] * count, dim=-1)
         return self._made(all_gathered, part, self.group)
+
+    def scatter(self, parts: Tensor, index: int) -> Tensor:
+        """Return the sum over the ranks of their entry number ``index`` of ``parts``, which is this rank's number."""
+        return self.sum(parts)[index] if self.group is None else self._made(reduce_scattered, parts, self.group)
 
     def _made(
         self, operation: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, group: dist.ProcessGroup

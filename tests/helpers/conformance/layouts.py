@@ -98,6 +98,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
 FSDP = FSDPConfig(
     name="fsdp",
     num_workers=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
     wrap="auto",
@@ -109,6 +110,7 @@ HSDP = HSDPConfig(
     name="hsdp",
     num_workers=4,
     shard_size=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
     wrap="auto",
@@ -195,6 +197,13 @@ TENSOR = {
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
+CONTEXT = {
+    "mesh-context-2": mesh(Mesh(context=2)),
+    "mesh-replicated-context-2x2": mesh(Mesh(replicate=2, context=2)),
+    "mesh-sharded-context-2x2": mesh(Mesh(shard=2, context=2)),
+    "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
+}
+"""Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,
