@@ -92,7 +92,7 @@ def all_gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scattered(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks of ``group`` of their entry of ``parts`` for this rank; compiled code can have it."""
+    """Return the sum over the ranks of ``group`` of their entry of ``parts`` for this rank, also in compiled code."""
     names = ("reduce_scatter_single", "reduce_scatter_tensor")  # the former is the name from torch 2.15 on
     scatter = next(getattr(functional_collectives, name) for name in names if hasattr(functional_collectives, name))
     own: Tensor = scatter(parts.contiguous(), "sum", 0, group)

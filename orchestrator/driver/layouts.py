@@ -250,7 +250,7 @@ class _Search:
         cuts = [
             {**tensor, **context, **pipeline}
             for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
-            for context in self._free("strategy.context", _powers(LARGEST["context"]))
+            for context in self._free("strategy.context", self._context_sizes())
             for pipeline in self._free("strategy.pipeline", _powers(most_stages))
         ]
         for cut in cuts:
@@ -262,6 +262,10 @@ class _Search:
                 divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
+
+    def _context_sizes(self) -> list[int]:
+        tokens = self.traced.work.tokens
+        return [size for size in _powers(LARGEST["context"]) if size == 1 or tokens % (2 * size) == 0]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
@@ -342,7 +346,7 @@ class _Search:
             if place not in self._gathered:
                 self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
             state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
-            memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
+            memory = self.traced.kept(recomputes, tensor=mesh.tensor, context=mesh.context).added(
                 state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}

@@ -1,10 +1,10 @@
 """A model of which each rank computes some tokens of every sample, together with the ranks that have the others.
 
 The model is called with whole samples, so that it makes positions, masks and embeddings as ever. A block then keeps the
-rows of this rank's tokens, of all that it is called with, and whatever follows has these rows alone. Attention needs the
-keys and values of all tokens, and gathers them (Llama 3: Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783). A
-rank has one piece from the first half of a sample and one from the second, so that all have as much to do if a token
-attends to those before it.
+rows of this rank's tokens, of all that it is called with, and whatever follows has these rows alone. Attention needs
+the keys and values of all tokens, and gathers them (Llama 3: Grattafiori et al., 2024,
+https://arxiv.org/abs/2407.21783). A rank has one piece from the first half of a sample and one from the second, so that
+all have as much to do if a token attends to those before it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
 from orchestrator.model.blocks import Block
 from orchestrator.model.tensor.region import Peers
@@ -98,8 +99,8 @@ class ContextPart:
         if self.length % (2 * self.count):
             least = -(-self.length // (2 * self.count)) * 2 * self.count
             raise NotDivisible(
-                f"samples of {self.length} tokens, which is no multiple of {2 * self.count}, twice the number of parts; "
-                f"make or pad them to {least}"
+                f"samples of {self.length} tokens, no multiple of {2 * self.count}, twice the number of parts; make or "
+                f"pad them to {least}"
             )
 
     def rows(self, tree: Any, axes: Axes | None = None) -> Any:
@@ -176,7 +177,10 @@ class ContextPart:
         for piece, rows in zip((self.index, 2 * self.count - 1 - self.index), query.chunk(2, -2), strict=True):
             seen = (piece + 1) * size
             before = key[..., :seen, :], value[..., :seen, :]
-            outputs.append(attend(rows, *before, causal_lower_right(size, seen), dropout_p, **options))
+            if isinstance(rows, FakeTensor):  # which cannot have such a mask, and keep as much
+                outputs.append(attend(rows, *before, None, dropout_p, True, **options))
+            else:
+                outputs.append(attend(rows, *before, causal_lower_right(size, seen), dropout_p, **options))
         return torch.cat(outputs, -2)
 
 

@@ -107,8 +107,8 @@ def prove(
             if name in rank.modules and (found := _of_rows(rank.modules[name], output, part)) > TOLERANCE:
                 raise NotDivisible(
                     f"{name or 'the model'} computes something else of some tokens than of all, which differs by "
-                    f"{found:.2g} of its largest entry: tokens may see each other by scaled_dot_product_attention alone, "
-                    "and positions and masks have to be made before the blocks"
+                    f"{found:.2g} of its largest entry: tokens may see each other by scaled_dot_product_attention "
+                    "alone, and positions and masks have to be made before the blocks"
                 )
     if error is not None:
         where = next((rank.running[-1] for rank in seen if rank.running), "") or "the model"

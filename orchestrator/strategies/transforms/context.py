@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
@@ -46,7 +47,7 @@ from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 
-ROWS, TOKENS = 2, 16
+ROWS, TOKENS = 2, 64
 """The samples, and the least number of tokens in each, with which a division is found and proven."""
 IGNORED = -100
 """The label that torch's losses leave out."""
@@ -95,7 +96,8 @@ class ContextPlan:
         weight = job.weight(own)
         if weight is None:
             weight = _labels_in(own, part.length // self.count)
-        without_gradient(output, weight)
+        if not isinstance(weight, FakeTensor):
+            without_gradient(output, weight)
         loss_sum = weighted(loss_of(job, output, own), weight)
         sums = part.peers.sum(torch.stack((loss_sum.detach(), on_device(weight, loss_sum.device).to(loss_sum.dtype))))
         total = cast(Tensor, divisor_of(sums[1]))
@@ -186,12 +188,12 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
     job, whole = outline.job, outline.whole
     with drawing(0):
         inputs, target = example_batch(job, train_set, ROWS)
-    length = sample_length(inputs)
-    ContextPart(index=0, count=count).begin(inputs)
     names = {module: name for name, module in whole.model.named_modules()}
     blocks = {names[block]: block for block in blocks_of(whole.model)}
     if not blocks:
         raise NotDivisible("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
+    length = sample_length(inputs)
+    ContextPart(index=0, count=count).begin(inputs)
 
     def of_length(tree: Any, tokens: int) -> Any:
         is_long = lambda tensor: tensor.ndim > 1 and tensor.shape[1] == length  # noqa: E731
@@ -321,8 +323,9 @@ def _tensors_of_tokens(tree: Any, tokens: int) -> list[Tensor]:
 
 def _labels_in(target: Any, tokens: int) -> Weight:
     """Return how many labels a target has for so many tokens of each sample, without those that are ignored."""
-    of_tokens = _tensors_of_tokens(target, tokens)
-    return sum(((t >= 0).sum() if not t.is_floating_point() else t.numel() for t in of_tokens), start=0) or 1
+    found = _tensors_of_tokens(target, tokens)
+    counts = [torch.as_tensor(t.numel()) if t.is_floating_point() else (t >= 0).sum() for t in found]
+    return torch.stack(counts).sum() if counts else 1
 
 
 def context_parts(context: Context, job: Job, train_set: Any) -> ContextParts | None:
@@ -365,6 +368,4 @@ def check_context(config: Config, outline: Outline, plan: Plan, errors: list[str
         return ()
     outline.found["context", count] = found
     loss = "of its own tokens" if found.by_rows else "of all tokens, whose output it gathers, which takes memory"
-    return (
-        f"{key} divides the tokens of each sample, as proven on a part of the model; each worker computes the loss {loss}",
-    )
+    return (f"{key} divides the tokens of each sample, as proven on the model; each worker computes the loss {loss}",)

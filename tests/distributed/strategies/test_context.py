@@ -1,4 +1,4 @@
-"""Samples divided over workers by tokens: trained as by one worker alone, and saved and loaded as by any other layout."""
+"""Samples divided over workers by tokens: trained as by one worker alone, and saved and loaded by any layout."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from orchestrator.planning.boxes import Box, first_overlap, has_hole
-from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.planning.mesh import DENSE, DIMENSIONS, Mesh
 from orchestrator.planning.placement import AxisCut, Placement
 
 MOST_RANKS = 64
@@ -69,7 +69,7 @@ def test_an_inner_cut_is_one_of_the_outer_shard() -> None:
 
 
 def test_who_has_what_of_common_layouts() -> None:
-    rows = Placement(shape=(6,), cuts=(AxisCut(over="shard"),))
+    rows = Placement(shape=(6,), cuts=(AxisCut(over=DENSE),))
     hsdp = Mesh(replicate=2, shard=3)
     assert [rows.box(hsdp, rank) for rank in range(3)] == [Box.shard((6,), i, 3) for i in range(3)]
     assert rows.holders(hsdp, 4) == [1, 4]
