@@ -42,6 +42,8 @@ from orchestrator.timeline.spans import busy_s, extent_s
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
+LEAST_TOKENS = 4096
+"""The tokens of a sample that a device has at least if others have the rest."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 LARGEST_ROWS = 64
 REPLAYED = 8
@@ -265,7 +267,8 @@ class _Search:
 
     def _context_sizes(self) -> list[int]:
         tokens = self.traced.work.tokens
-        return [size for size in _powers(LARGEST["context"]) if size == 1 or tokens % (2 * size) == 0]
+        fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
+        return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
