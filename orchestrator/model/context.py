@@ -28,6 +28,8 @@ Axes = tuple[int | None, ...]
 """For each leaf of a tree, the axis along which it has a row for each token; None if it has none."""
 UNSEEN = -1
 """The axis of a leaf that was no tensor, such as a mask that is not always needed."""
+_TOKENS = "_tokens_of_rank"
+"""The attribute of a block that has the tokens, and the axes of what the block is called with."""
 
 
 class NotDivisible(ValueError):
@@ -231,7 +233,7 @@ def divide_tokens(model: nn.Module, blocks: Mapping[str, Axes], part: ContextPar
         if kind not in classes:
             classes[kind] = _class_of_rows(kind)
         block.__class__ = classes[kind]
-        vars(block)["context"] = (part, axes)
+        vars(block)[_TOKENS] = (part, axes)
 
 
 def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
@@ -240,7 +242,7 @@ def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
     forward: Callable[..., Any] = inner.forward
 
     def of_rows(block: Any, *args: Any, **kwargs: Any) -> Any:
-        part, axes = block.context
+        part, axes = vars(block)[_TOKENS]
         own_args, own_kwargs = part.rows((args, kwargs), axes)
         with _Attention(part):
             return forward(block, *own_args, **own_kwargs)

@@ -82,7 +82,10 @@ def prove(
     """
     model = _real_model(build)
     try:
+        state = torch.get_rng_state()
         whole = _seen(job, model, inputs, _Seen(), _random_weights)
+        if not torch.equal(state, torch.get_rng_state()):  # as for dropout
+            whole = _seen(job, model.eval(), inputs, _Seen(), _random_weights)
     except Exception as e:
         raise NotDivisible(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
     weights, seen = _random_weights(whole.output), [_Seen() for _ in range(count)]
@@ -188,7 +191,7 @@ def _random_weights(output: Any) -> Any:
 def _real_model(build: Callable[[], nn.Module]) -> nn.Module:
     """Return a model with random weights, in which the blocks between the first and the last of a kind do nothing.
 
-    It has no dropout, and its parameters are in float64 if there are not too many of them.
+    Its parameters are in float64 if there are not too many of them.
     """
     first = build_fake(build, torch.device("cpu")).model
     kinds: dict[Hashable, list[str]] = {}
@@ -219,7 +222,6 @@ def _real_model(build: Callable[[], nn.Module]) -> nn.Module:
             slot.fill(values)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    model.eval()
     return model.double() if sum(p.numel() for p in model.parameters()) <= MOST_PRECISE else model.float()
 
 

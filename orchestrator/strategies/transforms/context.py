@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
-from orchestrator.compat.torch import FakeTensor
+from orchestrator.compat.torch import BatchNorm, FakeTensor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
@@ -192,6 +192,8 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
     blocks = {names[block]: block for block in blocks_of(whole.model)}
     if not blocks:
         raise NotDivisible("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
+    if norm := next((name for m, name in names.items() if isinstance(m, BatchNorm) and m.training), None):
+        raise NotDivisible(f"{norm} would have the statistics of a worker's own tokens")
     length = sample_length(inputs)
     ContextPart(index=0, count=count).begin(inputs)
 

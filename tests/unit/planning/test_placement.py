@@ -75,7 +75,7 @@ def test_who_has_what_of_common_layouts() -> None:
     assert rows.holders(hsdp, 4) == [1, 4]
     assert rows.summed_over == ("replicate",)
     scalar = Placement(shape=())
-    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard"))
+    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard", "context"))
     tied = Placement(shape=(6, 2), stages=(3, 0))
     pipelines = Mesh(pipeline=4, replicate=2)
     assert tied.copies(pipelines) == 4

@@ -47,10 +47,11 @@ class Mixed(nn.Module):
         self.inner = {
             "convolution": lambda: nn.Conv1d(8, 8, 3, padding=1),
             "recurrence": lambda: nn.GRU(8, 8, batch_first=True),
+            "statistics": lambda: nn.BatchNorm1d(8),
         }.get(kind, lambda: nn.Linear(8, 8))()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        if self.kind == "convolution":
+        if self.kind in ("convolution", "statistics"):
             return x + self.inner(x.mT).mT
         if self.kind == "recurrence":
             return x + self.inner(x)[0]
@@ -61,7 +62,7 @@ class Mixed(nn.Module):
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         elif self.kind == "last token":
             return x + y[:, -1:]
-        return x + F.scaled_dot_product_attention(y, y, y, mask)
+        return x + F.dropout(F.scaled_dot_product_attention(y, y, y, mask), 0.1, self.training)
 
 
 class Stack(nn.Module):
@@ -137,9 +138,20 @@ def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, 
             OfKind(length=18),
             "samples of 18 tokens, no multiple of 4, twice the number of parts; make or pad them to 20",
         ),
+        (OfKind(kind="statistics"), "blocks.0.inner would have the statistics of a worker's own tokens"),
         (Toy(), "the model has no nn.ModuleList or nn.Sequential with several blocks of one class"),
     ],
-    ids=["positions", "convolution", "recurrence", "last token", "eager", "own mask", "length", "no blocks"],
+    ids=[
+        "positions",
+        "convolution",
+        "recurrence",
+        "last token",
+        "eager",
+        "own mask",
+        "length",
+        "statistics",
+        "no blocks",
+    ],
 )
 def test_what_tokens_do_otherwise_is_refused_with_the_module(job: Job, error: str) -> None:
     with pytest.raises(NotDivisible, match=f"^{re.escape(error)}"):
