@@ -22,7 +22,7 @@ from orchestrator.compat.torch import BatchNorm, FakeTensor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves, map_tensors
+from orchestrator.model.batch import map_tensors
 from orchestrator.model.blocks import blocks_of
 from orchestrator.model.context import (
     UNSEEN,
@@ -234,7 +234,10 @@ def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn
     seen = _Seen()
 
     def hook(name: str) -> Any:
-        return lambda module, args, kwargs: seen.blocks.setdefault(name, shapes_in((args, kwargs))) and None
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.blocks.setdefault(name, shapes_in((args, kwargs)))
+
+        return see
 
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
@@ -249,17 +252,25 @@ def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn
 
 
 def _loss_is_mean_over_parts(job: Job, plan: ContextPlan, output: Any, target: Any, tokens: int) -> bool:
-    """Return whether the loss of all tokens, and its gradient, are those of the parts, also if labels are ignored."""
+    """Return whether the loss of all tokens, and its gradient, are those of the parts.
+
+    Also if labels are ignored, of some samples more than of others.
+    """
+
+    def random(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, dtype=torch.float64)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
     with drawing(0):
-        outputs = map_tensors(
-            lambda t: torch.randn(t.shape, dtype=torch.float64).to(t.dtype if not t.is_floating_point() else None),
-            output,
-        )
-    targets, tensors = [target], [t for t in _tensors_of_tokens(target, tokens) if not t.is_floating_point()]
-    for ignored in tensors:
-        part = ignored.clone()
-        part[:, : tokens // 3] = IGNORED
-        targets.append(map_leaves(lambda leaf, ignored=ignored, part=part: part if leaf is ignored else leaf, target))
+        outputs = map_tensors(random, output)
+    targets, agreed = [target], False
+    for labels in _tensors_of_tokens(target, tokens):
+        if not labels.is_floating_point():
+            fewer = labels.clone()
+            for row, ignored in enumerate((tokens // 3, tokens // 2)):
+                fewer[row::ROWS, :ignored] = IGNORED
+            targets.append(_replaced(target, labels, fewer))
     for number, labels in enumerate(targets):
         own = _with_gradients(outputs)
         try:
@@ -273,7 +284,12 @@ def _loss_is_mean_over_parts(job: Job, plan: ContextPlan, output: Any, target: A
             continue
         if not _agree(job, plan, outputs, labels, tokens, loss, wanted):
             return False
-    return True
+        agreed = True
+    return agreed
+
+
+def _replaced(tree: Any, tensor: Tensor, replacement: Tensor) -> Any:
+    return map_tensors(lambda t: replacement if t is tensor else t, tree)
 
 
 def _agree(

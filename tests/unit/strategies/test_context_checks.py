@@ -88,6 +88,7 @@ class OfKind(Job):
     kind: str = "window"
     counts: bool = False
     shifts: bool = False
+    by_sample: bool = False
     length: int = 24
 
     def model(self) -> nn.Module:
@@ -100,6 +101,9 @@ class OfKind(Job):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self.shifts:
             output, target = output[:, :-1], target[:, 1:]
+        if self.by_sample:  # the mean of the means of samples
+            losses = F.cross_entropy(output.mT, target, reduction="none").sum(dim=1)
+            return (losses / (target >= 0).sum(dim=1)).mean()
         if self.counts:  # a mean over all tokens, also those without a label
             return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / target.numel()
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -120,7 +124,7 @@ def test_masks_of_whole_samples_are_cut() -> None:
     assert plan.by_rows
 
 
-@pytest.mark.parametrize("fields", [{"shifts": True}, {"counts": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"shifts": True}, {"counts": True}, {"by_sample": True}], ids=str)
 def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, Any]) -> None:
     assert not proven(OfKind(**fields)).by_rows
 
