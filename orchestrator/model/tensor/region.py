@@ -8,8 +8,9 @@ In the backward pass, the gradients of the inputs of the columns are.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 
 from orchestrator.compat.process_groups import all_gathered, all_reduced
 from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import AxisCut
 
 
 class Peers:
@@ -81,13 +84,14 @@ class BlockParts:
 
     Attributes:
         pairs: what is divided.
-        cuts: the axis along which each divided parameter is cut into equal parts, by its name in the block.
-        attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names.
+        cuts: how each divided parameter is cut, by its name in the block.
+        attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
+            as ``config.NAME`` for one of the module's own copy of its configuration.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
     """
 
     pairs: tuple[Pair, ...]
-    cuts: Mapping[str, int]
+    cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
 
@@ -106,23 +110,29 @@ def output_axis(linear: nn.Module) -> int:
     return 1 if _is_transposed(linear) else 0
 
 
-def inner_sizes(block: nn.Module, pair: Pair) -> list[int]:
-    """Return the sizes that are divided: the outputs of each column, and the inputs of each row."""
+Packed = Mapping[str, tuple[int, ...]]
+"""The sizes of what follows one another in the outputs of layers, by their names; none of those that are not packed."""
+
+
+def inner_sizes(block: nn.Module, pair: Pair, packed: Packed) -> list[int]:
+    """Return the sizes that are divided: the outputs of each column, packed or not, and the inputs of each row."""
     axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
     axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
-    return [block.get_parameter(f"{name}.weight").shape[axis] for name, axis in axes.items()]
+    whole = {name: (block.get_parameter(f"{name}.weight").shape[axis],) for name, axis in axes.items()}
+    return [size for name in whole for size in (packed.get(name, ()) if name in pair.columns else ()) or whole[name]]
 
 
-def cuts_of(block: nn.Module, pairs: Collection[Pair]) -> dict[str, int]:
-    """Return the axis along which each parameter of ``pairs`` is cut, by its name in the block."""
+def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[str, AxisCut]:
+    """Return how each parameter of ``pairs`` is cut, by its name in the block."""
     cuts = {}
     for pair in pairs:
         for name in pair.columns:
             column = block.get_submodule(name)
-            cuts[f"{name}.weight"] = output_axis(column)
+            cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=output_axis(column), packed=packed.get(name, ()))
             if column.bias is not None:
-                cuts[f"{name}.bias"] = 0
-        cuts |= {f"{name}.weight": 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
+                cuts[f"{name}.bias"] = replace(cuts[f"{name}.weight"], axis=0)
+        for name in pair.rows:
+            cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=1 - output_axis(block.get_submodule(name)))
     return cuts
 
 
@@ -132,16 +142,20 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
 
     The names of its tensors do not change.
     """
-    for name, axis in parts.cuts.items():
+    for name, cut in parts.cuts.items():
         path, _, attribute = name.rpartition(".")
         owned = own_parameters(block.get_submodule(path))
         whole = owned[attribute]
         assert whole is not None
-        owned[attribute] = part_of(whole, axis, index=index, count=count)
+        owned[attribute] = part_of(whole, cut, index=index, count=count)
     for path, names in parts.attributes.items():
         module = block.get_submodule(path)
         for name in names:
-            setattr(module, name, getattr(module, name) // count)
+            of, _, attribute = name.rpartition(".")
+            owner = copy.copy(getattr(module, of)) if of else module
+            setattr(owner, attribute, getattr(owner, attribute) // count)
+            if of:
+                setattr(module, of, owner)
     for pair in parts.pairs:
         region = _Region(peers)
         for name in pair.columns:
@@ -153,10 +167,10 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
             row.region = region
 
 
-def part_of(whole: Tensor, axis: int, *, index: int, count: int) -> nn.Parameter:
-    """Return the part number ``index`` of ``count`` equal ones of a parameter along ``axis``."""
-    size = whole.shape[axis] // count
-    part = whole.detach().narrow(axis, index * size, size).clone(memory_format=torch.contiguous_format)
+def part_of(whole: Tensor, cut: AxisCut, *, index: int, count: int) -> nn.Parameter:
+    """Return the part number ``index`` of ``count`` of a parameter."""
+    box = cut.box(tuple(whole.shape), index=index, count=count)
+    part = whole.detach()[box.slices_in(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(part, requires_grad=whole.requires_grad)
     adopt_user_state(own, whole)
     return own

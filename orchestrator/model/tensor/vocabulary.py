@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, calls_through, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor.region import Peers, enter, leave, part_of
+from orchestrator.planning.placement import AxisCut
+
+ROWS = AxisCut(over="tensor")
 
 
 def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) -> dict[str, nn.Module]:
@@ -105,7 +108,7 @@ def divide_rows(model: nn.Module, names: Sequence[str], *, index: int, count: in
         module = model.get_submodule(name)
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in parts:
-                parts[whole] = part_of(whole, 0, index=index, count=count)
+                parts[whole] = part_of(whole, ROWS, index=index, count=count)
             setattr(module, attribute, parts[whole])
         kind: type[_Rows] = _Embedding if isinstance(module, nn.Embedding) else _Output
         module.__class__ = type(type(module).__name__, (kind, type(module)), {"__module__": type(module).__module__})

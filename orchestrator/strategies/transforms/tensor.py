@@ -31,7 +31,7 @@ from orchestrator.model.partial_init import FakeModel, build_divided
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, Peers, divide, is_linear
 from orchestrator.model.tensor.sample import BlockCall
-from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
+from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
 from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.boxes import Shape
 from orchestrator.planning.placement import AxisCut, Placement
@@ -44,7 +44,7 @@ from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
-ROWS, PLACES = 2, 16
+SAMPLES, PLACES = 2, 16
 """The samples, and the places along their second dimension, such as tokens, with which a division is proven."""
 
 
@@ -112,10 +112,10 @@ class TensorPlan:
         return {name: kind.proof.parts for kind in self.kinds for name in kind.names}
 
     @functools.cached_property
-    def cuts(self) -> Mapping[str, int]:
-        """The axis along which each divided parameter is cut, by its name in the model."""
-        cuts = {f"{b}.{name}": axis for b, parts in self.blocks.items() for name, axis in parts.cuts.items()}
-        return cuts | dict.fromkeys(self.rows, 0)
+    def cuts(self) -> Mapping[str, AxisCut]:
+        """How each divided parameter is cut, by its name in the model."""
+        cuts = {f"{b}.{name}": cut for b, parts in self.blocks.items() for name, cut in parts.cuts.items()}
+        return cuts | dict.fromkeys(self.rows, ROWS)
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:
@@ -124,10 +124,10 @@ class TensorPlan:
 
     def placement(self, name: str, part: Shape) -> Placement:
         """Return where a parameter is of which a worker has a part of this shape."""
-        if (axis := self.cuts.get(name)) is None:
+        if (cut := self.cuts.get(name)) is None:
             return Placement(shape=part, partial=("tensor",) if name in self.partial else ())
-        whole = (*part[:axis], part[axis] * self.size, *part[axis + 1 :])
-        return Placement(shape=whole, cuts=(AxisCut(over="tensor", axis=axis),))
+        whole = tuple(size * self.size if axis == cut.axis else size for axis, size in enumerate(part))
+        return Placement(shape=whole, cuts=(cut,))
 
     def divided(self, build: Callable[[], nn.Module], *, index: int, peers: Peers) -> Callable[[], nn.Module]:
         """Return a constructor of the part number ``index`` of the model that ``build`` returns."""
@@ -347,7 +347,7 @@ def _calls(
         ValueError: the model cannot be called, or does not call a block.
     """
     with drawing(0):
-        inputs, _ = example_batch(job, train_set, ROWS)
+        inputs, _ = example_batch(job, train_set, SAMPLES)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
     try:
         return _seen_calls(job, whole, short, blocks, uses)

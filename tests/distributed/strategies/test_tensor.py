@@ -35,6 +35,7 @@ CASES = {
     "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN),
     "sgd, adapters": Case(job=Adapted(adamw=False), train=TRAIN),
 }
+PACKED = Case(job=HeadNorms(adamw=True), train=TRAIN)
 ADAPTERS_BY_ADAMW = Case(job=Adapted(adamw=True), train=TRAIN)
 
 
@@ -79,18 +80,23 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
     assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
 
 
-@pytest.mark.parametrize(("layout", "other"), [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), strict=True)])
-def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "other", "case"),
+    zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), (PACKED, CASE, PACKED, PACKED), strict=True),
+)
+def test_checkpoints_go_to_and_from_other_layouts(
+    gang: Gang, layout: str, other: str, case: Case, tmp_path: Path
+) -> None:
     ends: dict[str, Any] = {}
     both = {"own": TENSOR[layout], "other": LAYOUTS[other]}
     for name, of in both.items():
-        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(CASE), 2, tmp_path / name, world_size=of.world_size)
+        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(case), 2, tmp_path / name, world_size=of.world_size)
     saved = {name: path_of(tmp_path / name, 2) for name in both}
     for of in both.values():
-        first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
+        first, *_ = gang.run(restored, of.of(case), saved, world_size=of.world_size)
         assert first == {name: [] for name in saved}
     continued: dict[str, Any] = {
-        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1]
+        name: gang.run(piece, of.of(case), ends[name], 4, world_size=of.world_size)[0][1]
         for name, of in (("own", both["other"]), ("other", both["own"]))
     }
     found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
@@ -165,7 +171,7 @@ class OfTransformers(Job):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox", "gpt2", "phi3"])
 @pytest.mark.parametrize("layout", ["mesh-tensor-2", "mesh-sharded-tensor-2x2"])
 def test_models_of_transformers(gang: Gang, layout: str, kind: str) -> None:
     pytest.importorskip("transformers")
