@@ -17,11 +17,11 @@ from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.packing import packed_outputs
 from orchestrator.model.tensor.pairs import candidates
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import (
     BlockParts,
     Packed,
     Pair,
-    Peers,
     cuts_of,
     divide,
     inner_sizes,
@@ -47,13 +47,17 @@ class ProvenBlock:
     Attributes:
         parts: how it can be divided.
         whole: what has not been proven, with the reason.
+        whole_tokens: why each rank has to compute all tokens between the pairs, as a predicate; empty if it need not.
     """
 
     parts: BlockParts
     whole: Mapping[str, str]
+    whole_tokens: str = ""
 
 
-def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pair] | None = None) -> ProvenBlock:
+def proven(
+    block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pair] | None = None, sequence: bool = False
+) -> ProvenBlock:
     """Return how a block can be divided into ``count`` parts.
 
     Args:
@@ -61,6 +65,7 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
         call: what it is called with, by random numbers.
         count: the number of parts.
         pairs: what to divide; None for what is found.
+        sequence: whether to divide also the tokens between the pairs.
 
     Raises:
         Exception: whatever the block raises if it is called.
@@ -75,16 +80,20 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
     pairs = [pair for pair in found if pair not in reasons]
     whole = _Seen.of(block, call)
 
+    def tried(parts: BlockParts) -> BlockParts | str:
+        try:
+            return replace(parts, partial=_prove(block, call, parts, count, whole))
+        except Exception as e:  # whatever a model raises that views by a number of heads, for example
+            return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
+
     def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
         """Return how to divide ``pairs``, or why that is wrong."""
-        reason = ""
+        found: BlockParts | str = ""
         for attributes in _attributes(block, pairs, packed, count):
-            parts = BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs, packed), attributes=attributes)
-            try:
-                return replace(parts, partial=_prove(block, call, parts, count, whole))
-            except Exception as e:  # whatever a model raises that views by a number of heads, for example
-                reason = str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
-        return reason
+            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs, packed), attributes=attributes))
+            if not isinstance(found, str):
+                break
+        return found
 
     together = attempt(pairs)
     if isinstance(together, str):
@@ -95,7 +104,12 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
     if isinstance(together, str):
         reasons |= dict.fromkeys(pairs, together)
         together = BlockParts(pairs=(), cuts={})
-    return ProvenBlock(parts=together, whole={str(pair): reason for pair, reason in reasons.items()})
+    in_tokens = tried(replace(together, sequence=True)) if sequence else together
+    return ProvenBlock(
+        parts=together if isinstance(in_tokens, str) else in_tokens,
+        whole={str(pair): reason for pair, reason in reasons.items()},
+        whole_tokens=in_tokens if isinstance(in_tokens, str) else "",
+    )
 
 
 def _precise(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
@@ -154,7 +168,7 @@ def _weights(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
 
 
-def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> frozenset[str]:
+def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
     """Return the whole parameters whose gradients are parts of a sum.
 
     Raises:
@@ -175,7 +189,7 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             _compare("its output", output, expected)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
             _compare("the gradient of its input", gradient, given, scale)
-    partial = set()
+    partial = []
     for name, wanted in whole.parameters.items():
         found = [rank.parameters[name] for rank in ranks]
         if name in parts.cuts:
@@ -185,8 +199,8 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
         elif not all(_difference(part, wanted, scale) <= TOLERANCE for part in found):
             total = sum(part for part in found if part is not None)
             _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
-            partial.add(name)
-    return frozenset(partial)
+            partial.append(name)
+    return tuple(partial)
 
 
 def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:

@@ -7,59 +7,21 @@ In the backward pass, the gradients of the inputs of the columns are.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.process_groups import all_gathered, all_reduced
 from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.tokens import Tokens
 from orchestrator.planning.boxes import Box
 from orchestrator.planning.placement import AxisCut
-
-
-class Peers:
-    """The ranks that have the parts of the same layers.
-
-    Attributes:
-        group: the ranks; None outside of a generation, where nothing is summed.
-        inside: whether this rank is computing what differs between them, in a forward or a backward pass. Compiled code
-            does not say.
-        waiting: returns a context for each sum that is not made by compiled code.
-    """
-
-    group: dist.ProcessGroup | None = None
-    inside = False
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-
-    def cross(self, *, inside: bool) -> None:
-        """Take note that what follows in a pass differs between the ranks, or does not."""
-        if not torch.compiler.is_compiling():
-            self.inside = inside
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of ``tensor`` over the ranks."""
-        return tensor if self.group is None else self._made(all_reduced, tensor, self.group)
-
-    def gather(self, part: Tensor, count: int) -> Tensor:
-        """Return the parts of all ``count`` ranks, one after another along the last axis."""
-        if self.group is None:
-            return torch.cat([part] * count, dim=-1)
-        return self._made(all_gathered, part, self.group)
-
-    def _made(
-        self, operation: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, group: dist.ProcessGroup
-    ) -> Tensor:
-        if self.waiting is None or torch.compiler.is_compiling():
-            return operation(tensor, group)
-        with self.waiting():
-            return operation(tensor, group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +50,14 @@ class BlockParts:
         attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
             as ``config.NAME`` for one of the module's own copy of its configuration.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
+        sequence: whether a rank computes only its own tokens between the pairs.
     """
 
     pairs: tuple[Pair, ...]
     cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
+    partial: tuple[str, ...] = ()
+    sequence: bool = False
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -137,11 +101,24 @@ def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[s
 
 
 @torch.no_grad()
-def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers: Peers) -> None:
+def divide(
+    block: nn.Module,
+    parts: BlockParts,
+    *,
+    index: int,
+    count: int,
+    peers: Peers,
+    enters: bool = True,
+    leaves: bool = True,
+) -> None:
     """Leave the part number ``index`` of ``count`` in a block, which then computes its outputs together with ``peers``.
 
-    The names of its tensors do not change.
+    The names of its tensors do not change. If a rank computes its own tokens between the pairs, the block is called
+    with all of them if it ``enters``, and returns all if it ``leaves``.
     """
+    tokens = Tokens(index, count, peers) if parts.sequence else None
+    if tokens is not None:
+        tokens.divide(block, enters=enters, leaves=leaves)
     for name, cut in parts.cuts.items():
         path, _, attribute = name.rpartition(".")
         owned = own_parameters(block.get_submodule(path))
@@ -157,9 +134,13 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
             if of:
                 setattr(module, of, owner)
     for pair in parts.pairs:
-        region = _Region(peers)
-        for name in pair.columns:
-            block.get_submodule(name).register_forward_pre_hook(region)
+        region = _Region(peers, tokens)
+        home = _home(pair.columns)
+        if tokens is not None and home:
+            tokens.gather_before(block.get_submodule(home))
+        else:
+            for name in pair.columns:
+                block.get_submodule(name).register_forward_pre_hook(region)
         for name in pair.rows:
             row = block.get_submodule(name)
             row.__class__ = _row_class(type(row))
@@ -191,22 +172,30 @@ def leave(part: Tensor, peers: Peers) -> Tensor:
 class _Region:
     """What lies between the columns and the rows of a pair: the pre-hook of the columns, which share their inputs."""
 
-    def __init__(self, peers: Peers):
+    def __init__(self, peers: Peers, tokens: Tokens | None):
         self.peers = peers
+        self._tokens = tokens
         self._entered: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         for given, entered in self._entered:
             if given is args[0]:
                 return (entered, *args[1:])
-        entered = enter(args[0], self.peers)
+        entered = enter(args[0], self.peers) if self._tokens is None else self._tokens.all_of(args[0])
         self._entered.append((args[0], entered))
         return (entered, *args[1:])
 
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum of the outputs of a row."""
+        """Return the sum of the outputs of a row, of the own tokens if they are divided."""
         self._entered.clear()  # which would keep activations
-        return leave(part, self.peers)
+        return leave(part, self.peers) if self._tokens is None else self._tokens.own_sums(part)
+
+
+def _home(layers: Sequence[str]) -> str:
+    """Return the name of the innermost module that has all of some layers; empty for the block itself."""
+    paths = [name.split(".")[:-1] for name in layers]
+    common = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
+    return ".".join(names[0] for names in common)
 
 
 class _Row(nn.Module):

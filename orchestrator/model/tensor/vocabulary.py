@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, calls_through, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.tensor.region import Peers, enter, leave, part_of
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.region import enter, leave, part_of
 from orchestrator.planning.placement import AxisCut
 
 ROWS = AxisCut(over="tensor")
@@ -68,7 +69,7 @@ class DirectUses:
     def watched(self) -> Iterator[None]:
         """Watch the operations in the block."""
         self._running.clear()
-        with calls_through(self._call), _Operations(self._see):
+        with calls_through(self._call), Reads(self._see):
             yield
 
     def _call(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,7 @@ class DirectUses:
             self.found |= {*owners}
 
 
-class _Operations(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Calls ``see`` with each tensor whose values an operation reads."""
 
     def __init__(self, see: Callable[[Tensor], None]):
@@ -155,7 +156,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, index: int, count: int, peers: Peers) -> Tensor:
         ctx.index, ctx.size, ctx.peers = index, part.shape[-1], peers
         peers.cross(inside=False)
-        return peers.gather(part, count)
+        return peers.gather(part, count, axis=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -74,7 +74,8 @@ class HeadNorms(Job):
     adamw: bool = False
 
     def model(self) -> nn.Module:
-        blocks = [Parallel(kv_heads=2), Parallel(packed=True)]
+        bias = not self.adamw  # the gradient of a key's bias is nothing but rounding
+        blocks = [Parallel(kv_heads=2, bias=bias), Parallel(packed=True, bias=bias)]
         return nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 4))
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from helpers.jobs.head_norms import WIDTH, Parallel, adapted
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.pairs import candidates
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
-from orchestrator.model.tensor.region import Pair, Peers, divide
+from orchestrator.model.tensor.region import Pair, divide
 from orchestrator.model.tensor.sample import BlockCall
 
 ATTENTION = Pair(columns=("q", "k", "v"), rows=("out",))
@@ -39,7 +40,7 @@ def test_both_pairs_of_a_block_are_found_with_the_number_of_heads_and_the_partia
     assert {*found.parts.pairs} == {ATTENTION, MLP}
     assert found.whole == {}
     assert found.parts.attributes[""] == ["num_heads"]
-    assert found.parts.partial == {"q_norm.weight"}
+    assert found.parts.partial == ("q_norm.weight",)
     cut = {"q", "k", "v", "gate", "up"}
     rows = {f"{name}.{of}": 0 for name in cut for of in ("weight", "bias")}
     assert {name: cut.axis for name, cut in found.parts.cuts.items()} == {**rows, "out.weight": 1, "down.weight": 1}
@@ -86,7 +87,7 @@ def test_an_adapter_is_divided_with_its_layer_and_sums_its_inputs() -> None:
         for pair in layers
     }
     assert {*found.parts.pairs} == pairs
-    assert found.parts.partial == {"q_norm.weight"}
+    assert found.parts.partial == ("q_norm.weight",)
 
 
 @pytest.mark.parametrize(
