@@ -68,7 +68,7 @@ class Run:
             return condition()
 
         try:
-            wait_for(met, timeout_s=100)
+            wait_for(met)
         except AssertionError as e:
             files = self._folder.glob("outputs/*/*/events.jsonl")
             raise AssertionError(f"{e}; the events: {[file.read_text() for file in files]}") from e

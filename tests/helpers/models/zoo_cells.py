@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -164,20 +165,23 @@ def plain_of(gang: Gang, name: str, adamw: bool) -> Plain:
 
 
 def trained_plainly_twice(rank: int, name: str, adamw: bool) -> Plain:
-    """Train in a plain loop, evaluate, and train once more with the samples of each batch in reverse order."""
+    """Train in a plain loop, evaluate in batches of the same size, and train once more with each batch in reverse."""
     job = job_of(name, adamw=adamw)
     seen, again = (trained_plainly(Case(job=one, train=TRAIN)).steps for one in (job, replace(job, backwards=True)))
     model = job.model()
     model.load_state_dict(seen.model)
     model.eval()
-    inputs, target = split_batch(make_batch(None, list(job.dataset("val").items)))
-    with torch.no_grad():
-        output = job.forward(model, inputs)
-        weight = job.weight(target)
-        weight = num_rows(target) if weight is None else int(weight)
-        sums = {"weight": float(weight), "loss": float(job.loss(output, target)) * weight}
-        sums |= {key: float(value) for key, value in job.metrics(output, target).items()}
-    return Plain(steps=seen, evaluation=sums, noise=largest(losses([again]), losses([seen])))
+    sums: Counter[str] = Counter()
+    samples, size = list(job.dataset("val").items), TRAIN.global_batch_size
+    for first in range(0, len(samples), size):
+        inputs, target = split_batch(make_batch(None, samples[first : first + size]))
+        with torch.no_grad():
+            output = job.forward(model, inputs)
+            weight = job.weight(target)
+            weight = num_rows(target) if weight is None else int(weight)
+            sums.update(weight=weight, loss=float(job.loss(output, target)) * weight)
+            sums.update({key: float(value) for key, value in job.metrics(output, target).items()})
+    return Plain(steps=seen, evaluation=dict(sums), noise=largest(losses([again]), losses([seen])))
 
 
 def largest(found: Tensor, wanted: Tensor) -> float:
