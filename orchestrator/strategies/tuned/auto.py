@@ -258,6 +258,7 @@ def _ddp_options(num_workers: int) -> DDPConfig:
         sync_batchnorm=False,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
     )
 
 
@@ -267,6 +268,7 @@ def _fsdp_options(num_workers: int) -> FSDPConfig:
         num_workers=num_workers,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         wrap="auto",
         reshard_after_forward=True,
         prefetch=1,

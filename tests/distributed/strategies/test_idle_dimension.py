@@ -18,6 +18,7 @@ IDLE = layout(
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         context=2,
         wrap="auto",
         reshard_after_forward=True,

@@ -33,7 +33,9 @@ from orchestrator.strategies.replicated.dp import DPConfig
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", split="auto")
+MODEL_PARALLEL = ModelParallelConfig(
+    name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
+)
 
 
 def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
@@ -42,6 +44,7 @@ def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> Pipel
         num_workers=2,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         split=split,
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=num_microbatches,
@@ -56,6 +59,7 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         close=close,  # type: ignore[arg-type]
         split=split,
@@ -84,6 +88,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
@@ -100,6 +105,7 @@ FSDP = FSDPConfig(
     num_workers=2,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -111,6 +117,7 @@ HSDP = HSDPConfig(
     shard_size=2,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -128,6 +135,7 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
             "num_workers": "auto",
             "expert": 1,
             "tensor_pairs": "auto",
+            "sequence": False,
             "stages_per_rank": "auto",
             "split": "auto",
         }
@@ -195,6 +203,12 @@ TENSOR = {
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
+SEQUENCE = {
+    "mesh-sequence-2": mesh(Mesh(tensor=2), sequence=True),
+    "mesh-replicated-sequence-2x2": mesh(Mesh(replicate=2, tensor=2), sequence=True),
+    "mesh-sharded-sequence-2x2": mesh(Mesh(shard=2, tensor=2), sequence=True),
+}
+"""Those that divide also the tokens between these layers."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,
