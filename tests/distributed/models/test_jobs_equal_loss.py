@@ -54,6 +54,7 @@ LOGISTIC = SparseLogistic(features=500, words=20, samples=400)
 MATRIX = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 3])
 @pytest.mark.parametrize(
     "job",

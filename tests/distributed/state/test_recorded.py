@@ -69,6 +69,7 @@ class StructuredBatches(NestedBatches):
         return super().loss(output["logits"], target) + output["more"][0].square().mean()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("as_dict", [True, False])
 @pytest.mark.parametrize(
     ("name", "split"), [("model_parallel-2", ("second",)), ("GPipe-2x2", ("head",)), ("1F1B-2", "auto")]
