@@ -98,6 +98,7 @@ def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., A
     assert following.returncode == 0
 
 
+@pytest.mark.campaign
 def test_a_closed_terminal_saves_a_checkpoint(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
 

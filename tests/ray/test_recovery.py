@@ -214,6 +214,7 @@ def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
     assert len(events(result.run_dir, "worker_failed")) == 1
 
 
+@pytest.mark.campaign
 def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
     result = run(*WORDS, "recovery.chaos=[raise@13:1,raise@13:1]")
     assert (result.status, result.exit_code) == ("FAILED", 1)
