@@ -223,6 +223,7 @@ def test_loader_processes_stay_from_one_evaluation_to_the_next(monkeypatch: pyte
         with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD raises in the main thread
             os.kill(min(processes), signal.SIGKILL)
             wait_for(lambda: psutil.Process(min(processes)).status() == psutil.STATUS_ZOMBIE, poll_s=0.01)
+        monkeypatch.setattr(loader, "_POLL_S", 0.5)
         assert rows() == list(range(21)), "an idle process that has died is replaced"
     assert not multiprocessing.active_children()
 
