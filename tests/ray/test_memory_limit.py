@@ -66,7 +66,7 @@ def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_chang
 
 def test_it_trains_in_parts(run: Callable[..., Any], curve: dict[int, float]) -> None:
     expected = without_limit(run, curve)
-    result = run(*WORDS, TO_END, *LIMITED, "strategy=fsdp", "strategy.num_workers=2", "checkpoint.every=0")
+    result = run(*WORDS, TO_END, *LIMITED, "strategy=fsdp", "strategy.num_workers=3", "checkpoint.every=0")
     assert result.exit_code == 0, result.reason
     assert losses(result.run_dir) == expected
     assert events(result.run_dir, "worker_lost") == []
