@@ -39,7 +39,7 @@ def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str)
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("name", [PLAIN, HALVED, SHARED])
+@pytest.mark.parametrize("name", [HALVED, PLAIN, SHARED])
 @pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
 def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
     assert_as_alone(gang, case(Chain(build=build)), name, want_grad_norm=True)

@@ -219,7 +219,7 @@ def cells() -> list[Any]:
     the campaign runs all.
     """
     found = []
-    for turn, (s, scenario) in enumerate(SCENARIOS.items()):
+    for turn, (s, scenario) in enumerate(SCENARIOS.items(), 3):
         of_scenario = scenario.layouts or [name for name in SYNCHRONOUS if s in PLAIN or name not in VARIANTS]
         names = [name for name in of_scenario if (s, name) not in EXCEPTIONS]
         kept = names if s == PLAIN[0] or scenario.layouts else in_turn(names, turn)
