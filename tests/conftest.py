@@ -6,7 +6,7 @@ Three tiers:
   and a few tests of other folders that are marked ``fast``: one run at defaults, equal loss over five layouts, one
   recovery.
 - ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
-- ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments.
+- ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments, and combinations (``in_turn``).
 
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
