@@ -1,8 +1,9 @@
 """The conformance matrix: each strategy in each scenario has the losses, norms, weights and averages of plain torch.
 
 A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, which CI runs in one layout
-of each kind (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a mere variant of another one (:data:`VARIANTS`). A new rule
-joins by one entry in :data:`SCENARIOS`. What does not hold stands in :data:`EXCEPTIONS`, with the reason.
+of each kind (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a mere variant
+of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENARIOS`. What does not hold stands in
+:data:`EXCEPTIONS`, with the reason.
 """
 
 from __future__ import annotations
