@@ -82,6 +82,7 @@ def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callab
     assert killed_run(tmp_path)
 
 
+@pytest.mark.campaign
 def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., Any], tmp_path: Path) -> None:
     process = launch(*SLOW, "tracking=none")
     run_dir = wait_for_step(tmp_path, 20)
