@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
 from orchestrator.model.blocks import Block
-from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.peers import Peers
 
 Axes = tuple[int | None, ...]
 """For each leaf of a tree, the axis along which it has a row for each token; None if it has none."""
@@ -192,7 +192,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, axis: int, summed: bool, context: ContextPart) -> Tensor:
         ctx.axis, ctx.summed, ctx.context = axis, summed, context
-        flat = context.peers.gather(part.contiguous().flatten(), context.count)
+        flat = context.peers.gather(part.contiguous().flatten(), context.count, axis=0)
         return in_order(flat.unflatten(0, (context.count, *part.shape)).unbind(), axis)
 
     @staticmethod
@@ -202,7 +202,7 @@ class _Gathered(torch.autograd.Function):
         if not ctx.summed:
             return rows_of(gradient, ctx.axis, index=index, count=count), None, None, None
         parts = torch.stack([rows_of(gradient, ctx.axis, index=i, count=count) for i in range(count)])
-        return context.peers.scatter(parts, index), None, None, None
+        return context.peers.scatter(parts, index, count, axis=0)[0], None, None, None
 
 
 class _Attention(TorchFunctionMode):

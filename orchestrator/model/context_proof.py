@@ -21,7 +21,7 @@ from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.context import Axes, ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor_slots import tensor_slots
 
 TOLERANCE = 1e-5

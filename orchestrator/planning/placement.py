@@ -5,6 +5,7 @@ Who has a tensor's shard, how many do, who saves it, and over whom its gradient 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -21,17 +22,24 @@ class AxisCut:
         axis: the axis of the tensor.
         sizes: the number of places along the axis that each of these workers has, in their order; empty for equal
             shards, as :meth:`Box.shard` makes them.
+        packed: the sizes of what follows one another along the axis, such as queries, keys and values, if a worker has
+            an equal part of each; empty for one.
     """
 
     over: Dimension | Axes
     axis: int = 0
     sizes: tuple[int, ...] = ()
+    packed: tuple[int, ...] = ()
 
     def box(self, shape: Shape, *, index: int, count: int) -> Box:
         """Return the shard of a tensor of this ``shape`` that the worker number ``index`` of ``count`` has."""
+        if self.packed:
+            starts = itertools.accumulate(self.packed, initial=0)
+            parts = zip(starts, (size // count for size in self.packed), strict=False)
+            return Box.cut(shape, axis=self.axis, places=[(start + index * size, size) for start, size in parts])
         if not self.sizes:
             return Box.shard(shape, index, count, axis=self.axis)
-        return Box.cut(shape, axis=self.axis, start=sum(self.sizes[:index]), size=self.sizes[index])
+        return Box.cut(shape, axis=self.axis, places=[(sum(self.sizes[:index]), self.sizes[index])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +66,7 @@ class Placement:
         box = Box.whole(self.shape)
         for cut in self.cuts:
             index, count = mesh.place(cut.over, rank)
-            inner = cut.box(box.shape, index=index, count=count)
-            offset = tuple(map(sum, zip(box.offset, inner.offset, strict=True)))
-            box = Box(full=self.shape, offset=offset, shape=inner.shape)
+            box = cut.box(box.shape, index=index, count=count).within(box)
         return box
 
     def holders(self, mesh: Mesh, rank: int) -> list[int]:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from orchestrator.model.blocks import blocks_of
 from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.strategies.constructor import Outline
@@ -77,11 +79,12 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     layers, last, tokens = max(1, len(blocks)), blocks[-1:], outline.job.tokens_per_sample or 1
     with WorkCounter(last, parameters) as counter:
         fake_loss(outline, 1, last, fused_attention=fused_attention)
+    cast = outline.precision.autocast_dtype
     in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
     work = ModelWork(
         layers=layers,
-        layer=_work(counter.blocks, in_blocks / layers, tokens),
-        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens),
+        layer=_work(counter.blocks, in_blocks / layers, tokens, cast),
+        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens, cast),
         tokens=tokens,
     )
     (one, two), (one_of_more, two_of_more) = (
@@ -96,7 +99,7 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
 
 
-def _work(counted: Counter[str], parameters: float, tokens: int) -> Work:
+def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dtype | None) -> Work:
     return Work(
         parameters=parameters - counted["experts"],
         experts=counted["experts"],
@@ -106,5 +109,6 @@ def _work(counted: Counter[str], parameters: float, tokens: int) -> Work:
         attention=counted["attention"],
         moved_bytes=IN_KERNELS * PASSES * counted["moved_bytes"],
         output_bytes=counted["output_bytes"],
+        summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
         key_bytes=2 * counted["output_bytes"],
     )

@@ -46,6 +46,11 @@ class Synchronous(Rules[Keys]):
                 f"strategy.shard_optimizer=true: with {by}, optimizers are divided together with the parameters alone; "
                 "set it to false"
             )
+        if mesh.context > 1 and getattr(keys, "sequence", False):
+            errors.append(
+                f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
+                "already; set it to false"
+            )
         if mesh.context > 1 and mesh.pipeline > 1:
             errors.append(
                 f"strategy.context={mesh.context}: stages pass whole samples on; set strategy.pipeline=1, or use "
@@ -111,7 +116,9 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
         reasons["strategy.pipeline=1 has no stages"] = of_stages
     if mesh.tensor == 1:
-        reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto"}
+        reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
+    elif mesh.pipeline > 1:
+        reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
     if mesh.pipeline * mesh.tensor > 1 or (mesh.num_shards > 1 and not _divides_optimizer(options)):
         of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}

@@ -18,7 +18,7 @@ from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.planning.boxes import Box, Shape, is_divisible
+from orchestrator.planning.boxes import Box, Index, Shape, is_divisible
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
@@ -66,7 +66,7 @@ class DividedModel:
         """
         index, count = context.mesh.place(DENSE, context.global_rank)
 
-        def part(shape: torch.Size) -> tuple[slice, ...]:
+        def part(shape: torch.Size) -> Index:
             if not is_divisible(shape):
                 return ()
             return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape))

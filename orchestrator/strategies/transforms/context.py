@@ -38,7 +38,7 @@ from orchestrator.model.context_proof import difference, prove
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline

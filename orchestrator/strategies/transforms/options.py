@@ -22,6 +22,9 @@ class TensorConfig(StrategyConfig):
         "the linear layers of a block that are divided together; auto: what is found in the model; or their names, as "
         "in ['q + k + v -> out']"
     )
+    sequence: bool = option(
+        "whether each of the workers that divide a block computes only its own tokens between the divided layers"
+    )
 
     @property
     def group_sizes(self) -> Mapping[str, int]:

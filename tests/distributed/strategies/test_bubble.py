@@ -48,6 +48,7 @@ def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_ac
         num_workers=P,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=M,
@@ -71,6 +72,7 @@ def test_spans_of_hosts_with_other_clocks_are_put_in_order(gang: Gang, schedule:
     assert abs(together[-1][0].start - spans[-1][0].start) < extent_s(spans)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 2])
 @pytest.mark.parametrize("schedule", STAGES_PER_WORKER)
 def test_actions(gang: Gang, schedule: str, grad_accumulation: int) -> None:

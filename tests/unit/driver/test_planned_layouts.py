@@ -19,7 +19,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
-from orchestrator.driver.layouts import answer, without_numbers
+from orchestrator.driver.forecasts import answer
+from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
 from orchestrator.model.kept import kept_tensors

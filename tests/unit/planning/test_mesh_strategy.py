@@ -108,6 +108,14 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             {"tensor_pairs": "['up -> down']"},
             "strategy.tensor_pairs=[up -> down]: strategy.tensor=1 divides no layers; set it to auto",
         ),
+        (
+            {"sequence": "true"},
+            "strategy.sequence=true: strategy.tensor=1 divides no layers; set it to false",
+        ),
+        (
+            {"sequence": "true", "tensor": 2, "pipeline": 2},
+            "strategy.sequence=true: the stages of a pipeline exchange all tokens; set it to false",
+        ),
     ],
 )
 def test_other_sizes_are_refused_with_what_to_set(sizes: dict[str, Any], error: str) -> None:
