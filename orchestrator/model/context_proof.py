@@ -7,7 +7,7 @@ the code that training runs, with the exchange between them. Of blocks that are 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,24 +105,41 @@ def prove(
         in_lockstep(count, of_rank)
     except Exception as e:
         error = e
+    differing = "the output" if error is not None else _first_difference(whole, seen, parts, outputs)
+    if differing is None:
+        return
     for name, output in whole.modules.items():
-        for part, rank in zip(parts, seen, strict=True):
-            if name in rank.modules and (found := _of_rows(rank.modules[name], output, part)) > TOLERANCE:
-                raise NotDivisible(
-                    f"{name or 'the model'} computes something else of some tokens than of all, which differs by "
-                    f"{found:.2g} of its largest entry: tokens may see each other by scaled_dot_product_attention "
-                    "alone, and positions and masks have to be made before the blocks"
-                )
+        of_ranks = [(rank.modules.get(name), part) for rank, part in zip(seen, parts, strict=True)]
+        found = max((_of_rows(own, output, part) for own, part in of_ranks if own is not None), default=0.0)
+        if found > TOLERANCE:
+            raise NotDivisible(
+                f"{name or 'the model'} computes something else of some tokens than of all, which differs by "
+                f"{found:.2g} of its largest entry: tokens may see each other by scaled_dot_product_attention alone, "
+                "and positions and masks have to be made before the blocks"
+            )
     if error is not None:
         where = next((rank.running[-1] for rank in seen if rank.running), "") or "the model"
         said = error if isinstance(error, NotDivisible) else f"raises {type(error).__name__} for some tokens: {error}"
         raise NotDivisible(f"{where} {said}") from error
+    raise NotDivisible(f"{differing} of the model is not that of the parts")
+
+
+def _first_difference(whole: _Seen, seen: Sequence[_Seen], parts: Sequence[ContextPart], outputs: Axes) -> str | None:
+    """Return what the parts have computed otherwise than the whole model; None if nothing."""
+    for rank, part in zip(seen, parts, strict=True):
+        of_rank = zip(tensors_in(rank.output), tensors_in(part.rows(whole.output, outputs)), strict=True)
+        if any(difference(found, wanted) > TOLERANCE for found, wanted in of_rank):
+            return "the output"
     scale = max((float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0)
-    for name, wanted in whole.gradients.items():
-        found_parts = [g for rank in seen if (g := rank.gradients[name]) is not None]
-        total = torch.stack(found_parts).sum(dim=0) if found_parts else None
-        if wanted is not None and (total is None or difference(total, wanted, scale) > TOLERANCE):
-            raise NotDivisible(f"the gradient of {name} is not the sum of those of the parts")
+    for name, gradient in whole.gradients.items():
+        found = [g for rank in seen if (g := rank.gradients[name]) is not None]
+        known = [*found, *([] if gradient is None else [gradient])]
+        if not known:
+            continue
+        total, wanted = (sum(of_them, torch.zeros_like(known[0])) for of_them in (found, known[len(found) :]))
+        if difference(total, wanted, scale) > TOLERANCE:
+            return f"the gradient of {name}"
+    return None
 
 
 def difference(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
@@ -141,14 +158,14 @@ def difference(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 
 
 def _of_rows(found: Tensor, whole: Tensor, part: ContextPart) -> float:
-    """Return how much the output of a module for some tokens differs from that for all."""
+    """Return how much the output of a module for some tokens differs from that for all; 0 if that cannot be seen."""
     if found.shape == whole.shape:
         return difference(found, whole)
     if found.ndim != whole.ndim:
         return 0.0  # the same for all samples, where another pass has it for each
     axes = [axis for axis, (own, every) in enumerate(zip(found.shape, whole.shape, strict=True)) if own != every]
-    if len(axes) != 1:
-        return float("inf")
+    if len(axes) != 1 or whole.shape[axes[0]] != part.length:
+        return 0.0  # tokens of all samples one after the other, for example
     return difference(found, part.rows([whole], (axes[0],))[0])
 
 
