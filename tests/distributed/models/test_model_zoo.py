@@ -61,7 +61,6 @@ KINDS: list[tuple[str, str, Outcome, str]] = [
     ("call overridden", "pipeline, zero bubble", "equal", ""),
     ("blocks tied", "mesh", "equal", ""),
     ("norms in float32", "fsdp", "equal", ""),
-    ("rare tokens learn more", "mesh", "by nature", "scale_grad_by_freq"),
     ("waits for a number", "fsdp", "equal", ""),
     ("root: batch changed in place", "dp", "equal", ""),
     ("root: TorchScript layer", "dp", "equal", ""),
