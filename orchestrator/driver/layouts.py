@@ -33,6 +33,8 @@ from orchestrator.timeline.spans import busy_s, extent_s
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
+LEAST_TOKENS = 4096
+"""The tokens of a sample that a device has at least if others have the rest."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 LARGEST_ROWS = 64
 REPLAYED = 8
@@ -128,7 +130,7 @@ class Layouts:
         cuts = [
             {**tensor, **context, **pipeline}
             for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
-            for context in self._free("strategy.context", _powers(LARGEST["context"]))
+            for context in self._free("strategy.context", self._context_sizes())
             for pipeline in self._free("strategy.pipeline", _powers(most_stages))
         ]
         for cut in cuts:
@@ -140,6 +142,11 @@ class Layouts:
                 divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
+
+    def _context_sizes(self) -> list[int]:
+        tokens = self.traced.work.tokens
+        fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
+        return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
@@ -225,7 +232,7 @@ class Layouts:
             if place not in self._gathered:
                 self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
             state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
-            memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
+            memory = self.traced.kept(recomputes, tensor=mesh.tensor, context=mesh.context).added(
                 state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}

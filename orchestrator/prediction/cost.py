@@ -150,7 +150,7 @@ class StepTime:
 def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> StepTime:
     """Return the time of a step."""
     one = _one_pass(work, step, cluster, stack)
-    mesh, passes, a_pass = step.mesh, step.passes, sum(dataclasses.astuple(one))
+    mesh, passes, a_pass = step.mesh, step.passes, float(sum(dataclasses.astuple(one)))
     sent, apart = sent_bytes(work, step), mesh.tensor * step.shards
 
     def seen(size: float) -> float:

@@ -43,7 +43,7 @@ class Traced:
     always: float
     casts: float
 
-    def kept(self, recomputes: Recomputed, *, tensor: int = 1) -> KeptByRows:
+    def kept(self, recomputes: Recomputed, *, tensor: int = 1, context: int = 1) -> KeptByRows:
         """Return what forward passes keep.
 
         Where blocks are computed again, each keeps its input, and the one that is computed again keeps everything.
@@ -51,12 +51,15 @@ class Traced:
         Args:
             recomputes: ``train.activation_checkpointing``.
             tensor: the workers that divide the layers of each block.
+            context: the workers that divide the tokens of a sample, of which each keeps the keys and values of all.
         """
         output = self.work.layer.output_bytes
         whole = min(self.block, WHOLE_OUTPUTS * output)
         block, layers = whole + (self.block - whole) / tensor, self.work.layers
         of_blocks = layers * block if recomputes == "none" else layers * output + block
-        return KeptByRows(a_sample=self.rest + of_blocks, always=self.always, casts=self.casts / tensor)
+        of_others = (context - 1) / context * self.work.layer.key_bytes / tensor
+        of_blocks = of_blocks / context + (layers if recomputes == "none" else 1) * of_others
+        return KeptByRows(a_sample=self.rest / context + of_blocks, always=self.always, casts=self.casts / tensor)
 
 
 def traced(outline: Outline, *, fused_attention: bool) -> Traced:

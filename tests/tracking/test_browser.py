@@ -79,9 +79,10 @@ def uploaded(server_port: int, tmp_path_factory: pytest.TempPathFactory) -> Uplo
     return Uploaded(server, by_speed)
 
 
-@pytest.fixture(scope="module")
-def page(uploaded: Uploaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("profile")) as page:
+@pytest.fixture
+def page(uploaded: Uploaded, tmp_path: Path) -> Iterator[Page]:
+    """The page of a browser of its own: one that crashes takes no other test along."""
+    with browser(tmp_path / "profile") as page:
         page.open(f"{uploaded.server}/health")
         page.wait_for("document.readyState == 'complete' && location.port != ''")
         for name, value in SETTINGS.items():

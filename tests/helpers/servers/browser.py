@@ -17,7 +17,7 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """The path of the browser; None if there is none."""
 
-_REPLY_TIMEOUT_S = 30.0
+_REPLY_TIMEOUT_S = 120.0
 
 
 class Page:
@@ -34,6 +34,7 @@ class Page:
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)
+        self.wait_for("document.body !== null")
 
     def resize(self, width: int, height: int) -> None:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -107,6 +108,7 @@ def browser(profile: Path) -> Iterator[Page]:
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--disable-background-networking",
+            "--disable-software-rasterizer",
             "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
             "--hide-scrollbars",
             "--remote-debugging-pipe",

@@ -86,7 +86,6 @@ def test_the_fastest_comes_first_with_all_figures(found: Answer) -> None:
 def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     said = text(found, rows=3)
     assert "to launch it: orchestrator launch job=gpt" in said
-    assert "strategy.context: this dimension comes with a later version" in said
     assert "% in the mean" in said
     assert "published runs of this size" in said
 
