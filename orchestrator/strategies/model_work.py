@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.model.blocks import blocks_of
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.work_counter import WorkCounter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import own_parameters
 from orchestrator.config.text import did_you_mean
-from orchestrator.model.blocks import blocks_of
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.boxes import is_divisible
 
 Wrap = Literal["auto"] | tuple[str, ...]

@@ -14,7 +14,7 @@ from helpers.ranks.gang import Gang
 from jobs.gpt import GPT
 from orchestrator.config.compose import compose
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.blocks import blocks_of
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.mesh import Mesh
 from orchestrator.prediction.cost import Step
 from orchestrator.strategies import registry

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from orchestrator.model.blocks import Block, with_blocks
-from orchestrator.model.recompute import Selection
+from orchestrator.model.repeated_blocks import Block, Selection, with_blocks
 from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
 from orchestrator.worker.measure.flops import FlopMeter, step_flops
 from orchestrator.worker.measure.peak_flops import peak_flops_per_s

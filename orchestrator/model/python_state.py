@@ -28,7 +28,7 @@ _NOT_FOLLOWED = (nn.Module, Tensor, type, types.ModuleType)
 _LIBRARIES = ("torch", "logging")
 
 
-def glue_state(module: nn.Module) -> dict[str, Any]:
+def python_state(module: nn.Module) -> dict[str, Any]:
     """Return the numbers, texts and sizes of containers that the code of ``module`` itself can change, by their path.
 
     Tensors and submodules are left out: these are compared, and run as they are. Of functions that the code calls,

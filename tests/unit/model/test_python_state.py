@@ -148,12 +148,12 @@ def recorded(build: Callable[[], nn.Module]) -> None:
         (InAnAttribute, "calls"),
         (InAnObject, "schedule.history.steps.0"),
         (InItsClass, "InItsClass.calls"),
-        (InADictOfTheModule, "test_glue_state.CALLS.number"),
-        (InAGlobalOfAFunction, "test_glue_state.steps_done"),
+        (InADictOfTheModule, "test_python_state.CALLS.number"),
+        (InAGlobalOfAFunction, "test_python_state.steps_done"),
         (InAnIterator, "numbers"),
         (InAGenerator, "factors.number"),
-        (in_a_closure, "test_glue_state.calls"),
-        (in_a_hook, "test_glue_state.calls.0"),
+        (in_a_closure, "test_python_state.calls"),
+        (in_a_hook, "test_python_state.calls.0"),
     ],
 )
 def test_memory_of_the_code_between_layers_is_found(build: Callable[[], nn.Module], where: str) -> None:
