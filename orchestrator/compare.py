@@ -20,7 +20,7 @@ from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareE
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
-from orchestrator.display.text import refuse, writable
+from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.display.text import writable
+from orchestrator.display.plain_text import writable
 from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.config.evaluated import VAL
+from orchestrator.config.eval_splits import VAL
 from orchestrator.config.options import add_files, add_run, file_words
-from orchestrator.display.text import refuse
+from orchestrator.display.plain_text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from orchestrator.config.options import add_run
+from orchestrator.display.plain_text import writable
 from orchestrator.display.run_report import run_report
-from orchestrator.display.text import writable
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir, state_of

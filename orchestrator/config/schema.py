@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
+from orchestrator.config.eval_splits import check_metric, check_splits, metric_prefix
 
 LARGEST_SEED = 2**63 - 1
 TENSORBOARD = "orchestrator.tracking.tensorboard.TensorBoard"

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from orchestrator.display.messages import Line, describe_event
 from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
+from orchestrator.display.plain_text import clean, number, takes_unicode, writable
 from orchestrator.display.report import verdict
-from orchestrator.display.text import clean, number, takes_unicode, writable
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import (
     CheckpointSaved,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.config.text import first_few
-from orchestrator.display.text import clean, count, duration, first_line, size, workers_text
+from orchestrator.display.plain_text import clean, count, duration, first_line, size, workers_text
 from orchestrator.protocol.events import (
     BestFound,
     CheckpointFailed,

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from orchestrator.display.messages import checkpoint_text, stop_text, waiting_text
-from orchestrator.display.text import (
+from orchestrator.display.plain_text import (
     MOST_ROWS,
     duration,
     fill,

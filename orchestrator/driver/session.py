@@ -20,8 +20,8 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.console import make_console
+from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
-from orchestrator.display.text import count
 from orchestrator.driver.auto.decision import NotMeasuredError
 from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job

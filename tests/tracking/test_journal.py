@@ -24,8 +24,8 @@ from orchestrator.protocol.events import (
 )
 from orchestrator.records.journal import Journal, read_ending, read_metrics, read_samples
 from orchestrator.records.names import metric_name
-from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import progress_of
 
 
 @pytest.fixture

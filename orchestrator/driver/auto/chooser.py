@@ -40,7 +40,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline.ideal import Action
-from orchestrator.tuning.choose import Contender, best, next_to_measure
+from orchestrator.tuning.choice import Contender, best, next_to_measure
 from orchestrator.tuning.predict import memory_error, predict
 from orchestrator.tuning.profile import Profile
 from orchestrator.tuning.proposals import proposals, stage_counts

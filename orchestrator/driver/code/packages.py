@@ -9,7 +9,7 @@ from types import ModuleType
 from orchestrator.compat.ray.packages import packaged_files
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.display.text import count, size
+from orchestrator.display.plain_text import count, size
 from orchestrator.worker.process.packages import InstallError, use
 
 _LARGEST_FILES = 5

@@ -27,9 +27,9 @@ from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.records.process import end_with_parent
 from orchestrator.state.checkpoint import load, step_of
-from orchestrator.state.joint import AnyOptimizer, label_of
 from orchestrator.state.model_state import LEFT_OUT, further_entries, mismatches, own_tensors
 from orchestrator.state.optimizer_state import optimizers_in
+from orchestrator.state.optimizers import AnyOptimizer, label_of
 from orchestrator.state.schedule import ScheduleError, made_for
 from orchestrator.state.train_state import TrainState, outline, restore
 from orchestrator.strategies.constructor import Outline

@@ -21,9 +21,8 @@ from orchestrator.driver.preflight.paths import output_dir
 from orchestrator.driver.process.reports import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
-from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.records.run_search import NEWEST
+from orchestrator.records.run_search import NEWEST, progress_of
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore

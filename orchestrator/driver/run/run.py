@@ -22,11 +22,10 @@ from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
-from orchestrator.policy import run_state, verdict
+from orchestrator.policy import run_state
 from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
-from orchestrator.policy.run_state import GenerationEnd, what_follows
+from orchestrator.policy.run_state import GenerationEnd, Verdict, what_follows
 from orchestrator.policy.transitions import Interruption
-from orchestrator.policy.verdict import Verdict
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
@@ -112,7 +111,7 @@ class Run:
             if self._stop.received is not None:
                 return self._stopped(released_after)
             refused = isinstance(e, UnfitError) and not self._reports.has_trained
-            return verdict.refused(str(e)) if refused else verdict.failed(str(e))
+            return run_state.refused(str(e)) if refused else run_state.failed(str(e))
         except Interrupted:
             return self._stopped(released_after)
         raise AssertionError("a generation leads to another one, or to a verdict")
@@ -268,7 +267,7 @@ class Run:
         self._reports.handle(generation.watch())
         end = generation.end()
         self._reports.finish_workers(end.outcomes)
-        return verdict.failed(str(error)) if self._stop.received is None else self._stopped(end)
+        return run_state.failed(str(error)) if self._stop.received is None else self._stopped(end)
 
     def _report_loss(self, generation: Generation, rank: int) -> None:
         """Report a failure from which the run recovers."""
@@ -288,7 +287,7 @@ class Run:
         saves = not self._runs_script and self.spec.config.evaluate is None
         if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
-        return verdict.failed(what + (f" ({why})" if why else ""))
+        return run_state.failed(what + (f" ({why})" if why else ""))
 
     def _complete(self, end: GenerationEnd) -> Verdict:
         """End the run after its last step."""
@@ -300,16 +299,16 @@ class Run:
         saves_nothing = self.spec.config.evaluate is not None or self._runs_script
         step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
         missing = None if saves_nothing else self._checkpoints.why_missing(step)
-        return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)
+        return run_state.completed(step, ended_early=ended_early, checkpoint_missing=missing)
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
         if self._stop.is_pruned:
-            return verdict.pruned(at_step or max(self._reports.telemetry.last_step.values()))
+            return run_state.pruned(at_step or max(self._reports.telemetry.last_step.values()))
         missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
-        return verdict.stopped(
+        return run_state.stopped(
             int(self._stop.received),
             self._stop.cause,
             at_step=at_step,

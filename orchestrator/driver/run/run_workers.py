@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from orchestrator.display.text import count
+from orchestrator.display.plain_text import count
 from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.gang import Gang

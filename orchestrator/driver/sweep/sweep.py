@@ -23,8 +23,8 @@ from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown, table
+from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
-from orchestrator.display.text import count, duration, writable
 from orchestrator.driver.preflight.paths import absolute_paths, output_dir
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.compat.generators import drawing
-from orchestrator.config.evaluated import how_to_leave_out
+from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
 from orchestrator.user_code.errors import JobError

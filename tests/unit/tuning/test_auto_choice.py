@@ -26,7 +26,7 @@ from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, RunEnded, Warned
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tuning.choose import Contender
+from orchestrator.tuning.choice import Contender
 from orchestrator.tuning.predict import Prediction
 
 pytestmark = pytest.mark.slow

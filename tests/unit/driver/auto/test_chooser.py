@@ -28,7 +28,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY
-from orchestrator.tuning.choose import Contender
+from orchestrator.tuning.choice import Contender
 
 pytestmark = pytest.mark.slow
 
