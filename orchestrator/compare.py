@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.config.options import add_run_search, finite, positive
+from orchestrator.config.verb_options import add_run_search, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, Curve, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw

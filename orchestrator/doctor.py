@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import compose
-    from orchestrator.driver.doctor import examine
+    from orchestrator.driver.doctor_checks import examine
     from orchestrator.strategies import registry
 
     errors: list[str] = []

@@ -12,8 +12,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from orchestrator.config.options import add_run
 from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import clean, refuse, writable
 from orchestrator.records.output_dir import fetch, refresh
 from orchestrator.records.rank_log import LogLine, LogReader

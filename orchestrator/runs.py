@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.options import add_run_search, positive
+from orchestrator.config.verb_options import add_run_search, positive
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.plain_text import writable
 from orchestrator.display.run_list import plain, run_list

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.config.options import add_run
+from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import writable
 from orchestrator.display.run_report import run_report
 from orchestrator.driver.process.origin import this_origin

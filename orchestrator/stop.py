@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from orchestrator.config.options import add_run
+from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh

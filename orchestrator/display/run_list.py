@@ -20,7 +20,7 @@ from orchestrator.display.plain_text import (
     text_lines,
     without_least,
 )
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.protocol.queue_entries import QueueEntry
 
 _WIDTH_WITHOUT_TERMINAL = 160
 

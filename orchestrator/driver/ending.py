@@ -19,7 +19,7 @@ from orchestrator.display.run_end import choice_in_words, describe_run
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.run_state import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Warned

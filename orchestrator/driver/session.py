@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from orchestrator.compat.ray.cluster import add_job_metadata
+from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
@@ -23,22 +23,20 @@ from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
+from orchestrator.driver.checked_runs import Candidate, planned_on, this_machine, with_choice
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
-from orchestrator.driver.preflight.paths import output_dir, tracking_note
 from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.reports import report_end, report_run
+from orchestrator.driver.process.parent_reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunSpec
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
-from orchestrator.driver.reporting.cluster_records import JobStateSink, enter_output, job_metadata
-from orchestrator.driver.reporting.prometheus import PrometheusSink
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output, job_metadata
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
@@ -51,7 +49,7 @@ from orchestrator.policy.start_timeouts import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process import end_with_parent
+from orchestrator.records.process_identity import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry

@@ -26,9 +26,9 @@ from orchestrator.records.journal import (
 )
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked_if_free
-from orchestrator.records.names import storable
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
+from orchestrator.records.storable_names import storable
 from orchestrator.records.sweep_dir import SweepDir
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.pending_uploads import clear_pending

@@ -1,7 +1,7 @@
 """The queue of the runs on a cluster: a detached actor that their drivers share.
 
-It holds what the drivers report, and answers by the decisions of :mod:`orchestrator.policy.queue`. Each poll carries
-the whole entry of a run, so that a queue that was killed has all entries again after one poll of each driver.
+It holds what the drivers report, and answers by the decisions of :mod:`orchestrator.policy.queue_order`. Each poll
+carries the whole entry of a run, so that a queue that was killed has all entries again after one poll of each driver.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray.cluster import free_resources, on_head
+from orchestrator.compat.ray.gcs import free_resources, on_head
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.driver.process.waiting import cluster_state
-from orchestrator.policy.queue import (
+from orchestrator.policy.queue_order import (
     find_entries,
     free_room,
     line,
@@ -31,7 +31,7 @@ from orchestrator.policy.queue import (
     victims,
     why_waiting,
 )
-from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
+from orchestrator.protocol.queue_entries import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
 POLL_EVERY_S = 1.0

@@ -15,7 +15,7 @@ from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitEr
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import Interrupted
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
 from orchestrator.driver.run.run_recorder import RunRecorder, worker_failed, worker_lost
 from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers

@@ -16,8 +16,7 @@ from orchestrator.compat.generators import drawing
 from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
 
 SAMPLES = "dataset_samples"

@@ -40,7 +40,7 @@ from orchestrator.strategies.data.datasets import (
     make_batch,
     mix,
 )
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.data.loader import (
     BatchReader,

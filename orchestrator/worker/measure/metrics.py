@@ -25,9 +25,8 @@ from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.measure.flops import StepFlops
-from orchestrator.worker.measure.gpu_meter import GpuSharing
-from orchestrator.worker.measure.machine_meter import MachineMeter
-from orchestrator.worker.process.memory import peak_bytes
+from orchestrator.worker.measure.meters import GpuSharing, MachineMeter
+from orchestrator.worker.process.process_memory import peak_bytes
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.compat.torch import own_buffers, own_parameters, version_of
-from orchestrator.user_code.exits import place_of, user_frames
+from orchestrator.user_code.errors import place_of, user_frames
 
 Returned = TypeVar("Returned")
 

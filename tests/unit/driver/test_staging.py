@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from helpers.machines.plans import LAPTOP, config_of
 from orchestrator.config.build import ConfigError
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan
 from orchestrator.strategies import registry

@@ -10,7 +10,7 @@ import pytest
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.preflight import size_plans
 from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.job import Job

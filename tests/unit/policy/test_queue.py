@@ -12,7 +12,7 @@ from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
 from orchestrator.display.run_list import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue import (
+from orchestrator.policy.queue_order import (
     find_entries,
     free_room,
     line,
@@ -23,7 +23,7 @@ from orchestrator.policy.queue import (
     why_waiting,
 )
 from orchestrator.policy.shortage import ClusterState, NodeState
-from orchestrator.protocol.queue import NodeResources, QueueEntry
+from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}

@@ -17,10 +17,10 @@ from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.candidates import Candidate, check_all
+from orchestrator.driver.checked_runs import Candidate, check_all
 from orchestrator.job import Job, has_loss
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import DatasetError

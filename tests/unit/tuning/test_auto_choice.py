@@ -19,7 +19,7 @@ from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto.chooser import Chooser, without_samples
 from orchestrator.driver.auto.decision import Decision, chosen_before
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.process.run_context import FailureSink
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, make_plan

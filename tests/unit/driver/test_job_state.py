@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.driver.reporting.cluster_records import job_state
+from orchestrator.driver.reporting import job_state
 from orchestrator.protocol.events import (
     Event,
     RunEnded,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.compat.ray.internals import Internal, find_internal
-from orchestrator.compat.ray.process import ray_logs_errors_only
+from orchestrator.compat.ray.side_effects import ray_logs_errors_only
 
 PIN_S = 600
 """How long the cluster keeps an uploaded package that no job refers to."""

@@ -21,12 +21,11 @@ from orchestrator.config.overrides import choosing, quote_text, values, with_str
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, chosen_before
-from orchestrator.driver.code import packages
+from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
-from orchestrator.driver.preflight.params import plain_fields
-from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
+from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.driver.process import cluster
 from orchestrator.driver.sweep.sweep import Sweep
@@ -182,7 +181,7 @@ def _check(
     if config is not None:
         redactor.learn(to_dict(config))
         with collect_errors(errors):
-            packages.install(config.cluster)
+            shipped_code.install(config.cluster)
     warnings = Files.of(overrides).notes()
     job = load_job(job_spec, errors, redactor, job_argument, noticed=warnings) if job_spec is not None else None
     if config is not None:
@@ -202,7 +201,7 @@ def _check(
     with collect_errors(errors):
         worker_variables(config.cluster.env, os.environ)
     with collect_errors(errors):
-        packages.module_paths(config.cluster.py_modules)
+        shipped_code.module_paths(config.cluster.py_modules)
     resume, source, sizes = None, None, None
     seen: set[str] = set()
     with collect_errors(errors):

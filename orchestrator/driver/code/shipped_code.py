@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from orchestrator.compat.ray.packages import packaged_files
+from orchestrator.compat.ray.code_packages import packaged_files
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.display.plain_text import count, size
-from orchestrator.worker.process.packages import InstallError, use
+from orchestrator.worker.process.pip_packages import InstallError, use
 
 _LARGEST_FILES = 5
 _INSTALLED = ("site-packages", "dist-packages")

@@ -18,10 +18,10 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import find_class
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
-from orchestrator.driver.candidates import this_machine
+from orchestrator.driver.checked_runs import this_machine
 from orchestrator.driver.code.worker_code import code_for_workers
 from orchestrator.driver.nodes.node_reports import clock_offset, driver_report, measure_all_reduce, node_reports
-from orchestrator.driver.preflight.paths import absolute_paths, output_errors
+from orchestrator.driver.preflight.run_config import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
 from orchestrator.planning.plan import Node

@@ -1,26 +1,35 @@
-"""What runs leave in the GCS server of a cluster: metadata of their jobs, and their output directories.
+"""What the driver reports besides the console: to the cluster, to Prometheus, and to the URL ``output_dir``.
 
-The metadata is for Ray's dashboard and ``ray job list``. By the directories, ``orchestrator runs --address`` finds the
-runs of all users, also those that have ended.
+What runs leave in the GCS server of a cluster is the metadata of their jobs, for Ray's dashboard and ``ray job list``,
+and their output directories, by which ``orchestrator runs --address`` finds the runs of all users, also those that have
+ended. The agent of Ray on the driver's node exports the metrics for Prometheus with Ray's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from orchestrator.compat.ray.cluster import add_job_metadata, cluster_values, put_cluster_value
+from ray.util.metrics import Gauge
+
 from orchestrator.compat.ray.connection import is_own_ray
+from orchestrator.compat.ray.gcs import add_job_metadata, cluster_values, put_cluster_value
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, StorageConfig
 from orchestrator.driver.process import cluster
+from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.events import (
     Event,
+    GenerationStarted,
+    MetricsLogged,
+    RankProgress,
     RunEnded,
     RunStarted,
     StateChanged,
@@ -28,8 +37,10 @@ from orchestrator.protocol.events import (
     WaitingInQueue,
     Yielded,
 )
+from orchestrator.records.lease import Lease
 from orchestrator.records.output_dir import OutputDir, find_run
 from orchestrator.records.run_dir import RunDir
+from orchestrator.storage.mirror import Mirror
 from orchestrator.storage.remote import is_url
 
 
@@ -159,3 +170,106 @@ def readable(known: Iterable[KnownOutput]) -> tuple[list[str], list[str]]:
             if not (is_of_here and isinstance(e, FileNotFoundError)):
                 notes.append(f"the runs in {output.location} of host {output.host} cannot be read: {e.strerror or e}")
     return directories, notes
+
+
+class RecordUpload:
+    """Uploads the files of a run directory while the run lasts; does nothing if ``output_dir`` is a directory.
+
+    It uploads only as long as this process has the ``lease``.
+    """
+
+    def __init__(self, run_dir: RunDir, lease: Lease, config: StorageConfig, redactor: Redactor):
+        self._run_dir = run_dir
+        self._flush_timeout_s = config.flush_timeout_s
+        self._mirror = None
+        if run_dir.remote is not None:
+            self._mirror = Mirror(
+                run_dir.path,
+                run_dir.remote,
+                every_s=config.upload_every_s,
+                masked=redactor.copy_file,
+                admitted=lease.is_mine,
+            )
+
+    def problem(self) -> str | None:
+        """Return why the last upload failed, None if it did not."""
+        return None if self._mirror is None else self._mirror.problem()
+
+    def finish(self) -> str | None:
+        """Upload the rest, for at most ``storage.flush_timeout_s``.
+
+        Returns:
+            What is not uploaded and where it is; None if everything is.
+        """
+        if self._mirror is None or not (missing := self._mirror.finish(self._flush_timeout_s)):
+            return None
+        files = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        why = self._mirror.problem() or f"storage.flush_timeout_s={self._flush_timeout_s:g} was not enough"
+        return f"not uploaded to {self._run_dir.location}: {files} ({why}); the files are in {self._run_dir.path}"
+
+
+NAMESPACE = "ray"
+"""Ray exports each metric as ``ray_<name>``."""
+
+GAUGES = {
+    "orchestrator_loss": "training loss at the last logged step",
+    "orchestrator_samples_per_s": "training samples per second, of all workers together",
+    "orchestrator_step": "last logged step",
+    "orchestrator_workers": "worker processes of the current generation",
+    "orchestrator_restarts": "generations after the first one: recoveries and planned pauses since the launch",
+}
+"""The description of each metric by name."""
+
+LABELS = ("run", "strategy", "job_name")
+"""The labels of each metric. Prometheus itself sets a label ``job``."""
+
+REFRESH_S = 1.0
+
+
+class PrometheusSink:
+    """An event sink that exports the newest values of a run.
+
+    Ray exports a recorded value once, and drops it after two report intervals (20 s). Each value is therefore recorded
+    again while the ranks report progress; a run that has ended disappears from the export. A Ray without metrics
+    collection, such as the embedded one, ignores the values.
+    """
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Gauge] = {}
+        self._labels: dict[str, str] = {}
+        self._values: dict[str, float] = {}
+        self._refresh_at = 0.0
+        self._error_logged = False
+
+    def emit(self, event: Event) -> None:
+        """Export what ``event`` says."""
+        try:
+            self._emit(event)
+        except Exception:
+            if not self._error_logged:  # once, to keep a broken export from flooding the log
+                self._error_logged = True
+                logging.getLogger(__name__).exception("the Prometheus metrics cannot be exported")
+
+    def close(self) -> None:
+        """Do nothing: Ray drops the values."""
+
+    def _emit(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._labels = {"run": event.name, "strategy": event.strategy, "job_name": event.job}
+                self._gauges = {name: Gauge(name, text, tag_keys=LABELS) for name, text in GAUGES.items()}
+            case GenerationStarted():
+                self._record(orchestrator_workers=len(event.workers), orchestrator_restarts=event.generation - 1)
+            case MetricsLogged() if LOSS.name in event.metrics:
+                self._record(orchestrator_loss=event.metrics[LOSS.name], orchestrator_step=event.step)
+                if SAMPLES_PER_S.name in event.metrics:  # the first point has no speed
+                    self._record(orchestrator_samples_per_s=event.metrics[SAMPLES_PER_S.name])
+            case RankProgress() if time.monotonic() >= self._refresh_at:
+                self._record()
+
+    def _record(self, **values: float) -> None:
+        """Record all values, of which ``values`` are new."""
+        self._values |= values
+        self._refresh_at = time.monotonic() + REFRESH_S
+        for name, value in self._values.items():
+            self._gauges[name].set(value, tags=self._labels)

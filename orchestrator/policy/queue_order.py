@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.planning.room import UNITS, node_room, total_room
 from orchestrator.policy.shortage import ClusterState, Request, explain
-from orchestrator.protocol.queue import NodeResources, QueueEntry
+from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 
 
 @dataclass(frozen=True)

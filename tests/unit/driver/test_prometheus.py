@@ -7,8 +7,8 @@ import re
 import pytest
 
 from helpers.records.runs import ROOT
-from orchestrator.driver.reporting import prometheus
-from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE, PrometheusSink
+from orchestrator.driver import reporting
+from orchestrator.driver.reporting import GAUGES, LABELS, NAMESPACE, PrometheusSink
 from orchestrator.protocol.events import GenerationStarted, MetricsLogged, RankProgress, RunStarted
 
 STARTED = RunStarted(name="a", run_dir="/runs/a", strategy="ddp", job="Toy", world_size=2, steps=10)
@@ -38,7 +38,7 @@ class GaugeWithoutRay:
 
 @pytest.fixture(autouse=True)
 def gauges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "Gauge", GaugeWithoutRay)
+    monkeypatch.setattr(reporting, "Gauge", GaugeWithoutRay)
     GaugeWithoutRay.recorded = {}
 
 
@@ -59,7 +59,7 @@ def test_every_gauge_gets_its_value() -> None:
 def test_values_are_recorded_again_with_progress(
     monkeypatch: pytest.MonkeyPatch, refresh_s: float, recorded: int
 ) -> None:
-    monkeypatch.setattr(prometheus, "REFRESH_S", refresh_s)
+    monkeypatch.setattr(reporting, "REFRESH_S", refresh_s)
     sink = PrometheusSink()
     for event in (STARTED, TRAINING):
         sink.emit(event)
