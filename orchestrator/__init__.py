@@ -96,9 +96,9 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
             from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
         with lasting_output(), exits_refused(hard=True):
-            candidates = check_all([read.overrides], job=read.job)
+            checked_runs = check_all([read.overrides], job=read.job)
             with StopSignals() as stop:
-                return next(iter(run_all(candidates, stop)), None)
+                return next(iter(run_all(checked_runs, stop)), None)
 
 
 def __getattr__(name: str) -> Any:

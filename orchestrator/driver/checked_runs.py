@@ -40,7 +40,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class CheckedRun:
     """A run that passed every check.
 
     Attributes:
@@ -94,7 +94,7 @@ def check_all(
     redactor: Redactor | None = None,
     job: Job | type[Job] | None = None,
     sweep: Sweep | None = None,
-) -> list[Candidate]:
+) -> list[CheckedRun]:
     """Check all runs, each given by its overrides, before the first one starts.
 
     Args:
@@ -108,40 +108,40 @@ def check_all(
     """
     redactor = redactor or Redactor.of_process()
     address_error = functools.cache(cluster.address_error)
-    candidates: list[Candidate] = []
+    checked_runs: list[CheckedRun] = []
     errors: list[str] = []
     for overrides in runs:
         run_errors: list[str] = []
-        candidate = _check(overrides, address_error, run_errors, redactor, job)
+        checked_run = _check(overrides, address_error, run_errors, redactor, job)
         run_errors = list(dict.fromkeys(redactor.text(error) for error in run_errors))
         if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
             continue
         errors += run_errors
-        if candidate is not None:
-            candidates.append(candidate)
-    if sweep is not None and not candidates:
+        if checked_run is not None:
+            checked_runs.append(checked_run)
+    if sweep is not None and not checked_runs:
         errors += sweep.errors
     if errors:
         raise ConfigError(errors)
-    return candidates
+    return checked_runs
 
 
 def planned_on(
-    nodes: tuple[Node, ...], candidates: Sequence[Candidate], sweep: Sweep | None
-) -> list[tuple[Candidate, Sizes]]:
+    nodes: tuple[Node, ...], checked_runs: Sequence[CheckedRun], sweep: Sweep | None
+) -> list[tuple[CheckedRun, Sizes]]:
     """Plan every run on the nodes of a cluster.
 
     Raises:
         ConfigError: some runs do not fit them, and are not left out of a sweep.
     """
     errors: list[str] = []
-    planned: list[tuple[Candidate, Sizes]] = []
-    for candidate in candidates:
+    planned: list[tuple[CheckedRun, Sizes]] = []
+    for checked_run in checked_runs:
         run_errors: list[str] = []
-        sizes = plan_sizes(candidate.config, candidate.job, nodes, run_errors, oversubscribe_cpus=False)
+        sizes = plan_sizes(checked_run.config, checked_run.job, nodes, run_errors, oversubscribe_cpus=False)
         if sizes is not None and not run_errors:
-            planned.append((candidate, sizes))
-        elif sweep is None or not sweep.leaves_out(candidate.overrides, run_errors):
+            planned.append((checked_run, sizes))
+        elif sweep is None or not sweep.leaves_out(checked_run.overrides, run_errors):
             errors += run_errors
     if sweep is not None and not planned:
         errors += sweep.errors
@@ -169,7 +169,7 @@ def _check(
     errors: list[str],
     redactor: Redactor,
     job_argument: Job | type[Job] | None,
-) -> Candidate | None:
+) -> CheckedRun | None:
     """Check everything that can be checked before Ray starts or is joined; each part even if another has errors."""
     typed = tuple(overrides)
     if job_argument is not None:
@@ -239,7 +239,7 @@ def _check(
         errors.append(error)
     if job is None:
         return None
-    return Candidate(
+    return CheckedRun(
         overrides=typed,
         config=config,
         job=job,

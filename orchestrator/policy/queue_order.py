@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.planning.room import UNITS, node_room, total_room
+from orchestrator.planning.worker_capacity import UNITS, workers_on_node, workers_on_nodes
 from orchestrator.policy.shortage import ClusterState, Request, explain
 from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeResources:
     """Resources of a node that a run could have."""
 
     cpus: float
@@ -37,7 +37,7 @@ def marked_unfit(entries: Iterable[QueueEntry], nodes: Mapping[str, NodeResource
 
     Such a run is not in the line, so that it blocks nobody. A cluster that adds nodes is never too small.
     """
-    whole = {node_id: Room(node.cpus, node.gpus) for node_id, node in nodes.items()}
+    whole = {node_id: FreeResources(node.cpus, node.gpus) for node_id, node in nodes.items()}
     return [e if e.has_workers or e.autoscaling or _fits(e, whole) else replace(e, state="unfit") for e in entries]
 
 
@@ -46,13 +46,13 @@ def marked_over_share(entries: Collection[QueueEntry], nodes: Mapping[str, NodeR
 
     That is, of the CPUs, or of the GPUs if it needs any.
     """
-    nothing = {node_id: Room(0.0, 0.0) for node_id in nodes}
+    nothing = {node_id: FreeResources(0.0, 0.0) for node_id in nodes}
     cpus, gpus = sum(node.cpus for node in nodes.values()), sum(node.gpus for node in nodes.values())
 
     def has_share(entry: QueueEntry, share: float) -> bool:
         held = _add(nothing, (e for e in entries if e.user == entry.user and e.uid != entry.uid)).values()
-        of_cpus = sum(room.cpus for room in held) / cpus if cpus else 0.0
-        of_gpus = sum(room.gpus for room in held) / gpus if gpus and entry.gpus_per_worker else 0.0
+        of_cpus = sum(free.cpus for free in held) / cpus if cpus else 0.0
+        of_gpus = sum(free.gpus for free in held) / gpus if gpus and entry.gpus_per_worker else 0.0
         return max(of_cpus, of_gpus) >= share - 1 / UNITS
 
     return [
@@ -70,14 +70,14 @@ def why_waiting(entry: QueueEntry, state: ClusterState, *, now: float) -> str:
     return explain(request, state, autoscaling=entry.autoscaling, now=now, if_free=if_free)
 
 
-def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry]) -> dict[str, Room]:
+def unreserved_by_node(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry]) -> dict[str, FreeResources]:
     """Return what is free on each node.
 
     This is what Ray reports, but not more than what the runs in the queue leave: Ray's report may be late.
     """
-    taken = _add({node_id: Room(0.0, 0.0) for node_id in nodes}, entries)
+    taken = _add({node_id: FreeResources(0.0, 0.0) for node_id in nodes}, entries)
     return {
-        node_id: Room(
+        node_id: FreeResources(
             cpus=min(node.free_cpus, node.cpus - taken[node_id].cpus),
             gpus=min(node.free_gpus, node.gpus - taken[node_id].gpus),
         )
@@ -85,7 +85,7 @@ def free_room(nodes: Mapping[str, NodeResources], entries: Iterable[QueueEntry])
     }
 
 
-def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], free: Mapping[str, FreeResources]) -> bool:
     """Return whether a run may acquire its workers: beside the runs that do so already, they all fit in any case.
 
     It is the first that waits, or one that overtakes: the first one could not start even if all made room that have to
@@ -98,19 +98,19 @@ def may_reserve(entry: QueueEntry, entries: Collection[QueueEntry], room: Mappin
     reserving = [e for e in in_line if e.state == "reserving"]
     first = next((e for e in in_line if e.state == "waiting" or e.uid == entry.uid), entry)
     if entry.state == "reserving":
-        gives_way = first.uid != entry.uid and _makes_room(entry, first) and _is_due(first, entries, room)
-        return not gives_way or _fit_together([*reserving, first], room)
-    fits = _fit_together([*reserving, entry], room)
+        gives_way = first.uid != entry.uid and _makes_room(entry, first) and _is_due(first, entries, free)
+        return not gives_way or _fit_together([*reserving, first], free)
+    fits = _fit_together([*reserving, entry], free)
     if first.uid != entry.uid:
-        return fits and not _is_due(first, entries, room)
+        return fits and not _is_due(first, entries, free)
     if fits or reserving:
         return fits
     if entry.autoscaling:
-        return not victims(entries, room) and not any(e.state == "yielding" for e in others)
+        return not victims(entries, free) and not any(e.state == "yielding" for e in others)
     return not any(e.has_workers for e in others)
 
 
-def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[QueueEntry]:
+def victims(entries: Collection[QueueEntry], free: Mapping[str, FreeResources]) -> list[QueueEntry]:
     """Return the runs that must make room for the first one in the line.
 
     These are runs that have overtaken it or have a lower priority, the lowest and then the youngest first, and no more
@@ -121,15 +121,15 @@ def victims(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> list[Q
         return []
     first = waiting[0]
     leaving = [e for e in entries if e.state == "yielding" or (e.state == "reserving" and _makes_room(e, first))]
-    room = _add(room, leaving)
-    candidates = [e for e in entries if e.state == "running" and _makes_room(e, first)]
-    candidates.sort(key=lambda e: (e.priority, -e.submitted_at, e.uid))
-    if _fits(first, room) or not _fits(first, _add(room, candidates)):
+    free = _add(free, leaving)
+    possible = [e for e in entries if e.state == "running" and _makes_room(e, first)]
+    possible.sort(key=lambda e: (e.priority, -e.submitted_at, e.uid))
+    if _fits(first, free) or not _fits(first, _add(free, possible)):
         return []
-    chosen = candidates
-    for candidate in reversed(candidates):
-        others = [e for e in chosen if e is not candidate]
-        if _fits(first, _add(room, others)):
+    chosen = possible
+    for entry in reversed(possible):
+        others = [e for e in chosen if e is not entry]
+        if _fits(first, _add(free, others)):
             chosen = others
     return chosen
 
@@ -151,13 +151,13 @@ def namesakes(entry: QueueEntry, entries: Iterable[QueueEntry]) -> tuple[str, ..
     )
 
 
-def _add(room: Mapping[str, Room], entries: Iterable[QueueEntry]) -> dict[str, Room]:
-    """Return ``room`` with the resources of the workers that these runs have."""
-    total = dict(room)
+def _add(free: Mapping[str, FreeResources], entries: Iterable[QueueEntry]) -> dict[str, FreeResources]:
+    """Return ``free`` with the resources of the workers that these runs have."""
+    total = dict(free)
     for entry in entries:
         for node_id, workers in entry.workers_by_node.items():
             if (before := total.get(node_id)) is not None:  # otherwise the node is gone
-                total[node_id] = Room(
+                total[node_id] = FreeResources(
                     before.cpus + workers * entry.cpus_per_worker, before.gpus + workers * entry.gpus_per_worker
                 )
     return total
@@ -168,31 +168,31 @@ def _makes_room(entry: QueueEntry, other: QueueEntry) -> bool:
     return entry.priority < other.priority or other.uid in entry.overtook
 
 
-def _is_due(first: QueueEntry, entries: Iterable[QueueEntry], room: Mapping[str, Room]) -> bool:
+def _is_due(first: QueueEntry, entries: Iterable[QueueEntry], free: Mapping[str, FreeResources]) -> bool:
     """Return whether the first run in the line starts now, or as soon as others have made room for it."""
     others = [e for e in entries if e.uid != first.uid]
     if first.autoscaling or not any(e.has_workers or e.state == "reserving" for e in others):
         return True
-    return _fits(first, _add(room, (e for e in others if e.state == "yielding" or _makes_room(e, first))))
+    return _fits(first, _add(free, (e for e in others if e.state == "yielding" or _makes_room(e, first))))
 
 
-def _fits(entry: QueueEntry, room: Mapping[str, Room]) -> bool:
-    return total_room(_needs(entry), _nodes(entry, room), one_node=entry.one_node) >= entry.workers
+def _fits(entry: QueueEntry, free: Mapping[str, FreeResources]) -> bool:
+    return workers_on_nodes(_needs(entry), _nodes(entry, free), one_node=entry.one_node) >= entry.workers
 
 
-def _fit_together(entries: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+def _fit_together(entries: Collection[QueueEntry], free: Mapping[str, FreeResources]) -> bool:
     """Return whether there is room for what these runs lack, wherever Ray places their workers."""
-    return all(_fits_beside(e, [other for other in entries if other.uid != e.uid], room) for e in entries)
+    return all(_fits_beside(e, [other for other in entries if other.uid != e.uid], free) for e in entries)
 
 
-def _fits_beside(entry: QueueEntry, others: Collection[QueueEntry], room: Mapping[str, Room]) -> bool:
+def _fits_beside(entry: QueueEntry, others: Collection[QueueEntry], free: Mapping[str, FreeResources]) -> bool:
     """Return whether there is room for what a run lacks once the ``others`` have what they may take, in any place."""
     if (lacks := entry.workers - sum(entry.workers_by_node.values())) <= 0:
         return True
-    needs, nodes = _needs(entry), _nodes(entry, room)
+    needs, nodes = _needs(entry), _nodes(entry, free)
     taken = {name: sum(_may_take(other) * _needs(other)[name] for other in others) for name in needs}
-    whole = [node_room(needs, node) for node in nodes]
-    with_all_others = [node_room(needs, {name: node[name] - taken[name] for name in needs}) for node in nodes]
+    whole = [workers_on_node(needs, node) for node in nodes]
+    with_all_others = [workers_on_node(needs, {name: node[name] - taken[name] for name in needs}) for node in nodes]
     if entry.one_node:
         spoilt = sum(1 if other.one_node else _may_take(other) for other in others)
         return max(with_all_others, default=0) >= lacks or sum(found >= lacks for found in whole) > spoilt
@@ -214,5 +214,5 @@ def _needs(entry: QueueEntry) -> dict[str, float]:
     return {"CPU": entry.cpus_per_worker, "GPU": entry.gpus_per_worker}
 
 
-def _nodes(entry: QueueEntry, room: Mapping[str, Room]) -> list[dict[str, float]]:
-    return [{"CPU": node.cpus, "GPU": node.gpus} for node_id, node in room.items() if node_id not in entry.avoids]
+def _nodes(entry: QueueEntry, free: Mapping[str, FreeResources]) -> list[dict[str, float]]:
+    return [{"CPU": node.cpus, "GPU": node.gpus} for node_id, node in free.items() if node_id not in entry.avoids]

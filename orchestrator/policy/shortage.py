@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.text import first_few
-from orchestrator.planning.room import UNITS, Resources, node_room, total_room
+from orchestrator.planning.worker_capacity import UNITS, Resources, workers_on_node, workers_on_nodes
 
 MAX_NODES_LISTED = 4
 MAX_HOLDERS_LISTED = 3
@@ -61,7 +61,7 @@ class ClusterState:
 def room(request: Request, state: ClusterState) -> int:
     """Return how many of the requested workers could be placed at once."""
     usable = [node.free for node in state.nodes if not node.trouble]
-    return total_room(request.each, usable, one_node=request.one_node)
+    return workers_on_nodes(request.each, usable, one_node=request.one_node)
 
 
 def can_ever_fit(request: Request, state: ClusterState) -> bool:
@@ -109,12 +109,12 @@ def explain(
 
 def _capacity(request: Request, state: ClusterState) -> int:
     usable = [node.total for node in state.nodes if not node.trouble]
-    return total_room(request.each, usable, one_node=request.one_node)
+    return workers_on_nodes(request.each, usable, one_node=request.one_node)
 
 
 def _occupied(each: Resources, node: NodeState) -> int:
     """Return how many workers the node has no room for although it is large enough."""
-    return node_room(each, node.total) - (0 if node.trouble else node_room(each, node.free))
+    return workers_on_node(each, node.total) - (0 if node.trouble else workers_on_node(each, node.free))
 
 
 def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now: float) -> str:
@@ -122,7 +122,7 @@ def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now
     where = f"node {node.name} ({node.address})"
     if node.trouble:
         return f"{where} {node.trouble}"
-    scarce = min(each, key=lambda name: (node_room({name: each[name]}, node.free), name != "GPU"))
+    scarce = min(each, key=lambda name: (workers_on_node({name: each[name]}, node.free), name != "GPU"))
     unit = f" {scarce}s" if node.total[scarce] != 1 else f" {scarce}"
     held = node.total[scarce] - node.free.get(scarce, 0.0)
     text = f"{where}: {held:g} of {node.total[scarce]:g}{unit} held"

@@ -21,13 +21,13 @@ from orchestrator.driver.process.origin import who_asks
 from orchestrator.driver.process.waiting import cluster_state
 from orchestrator.policy.queue_order import (
     find_entries,
-    free_room,
     line,
     marked_over_share,
     marked_unfit,
     may_reserve,
     namesakes,
     stale,
+    unreserved_by_node,
     victims,
     why_waiting,
 )
@@ -105,9 +105,9 @@ class RunQueue:
         waiting = line(entries)
         admitted, leaving = entry.state == "reserving", []
         if waiting and now >= self._settled_at:
-            room = free_room(nodes, entries)
-            admitted = entry in waiting and may_reserve(entry, entries, room)
-            leaving = victims(entries, room)
+            free = unreserved_by_node(nodes, entries)
+            admitted = entry in waiting and may_reserve(entry, entries, free)
+            leaving = victims(entries, free)
         ahead = waiting[: waiting.index(entry)] if entry in waiting else []
         passed = tuple(e.uid for e in ahead if e.state == "waiting")  # the others reserve too
         overtakes = passed if admitted and entry.state == "waiting" else entry.overtook

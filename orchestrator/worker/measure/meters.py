@@ -1,4 +1,4 @@
-"""The use of a node, by this process, by all, and as system metrics, and of its GPUs through NVIDIA's library (NVML)."""
+"""The use of a node: by this process, by all processes, as system metrics, and of its GPUs through NVIDIA's NVML."""
 
 from __future__ import annotations
 

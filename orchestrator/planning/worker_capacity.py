@@ -11,7 +11,7 @@ UNITS = 10_000
 """Ray counts resources in units of 1/10000. In floating point, 1.0 // 0.1 is 9."""
 
 
-def node_room(each: Resources, available: Resources) -> int:
+def workers_on_node(each: Resources, available: Resources) -> int:
     """Return how many workers fit on a node.
 
     Args:
@@ -22,9 +22,9 @@ def node_room(each: Resources, available: Resources) -> int:
     return min(max(0, _units(available.get(name, 0.0))) // max(1, _units(need)) for name, need in needs.items())
 
 
-def total_room(each: Resources, nodes: Iterable[Resources], *, one_node: bool = False) -> int:
+def workers_on_nodes(each: Resources, nodes: Iterable[Resources], *, one_node: bool = False) -> int:
     """Return how many workers fit on nodes with these resources: all on ``one_node``, or on any."""
-    by_node = [node_room(each, available) for available in nodes]
+    by_node = [workers_on_node(each, available) for available in nodes]
     return max(by_node, default=0) if one_node else sum(by_node)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.planning.room import Resources, node_room, total_room
+from orchestrator.planning.worker_capacity import Resources, workers_on_node, workers_on_nodes
 
 SMALL, LARGE = {"CPU": 2.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 2.0}
 
@@ -25,14 +25,14 @@ SMALL, LARGE = {"CPU": 2.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 2.0}
     ],
 )
 def test_the_scarcest_resource_of_a_node_decides(each: Resources, available: Resources, expected: int) -> None:
-    assert node_room(each, available) == expected
+    assert workers_on_node(each, available) == expected
 
 
 def test_a_worker_has_all_it_needs_on_one_node() -> None:
-    assert total_room({"CPU": 1}, [{"CPU": 0.5}, {"CPU": 0.5}]) == 0
+    assert workers_on_nodes({"CPU": 1}, [{"CPU": 0.5}, {"CPU": 0.5}]) == 0
 
 
 def test_nodes_add_up_unless_all_workers_share_one() -> None:
-    assert total_room({"CPU": 1}, [SMALL, LARGE]) == 10
-    assert total_room({"CPU": 1}, [SMALL, LARGE], one_node=True) == 8
-    assert total_room({"CPU": 1}, [], one_node=True) == 0
+    assert workers_on_nodes({"CPU": 1}, [SMALL, LARGE]) == 10
+    assert workers_on_nodes({"CPU": 1}, [SMALL, LARGE], one_node=True) == 8
+    assert workers_on_nodes({"CPU": 1}, [], one_node=True) == 0
