@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.policy.failure import Outcomes
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
-from orchestrator.protocol.events import EndReason, PauseReason, RunState
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, plan_after_pause
+from orchestrator.protocol.events import EndReason, PauseReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,62 +54,19 @@ class GenerationEnd:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The run has done all of its steps."""
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The run ends because a stop was requested."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The run ends because ``rank`` has failed.
+class Continuing:
+    """The workers change, and the next generation begins as the ``plan`` says.
 
     Attributes:
-        why: why it does not recover; empty if the failure explains it.
+        state: the state of the run until it trains again.
     """
 
-    rank: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Yielding:
-    """All workers are released for another run, and the run waits for its turn."""
-
-    name: ClassVar[RunState] = "yielding"
-
-
-@dataclass(frozen=True)
-class Recovering:
-    """The run goes on after the failure of ``rank``."""
-
-    rank: int
+    state: Literal["recovering", "replacing", "growing"]
     plan: RecoveryPlan
-    name: ClassVar[RunState] = "recovering"
 
 
-@dataclass(frozen=True)
-class Replacing:
-    """The run goes on with new workers in the place of those that must leave."""
-
-    plan: RecoveryPlan
-    name: ClassVar[RunState] = "replacing"
-
-
-@dataclass(frozen=True)
-class Growing:
-    """The run goes on with more workers."""
-
-    plan: RecoveryPlan
-    name: ClassVar[RunState] = "growing"
-
-
-GoingOn = Recovering | Replacing | Growing
-"""The states in which the workers change, and the next generation begins as the ``plan`` says."""
-NextState = Done | Stopped | Failed | Yielding | GoingOn
+NextState = Literal["done", "stopped", "yielding"] | Failed | Continuing
+"""``done``: after all steps; ``stopped``: a stop was requested; ``yielding``: for a run that goes first."""
 
 
 def what_follows(
@@ -134,20 +91,20 @@ def what_follows(
     if (failure := end.failure) is not None:
         failures = [*earlier_failures, failure]
         decision = decide(failures, survivors, world_size=world_size, config=recovery, always_restarts=always_restarts)
-        if isinstance(decision, GiveUp):
-            return Stopped() if end.asked == "stopped" else Failed(failure.rank, decision.why)
+        if isinstance(decision, Failed):
+            return "stopped" if end.asked == "stopped" else decision
         if end.stopped_ago_s is not None and (decision.sources is None or end.stopped_ago_s >= stop_grace_s):
-            return Stopped()  # otherwise the survivors save what they hold
-        return Recovering(failure.rank, decision)
+            return "stopped"  # otherwise the survivors save what they hold
+        return Continuing("recovering", decision)
     if end.paused == "growing":  # it may have saved nothing, so that a stop waits for it
-        return Growing(plan_after_pause(survivors, (), world_size=world_size))
+        return Continuing("growing", plan_after_pause(survivors, (), world_size=world_size))
     if is_stopping and not end.outcomes.all_ended("done"):
-        return Stopped()
+        return "stopped"
     if end.paused == "yielded":
-        return Yielding()
+        return "yielding"
     if end.paused == "preempted":
-        return Replacing(plan_after_pause(survivors, end.draining, world_size=world_size))
-    return Done()
+        return Continuing("replacing", plan_after_pause(survivors, end.draining, world_size=world_size))
+    return "done"
 
 
 REFUSED = 2

@@ -23,9 +23,9 @@ from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
 from orchestrator.policy import run_state
-from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
-from orchestrator.policy.run_state import GenerationEnd, Verdict, what_follows
-from orchestrator.policy.transitions import Interruption
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan
+from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, Verdict, what_follows
+from orchestrator.policy.transitions import Transition
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
@@ -87,22 +87,21 @@ class Run:
                     generation.begin()
                     end = self._watch(generation)
                     recoverable = end.outcomes.survivors()
-                    state = self._what_follows(end)
-                    match state:
-                        case run_state.Done():
+                    match self._what_follows(end):
+                        case "done":
                             return self._complete(end)
-                        case run_state.Stopped():
+                        case "stopped":
                             self._reports.finish_workers(end.outcomes)
                             return self._stopped(end)
-                        case run_state.Failed(rank, why):
+                        case Failed(rank, why):
                             return self._fail(end, rank, why)
-                        case run_state.Yielding():
+                        case "yielding":
                             released_after = end
                             plan, recoverable = self._yield(end), {}
                             released_after = None
-                        case run_state.Recovering() | run_state.Replacing() | run_state.Growing():
-                            if isinstance(state, run_state.Recovering):
-                                self._report_loss(generation, state.rank)
+                        case Continuing() as state:
+                            if end.failure is not None:
+                                self._report_loss(generation, end.failure.rank)
                             try:
                                 plan, recoverable = self._transition(end, state, recoverable)
                             except (NoWorkersError, Interrupted) as e:
@@ -181,7 +180,7 @@ class Run:
             self._reports.collect_last(outcomes)
         return generation.end()
 
-    def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
+    def _what_follows(self, end: GenerationEnd) -> NextState:
         config = self.spec.config
         state = what_follows(
             end,
@@ -195,16 +194,16 @@ class Run:
         return state
 
     def _transition(
-        self, end: GenerationEnd, state: run_state.GoingOn, recoverable: RecoverableByRank
+        self, end: GenerationEnd, state: Continuing, recoverable: RecoverableByRank
     ) -> tuple[RecoveryPlan, RecoverableByRank]:
         """Prepare the workers for the next generation; returns how it starts, and the state that they hold."""
         failure = end.failure
-        self._recorder.enter(state.name)
+        self._recorder.enter(state.state)
         self._recorder.begin_transition(
-            Interruption(
+            Transition(
                 began=end.asked_at if failure is None else end.outcomes.failure(failure.rank).time,
                 reached=end.last_step,
-                num_workers=self._workers.plan.mesh.num_workers,
+                num_workers_before=self._workers.plan.mesh.num_workers,
                 planned=end.paused,
             )
         )
@@ -235,7 +234,7 @@ class Run:
         self._acquire()
         began = end.asked_at + workers.waited_s - waited_s
         self._recorder.begin_transition(
-            Interruption(began=began, reached=step, num_workers=num_workers, planned="yielded")
+            Transition(began=began, reached=step, num_workers_before=num_workers, planned="yielded")
         )
         plan = RecoveryPlan(lost=tuple(range(workers.plan.world_size)), sources=None, step=0, pause_s=0.0)
         self._continue_with(plan)
