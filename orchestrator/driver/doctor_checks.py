@@ -50,7 +50,8 @@ def examine(config: Config) -> Iterator[Finding]:
     """Yield what the checks find, each as soon as it is known. Without a cluster, a Ray is embedded for them."""
     config = absolute_paths(config)
     yield Finding(check="versions", level="ok", text=versions(driver_report()), where=("this process",))
-    yield from _directories(config)
+    for error in output_errors(config):
+        yield Finding(check="output_dir", level="fault", text=error)
     yield from check_job(config)
     yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
     yield from check_traces(ray_traces())
@@ -75,11 +76,6 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
             yield from _nodes(config)
     except ConfigError as e:
         yield Finding(check="Ray", level="fault", text=str(e), remedy="see cluster/README.md")
-
-
-def _directories(config: Config) -> Iterator[Finding]:
-    for error in output_errors(config):
-        yield Finding(check="output_dir", level="fault", text=error)
 
 
 def check_job(config: Config) -> Iterator[Finding]:

@@ -129,7 +129,11 @@ def recorded_config(config: Config, job: Job, redactor: Redactor) -> dict[str, A
 
 def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths."""
-    return {k: v for k, v in _flatten(recorded).items() if _is_param(k, v)}
+    return {
+        key: value
+        for key, value in _flatten(recorded).items()
+        if key not in PATH_KEYS and not (isinstance(value, str) and value.startswith(("/", "~")))
+    }
 
 
 def plain_fields(job: Job) -> dict[str, Any]:
@@ -152,11 +156,9 @@ def _plain(value: Any) -> Any:
         return value
     # Text with an address in memory would differ in every process.
     without_text = getattr(type(value), "__repr__", None) is object.__repr__
-    return _name(value) if without_text or callable(value) else str(value)
-
-
-def _name(value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if without_text or callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return str(value)
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -165,7 +167,3 @@ def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
-
-
-def _is_param(key: str, value: Any) -> bool:
-    return key not in PATH_KEYS and not (isinstance(value, str) and value.startswith(("/", "~")))
