@@ -12,12 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.compat.torch import (
-    FakeTensor,
-    calls_through,
-    unset_fake_temporarily,
-    without_fake_tensor_logs,
-)
+from orchestrator.compat.modules import calls_through
+from orchestrator.compat.torch import FakeTensor, unset_fake_temporarily, without_fake_tensor_logs
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from orchestrator.compat.torch import own_parameters
+from orchestrator.compat.modules import own_parameters
 from orchestrator.model.batch import map_tensors
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import hooks_of
+from orchestrator.compat.modules import hooks_of
 
 DEPTH = 3
 """Objects in objects that are followed."""

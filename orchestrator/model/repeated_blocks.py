@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from orchestrator.compat.torch import FakeTensor, own_buffers
+from orchestrator.compat.modules import own_buffers
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import tensors_in
 
 ForwardPass = Callable[..., Any]

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import (
-    FakeTensor,
-    adopt_user_state,
-    hooks_of,
-    own_buffers,
-    own_parameters,
-    pytree,
-    storage_key,
-)
+from orchestrator.compat.modules import hooks_of, own_buffers, own_parameters
+from orchestrator.compat.torch import FakeTensor, adopt_user_state, pytree, storage_key
 from orchestrator.config.text import first_few
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_on_cpu
-from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import adopt_user_state
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.stages import module_of

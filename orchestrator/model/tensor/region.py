@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.process_groups import all_gathered, all_reduced
-from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.compat.torch import adopt_user_state
 
 
 class Peers:

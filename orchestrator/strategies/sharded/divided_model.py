@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.fully_sharded import FullySharded
-from orchestrator.compat.torch import FakeTensor, own_parameters
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision, gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.repeated_blocks import blocks_of
