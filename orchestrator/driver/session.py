@@ -45,7 +45,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.node_check import exposure_warning
-from orchestrator.policy.start_timeouts import with_shared_cores
+from orchestrator.policy.shortage import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError

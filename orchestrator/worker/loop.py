@@ -32,8 +32,14 @@ from orchestrator.worker.control.fault_injection import inject_fault
 from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.measure.flops import FlopMeter
-from orchestrator.worker.measure.metrics import CompileMeter, NonFiniteError, NoUpdateError, Window, lr_of_groups
-from orchestrator.worker.measure.profiling import profiled_steps
+from orchestrator.worker.measure.metrics import (
+    CompileMeter,
+    NonFiniteError,
+    NoUpdateError,
+    Window,
+    lr_of_groups,
+    profiled_steps,
+)
 from orchestrator.worker.process import process_memory
 from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints

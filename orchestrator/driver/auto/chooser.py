@@ -39,10 +39,9 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline.ideal import Action
-from orchestrator.tuning.choice import Contender, best, next_to_measure
+from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
 from orchestrator.tuning.predict import memory_error, predict
 from orchestrator.tuning.profile import Profile
-from orchestrator.tuning.proposals import proposals, stage_counts
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, the past errors, and the runs that measure."""
