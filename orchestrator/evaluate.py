@@ -82,8 +82,8 @@ def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
         ValueError: the class of the job cannot be imported, or has no fields for them.
     """
     from orchestrator.config.arguments import read_arguments
-    from orchestrator.config.compose import recorded_job
     from orchestrator.config.job_loader import find_class
+    from orchestrator.config.recorded_config import recorded_job
 
     target, errors = recorded_job(config_file).target, list[str]()
     cls = find_class(target, errors)

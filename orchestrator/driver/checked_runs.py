@@ -13,11 +13,12 @@ import torch
 
 from orchestrator.config.arguments import field_values, too_large
 from orchestrator.config.build import ConfigError, collect_errors
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
 from orchestrator.config.eval_splits import unknown_split
 from orchestrator.config.files import Files
 from orchestrator.config.job_loader import is_importable, load_callbacks, load_job
 from orchestrator.config.overrides import choosing, quote_text, values, with_strategy
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, chosen_before

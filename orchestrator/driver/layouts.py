@@ -12,10 +12,10 @@ from typing import Any
 
 from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import values
-from orchestrator.config.recorded_config import overrides_to_evaluate
+from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import as_bytes, pytree
-from orchestrator.config.compose import recorded_job
 from orchestrator.config.job_loader import load_job, unmasked
+from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.redact import MASK
 from orchestrator.config.schema import JobSpec
 from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs

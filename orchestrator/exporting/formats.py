@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.build import build
-from orchestrator.config.compose import recorded_data, recorded_job
+from orchestrator.config.compose import recorded_data
 from orchestrator.config.job_loader import find_class, unmasked
-from orchestrator.config.recorded_config import why_no_checkpoint
+from orchestrator.config.recorded_config import recorded_job, why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.planning.boxes import Box

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import to_yaml
 from orchestrator.config.overrides import masked
+from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken

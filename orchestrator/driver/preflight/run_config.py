@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.compose import to_dict
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job

@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.compose import compose, recorded_job, to_dict, to_yaml
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
-from orchestrator.config.recorded_config import overrides_to_evaluate
+from orchestrator.config.recorded_config import overrides_to_evaluate, recorded_job, to_dict, to_yaml
 from orchestrator.config.redact import (
     MASK,
     RedactingStream,

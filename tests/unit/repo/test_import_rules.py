@@ -89,7 +89,7 @@ RULES = {
 # Of a package that knows a library, the modules that do.
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
-    ("config", "omegaconf"): {"config.compose"},
+    ("config", "omegaconf"): {"config.compose", "config.recorded_config"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.sinks"},
     ("exporting", "mlflow"): {"exporting.loader"},
