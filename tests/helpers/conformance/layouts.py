@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.conformance.cases import DDP, SINGLE, Case
+from helpers.conformance.cases import DDP, SINGLE, Case, config_of, plan_of
 from helpers.conformance.training import Steps, losses, train
+from helpers.jobs.quick_jobs import digits
 from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
-from orchestrator.planning.mesh import Coords, Mesh
+from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
@@ -33,7 +35,9 @@ from orchestrator.strategies.replicated.dp import DPConfig
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", split="auto")
+MODEL_PARALLEL = ModelParallelConfig(
+    name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
+)
 
 
 def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
@@ -42,6 +46,7 @@ def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> Pipel
         num_workers=2,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         split=split,
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=num_microbatches,
@@ -56,6 +61,7 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         close=close,  # type: ignore[arg-type]
         split=split,
@@ -84,6 +90,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
@@ -98,8 +105,10 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
 FSDP = FSDPConfig(
     name="fsdp",
     num_workers=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -109,8 +118,10 @@ HSDP = HSDPConfig(
     name="hsdp",
     num_workers=4,
     shard_size=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -128,6 +139,7 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
             "num_workers": "auto",
             "expert": 1,
             "tensor_pairs": "auto",
+            "sequence": False,
             "stages_per_rank": "auto",
             "split": "auto",
         }
@@ -195,6 +207,19 @@ TENSOR = {
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
+SEQUENCE = {
+    "mesh-sequence-2": mesh(Mesh(tensor=2), sequence=True),
+    "mesh-replicated-sequence-2x2": mesh(Mesh(replicate=2, tensor=2), sequence=True),
+    "mesh-sharded-sequence-2x2": mesh(Mesh(shard=2, tensor=2), sequence=True),
+}
+"""Those that divide also the tokens between these layers."""
+CONTEXT = {
+    "mesh-context-2": mesh(Mesh(context=2)),
+    "mesh-replicated-context-2x2": mesh(Mesh(replicate=2, context=2)),
+    "mesh-sharded-context-2x2": mesh(Mesh(shard=2, context=2)),
+    "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
+}
+"""Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,
@@ -203,6 +228,35 @@ EVERY = {
     "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
 }
 """Those in one process too, and those whose losses are not those of one worker."""
+
+
+@cache
+def kind_of(name: str) -> tuple[object, ...]:
+    """What trains in a layout: the dimensions over which a model is divided, or the strategy of whole models."""
+    of = {**EVERY, **TENSOR}[name]
+    mesh = plan_of(config_of(of.of(Case(job=digits())), of.world_size)).mesh
+    divided = [dimension for dimension in DIMENSIONS if dimension != "replicate" and mesh.size(dimension) > 1]
+    return (*divided, getattr(of.options, "shard_optimizer", False)) if divided else (of.options.name,)
+
+
+def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
+    """A layout of each kind, and another one of the kind at the next turn."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        kinds.setdefault(kind_of(name), []).append(name)
+    return {of_kind[turn % len(of_kind)] for of_kind in kinds.values()}
+
+
+def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()) -> list[Any]:
+    """Layouts as parameters of a test, which CI runs in one of each kind and in the ``fast`` ones only."""
+    names = list(names)
+    kept = in_turn(names, turn)
+    return [
+        pytest.param(n, marks=pytest.mark.fast if n in fast else () if n in kept else pytest.mark.campaign)
+        for n in names
+    ]
+
+
 STAGED = [
     name
     for name, of in LAYOUTS.items()

@@ -65,10 +65,16 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "parameter_server async": (replace(PARAMETER_SERVER, num_shards=1, consistency="async"), 3),
 }
 """A strategy with its keys, and the number of its processes."""
-SYNCHRONOUS = [name for name, (options, _) in STRATEGIES.items() if registry.load(options.name).is_synchronous(options)]
+TENSOR: dict[str, tuple[StrategyConfig, int]] = {
+    "ddp, tensor": (replace(DDP, tensor=2), 2),
+    "fsdp, tensor": (replace(FSDP, num_workers=4, tensor=2), 4),
+}
+"""The same, for models with blocks whose layers can be divided."""
+EVERY = STRATEGIES | TENSOR
+SYNCHRONOUS = [name for name, (options, _) in EVERY.items() if registry.load(options.name).is_synchronous(options)]
 
-LIMIT_S = 60.0
-"""Of a cell, which takes about two seconds."""
+LIMIT_S = 300.0
+"""Of a cell, which takes about two seconds on an idle machine."""
 NOISE, MOST = 10, 1e-3
 """A difference of so many times what the order of samples makes is rounding, up to a limit."""
 COARSE = 4 * torch.finfo(torch.bfloat16).eps
@@ -109,7 +115,7 @@ class Plain:
 
 def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None) -> Case:
     """The job of a model for a strategy; ``split`` None: at the module that the model names."""
-    options, world_size = STRATEGIES[strategy]
+    options, world_size = EVERY[strategy]
     in_stages = getattr(options, "pipeline", 2) > 1 and isinstance(options, StagedConfig)
     if in_stages:
         place = MODELS[name].split and strategy != "pipeline, zero bubble"  # which has four stages
@@ -121,10 +127,10 @@ def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None)
 
 def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: Any = None) -> Cell:
     """Train a model under a strategy, and compare it with a plain loop."""
-    case, world_size = case_of(name, strategy, adamw=adamw, split=split), STRATEGIES[strategy][1]
+    case, world_size = case_of(name, strategy, adamw=adamw, split=split), EVERY[strategy][1]
     try:
         expected = plain_of(gang, name, adamw)
-    except AssertionError as e:
+    except (AssertionError, TimeoutError) as e:
         return Cell(outcome="no model", detail=str(e).strip().splitlines()[-1])
     try:
         ((notes, errors),) = gang.run(preflight, case, world_size, world_size=1, timeout_s=LIMIT_S)
