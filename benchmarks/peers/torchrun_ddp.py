@@ -23,8 +23,8 @@ def replicated(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=torch.cuda.is_available())
 
 
-def main(distributed: Callable[[nn.Module], nn.Module]) -> None:
-    """Train; ``distributed`` wraps the model, on its device, for all ranks."""
+def main(distributed: Callable[[nn.Module], nn.Module], *, together: bool = False) -> None:
+    """Train; ``distributed`` wraps the model, on its device, for all ranks. They train on the same if ``together``."""
     settings = parse()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     on_gpu = torch.cuda.is_available()
@@ -35,7 +35,7 @@ def main(distributed: Callable[[nn.Module], nn.Module]) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, replicas = dist.get_rank(), 1 if together else dist.get_world_size()
     torch.manual_seed(0)
     job = settings.make_job()
     model = distributed(job.model().to(device))
@@ -44,10 +44,12 @@ def main(distributed: Callable[[nn.Module], nn.Module]) -> None:
         fuse_updates(optimizer)  # the kernels that the orchestrator chooses
     scheduler = job.scheduler(optimizer, settings.steps)
     dataset = job.dataset("train")
-    sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=True, drop_last=True)
+    sampler: DistributedSampler[object] = DistributedSampler(
+        dataset, num_replicas=replicas, rank=rank % replicas, shuffle=True, drop_last=True
+    )
     loader = DataLoader(
         dataset,
-        batch_size=settings.global_batch_size // world_size,
+        batch_size=settings.global_batch_size // replicas,
         sampler=sampler,
         drop_last=True,
         pin_memory=on_gpu,

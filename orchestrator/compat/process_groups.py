@@ -84,11 +84,19 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def all_gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the parts of all ranks of ``group`` along the last axis, as an operation that compiled code can have."""
-    whole: Tensor = functional_collectives.all_gather_tensor(part.contiguous(), part.ndim - 1, group)
-    whole = functional_collectives.wait_tensor(whole)
+def all_gathered(part: Tensor, group: dist.ProcessGroup, *, axis: int) -> Tensor:
+    """Return the parts of all ranks of ``group`` along an axis, as an operation that compiled code can have."""
+    gather = getattr(functional_collectives, "all_gather_single", None) or functional_collectives.all_gather_tensor
+    whole: Tensor = functional_collectives.wait_tensor(gather(part.contiguous(), axis % part.ndim, group))
     return whole
+
+
+def reduce_scattered(tensor: Tensor, group: dist.ProcessGroup, *, axis: int) -> Tensor:
+    """Return this rank's part along an axis of the sum over the ranks of ``group``, as compiled code can have it."""
+    scatter = getattr(functional_collectives, "reduce_scatter_single", None)
+    scatter = scatter or functional_collectives.reduce_scatter_tensor
+    part: Tensor = functional_collectives.wait_tensor(scatter(tensor.contiguous(), "sum", axis % tensor.ndim, group))
+    return part
 
 
 def all_gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

@@ -28,6 +28,7 @@ from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, random_like, tensor_slots
+from orchestrator.planning.boxes import Index
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def build_part(build: Callable[[], nn.Module], wanted: Callable[[str], bool], *,
 
 def build_divided(
     build: Callable[[], nn.Module],
-    part: Callable[[torch.Size], tuple[slice, ...]],
+    part: Callable[[torch.Size], Index],
     *,
     seed: int,
     device: torch.device,

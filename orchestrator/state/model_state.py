@@ -226,8 +226,14 @@ def check_built(saved: Mapping[str, int], built: Mapping[str, int]) -> None:
 def _places(numbers: Tensor, box: Box) -> Tensor:
     """Return the places in the whole tensor of the elements of a box with these numbers."""
     places, stride = torch.zeros_like(numbers), 1
-    for size, offset, full in zip(reversed(box.shape), reversed(box.offset), reversed(box.full), strict=True):
-        places += (numbers % size + offset) * stride
+    for ranges, full in zip(reversed(box.ranges), reversed(box.full), strict=True):
+        size = sum(n for _, n in ranges)
+        own, first = numbers % size, 0
+        place = own
+        for start, n in ranges:
+            place = torch.where(own >= first, own - first + start, place)
+            first += n
+        places += place * stride
         numbers = numbers // size
         stride *= full
     return places

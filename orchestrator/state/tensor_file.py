@@ -3,8 +3,9 @@
 The format is the header's length (8 bytes, little endian), a JSON header, and the data. Unlike the safetensors
 library's own writer, this one releases the GIL while it writes large tensors, and copies none of them. The header's
 ``__metadata__`` has JSON by name: ``boxes`` says which tensors are shards of larger ones, as the shape of the whole
-tensor and the offset of the shard, and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes:
-U8 with one more dimension.
+tensor and in each dimension the offset of the shard, or a list with the first place and the number of places of each of
+its ranges; and ``dtypes`` which have a dtype that the format lacks. Those are stored as bytes: U8 with one more
+dimension.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def header_text(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box] | None =
     Raises:
         ValueError: a tensor cannot be written; the text names it.
     """
-    parts = {name: [box.full, box.offset] for name, box in (boxes or {}).items() if not box.is_whole}
+    shards = {name: box for name, box in (boxes or {}).items() if not box.is_whole}
+    parts = {name: [b.full, [r if len(r) > 1 else r[0][0] for r in b.ranges]] for name, b in shards.items()}
     others = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if t.dtype not in _DTYPE_NAMES}
     notes = {key: json.dumps(value) for key, value in ((_BOXES, parts), (_OTHER_DTYPES, others)) if value}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
@@ -209,15 +211,21 @@ def _stored(name: str, entry: Mapping[str, Any], part: Any, other: Any, data_sta
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} has the dtype {other!r}")
     full, offset = (shape, (0,) * len(shape)) if part is None else map(tuple, part)
+    ranges = tuple(
+        tuple((first, places) for first, places in begin) if isinstance(begin, list) and begin else ((begin, n),)
+        for begin, n in zip(offset, shape, strict=True)
+    )
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop, *full)):
         raise ValueError(f"{name} has shape {shape} and offsets {start} and {stop}")
-    if not all(isinstance(n, int) for n in offset):
+    if not all(isinstance(n, int) for of_axis in ranges for places in of_axis for n in places):
         raise ValueError(f"{name} begins at {offset} of its tensor")
+    if (box := Box(full=full, ranges=ranges)).shape != shape:
+        raise ValueError(f"{name} has shape {shape} at {box}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"{name} has {stop - start} bytes")
     if data_start + stop > size:
         raise ValueError(f"{name} ends after the file")
-    return Stored(Box(full=full, offset=offset, shape=shape), dtype, data_start + start)
+    return Stored(box, dtype, data_start + start)
 
 
 def _hash(chunks: Iterable[memoryview], chunk_bytes: int) -> Digests:

@@ -220,8 +220,7 @@ def _header(state: TrainState) -> dict[str, Any]:
         "model": [_spec(n, t) for n, t in outline(state.model).items()],
         "optimizer": [_spec(n, t) for n, t in outline(state.optimizer).items()],
         "boxes": {
-            kind: {name: [box.full, box.offset, box.shape] for name, box in boxes.items()}
-            for kind, boxes in state.boxes.items()
+            kind: {name: [box.full, box.ranges] for name, box in boxes.items()} for kind, boxes in state.boxes.items()
         },
     }
 
@@ -229,8 +228,8 @@ def _header(state: TrainState) -> dict[str, Any]:
 def _received(header: dict[str, Any], parts: dict[str, dict[str, Tensor]]) -> TrainState:
     boxes: dict[Kind, dict[str, Box]] = {
         kind: {
-            name: Box(full=tuple(full), offset=tuple(offset), shape=tuple(shape))
-            for name, (full, offset, shape) in found.items()
+            name: Box(full=tuple(full), ranges=tuple(tuple(map(tuple, of_axis)) for of_axis in ranges))
+            for name, (full, ranges) in found.items()
         }
         for kind, found in header["boxes"].items()
     }

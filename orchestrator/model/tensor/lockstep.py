@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.peers import Peers
 
 T = TypeVar("T")
 
@@ -58,8 +58,11 @@ class _InTurn(Peers):
     def sum(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._turns.exchanged(self._index, tensor)).sum(dim=0)
 
-    def gather(self, part: Tensor, count: int) -> Tensor:
-        return torch.cat(self._turns.exchanged(self._index, part), dim=-1)
+    def gather(self, part: Tensor, count: int, *, axis: int) -> Tensor:
+        return torch.cat(self._turns.exchanged(self._index, part), dim=axis)
+
+    def scatter(self, tensor: Tensor, index: int, count: int, *, axis: int) -> Tensor:
+        return self.sum(tensor).chunk(count, dim=axis)[index]
 
 
 class _Turns:

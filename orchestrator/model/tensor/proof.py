@@ -15,8 +15,19 @@ from torch import Tensor, nn
 
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.packing import packed_outputs
 from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.region import BlockParts, Pair, Peers, cuts_of, divide, inner_sizes, is_linear
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.region import (
+    BlockParts,
+    Packed,
+    Pair,
+    cuts_of,
+    divide,
+    inner_sizes,
+    is_linear,
+    part_of,
+)
 from orchestrator.model.tensor.sample import BlockCall
 
 TOLERANCE = 1e-5
@@ -36,13 +47,17 @@ class ProvenBlock:
     Attributes:
         parts: how it can be divided.
         whole: what has not been proven, with the reason.
+        whole_tokens: why each rank has to compute all tokens between the pairs, as a predicate; empty if it need not.
     """
 
     parts: BlockParts
     whole: Mapping[str, str]
+    whole_tokens: str = ""
 
 
-def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pair] | None = None) -> ProvenBlock:
+def proven(
+    block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pair] | None = None, sequence: bool = False
+) -> ProvenBlock:
     """Return how a block can be divided into ``count`` parts.
 
     Args:
@@ -50,6 +65,7 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
         call: what it is called with, by random numbers.
         count: the number of parts.
         pairs: what to divide; None for what is found.
+        sequence: whether to divide also the tokens between the pairs.
 
     Raises:
         Exception: whatever the block raises if it is called.
@@ -58,21 +74,26 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
         parameter.requires_grad_(parameter.is_floating_point())
     block, call = _precise(block, call)
     found = candidates(block, call) if pairs is None else pairs
-    odd = {pair: next((size for size in inner_sizes(block, pair) if size % count), None) for pair in found}
+    packed = packed_outputs(block, call)
+    odd = {pair: next((size for size in inner_sizes(block, pair, packed) if size % count), None) for pair in found}
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
     whole = _Seen.of(block, call)
 
+    def tried(parts: BlockParts) -> BlockParts | str:
+        try:
+            return replace(parts, partial=_prove(block, call, parts, count, whole))
+        except Exception as e:  # whatever a model raises that views by a number of heads, for example
+            return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
+
     def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
         """Return how to divide ``pairs``, or why that is wrong."""
-        reason = ""
-        for attributes in _attributes(block, pairs, count):
-            parts = BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs), attributes=attributes)
-            try:
-                return replace(parts, partial=_prove(block, call, parts, count, whole))
-            except Exception as e:  # whatever a model raises that views by a number of heads, for example
-                reason = str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
-        return reason
+        found: BlockParts | str = ""
+        for attributes in _attributes(block, pairs, packed, count):
+            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs, packed), attributes=attributes))
+            if not isinstance(found, str):
+                break
+        return found
 
     together = attempt(pairs)
     if isinstance(together, str):
@@ -83,7 +104,12 @@ def proven(block: nn.Module, call: BlockCall, count: int, *, pairs: Sequence[Pai
     if isinstance(together, str):
         reasons |= dict.fromkeys(pairs, together)
         together = BlockParts(pairs=(), cuts={})
-    return ProvenBlock(parts=together, whole={str(pair): reason for pair, reason in reasons.items()})
+    in_tokens = tried(replace(together, sequence=True)) if sequence else together
+    return ProvenBlock(
+        parts=together if isinstance(in_tokens, str) else in_tokens,
+        whole={str(pair): reason for pair, reason in reasons.items()},
+        whole_tokens=in_tokens if isinstance(in_tokens, str) else "",
+    )
 
 
 def _precise(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
@@ -142,7 +168,7 @@ def _weights(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
 
 
-def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> frozenset[str]:
+def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
     """Return the whole parameters whose gradients are parts of a sum.
 
     Raises:
@@ -163,18 +189,18 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             _compare("its output", output, expected)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
             _compare("the gradient of its input", gradient, given, scale)
-    partial = set()
+    partial = []
     for name, wanted in whole.parameters.items():
         found = [rank.parameters[name] for rank in ranks]
         if name in parts.cuts:
-            own = [None] * count if wanted is None else wanted.chunk(count, dim=parts.cuts[name])
-            for part, of_rank_part in zip(found, own, strict=True):
-                _compare(f"the gradient of {name}", part, of_rank_part, scale)
+            for index, part in enumerate(found):
+                own = None if wanted is None else part_of(wanted, parts.cuts[name], index=index, count=count)
+                _compare(f"the gradient of {name}", part, own, scale)
         elif not all(_difference(part, wanted, scale) <= TOLERANCE for part in found):
             total = sum(part for part in found if part is not None)
             _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
-            partial.add(name)
-    return frozenset(partial)
+            partial.append(name)
+    return tuple(partial)
 
 
 def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
@@ -195,34 +221,55 @@ def _difference(found: Tensor | None, wanted: Tensor | None, scale: float) -> fl
     return difference / largest if largest else difference
 
 
-def _attributes(block: nn.Module, pairs: Sequence[Pair], count: int) -> Iterator[Mapping[str, Collection[str]]]:
-    """Yield the numbers to divide, from none to many: those of the layers, of heads, and all that are sizes inside."""
+def _attributes(
+    block: nn.Module, pairs: Sequence[Pair], packed: Packed, count: int
+) -> Iterator[Mapping[str, Collection[str]]]:
+    """Yield the numbers to divide, from none to many.
+
+    Those of the layers, of heads, all that are sizes inside, and also of heads in the configuration of modules.
+    """
     layers: dict[str, Collection[str]] = {}
     inner: set[int] = set()
     for pair in pairs:
         for name in pair.layers:
             own = ("in_features", "nx") if name in pair.rows else ("out_features", "nf")
             layers[name] = [attribute for attribute in own if attribute in vars(block.get_submodule(name))]
-        inner |= {*inner_sizes(block, pair)}
+        inner |= {*inner_sizes(block, pair, packed)}
     holders = {path for pair in pairs for name in pair.layers for path in _paths_to(name)}
     heads: dict[str, Collection[str]] = {}
     sizes: dict[str, Collection[str]] = {}
+    configured: dict[str, Collection[str]] = {}
     for path in sorted(holders):
         module = block.get_submodule(path)
-        numbers = {n: v for n, v in vars(module).items() if type(v) is int and v % count == 0 and v > 0}
-        of_heads = [n for n in numbers if "head" in n and not any(word in n for word in ("dim", "size", "group"))]
-        of_sizes = [n for n, v in numbers.items() if v in inner and "head" not in n]
+        numbers = _multiples(module, count)
+        of_heads = [name for name in numbers if _counts_heads(name)]
+        in_config = [f"config.{name}" for name in _multiples(vars(module).get("config"), count) if _counts_heads(name)]
+        of_sizes = [n for n, v in numbers.items() if v in inner and ("head" not in n or n == "all_head_size")]
         if is_linear(module):
             continue
         if of_heads:
             heads[path] = of_heads
         if of_heads or of_sizes:
             sizes[path] = [*of_heads, *of_sizes]
+        if in_config:
+            configured[path] = [*of_heads, *of_sizes, *in_config]
     yield layers
     if heads:
         yield {**layers, **heads}
     if sizes != heads:
         yield {**layers, **sizes}
+    if configured:
+        yield {**layers, **sizes, **configured}
+
+
+def _multiples(owner: object, count: int) -> dict[str, int]:
+    """Return the attributes of an object that are positive multiples of ``count``."""
+    attributes = getattr(owner, "__dict__", {})
+    return {name: v for name, v in attributes.items() if type(v) is int and v > 0 and v % count == 0}
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "group"))
 
 
 def _paths_to(name: str) -> Iterator[str]:

@@ -7,56 +7,21 @@ In the backward pass, the gradients of the inputs of the columns are.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import copy
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.process_groups import all_gathered, all_reduced
 from orchestrator.compat.torch import adopt_user_state, own_parameters
-
-
-class Peers:
-    """The ranks that have the parts of the same layers.
-
-    Attributes:
-        group: the ranks; None outside of a generation, where nothing is summed.
-        inside: whether this rank is computing what differs between them, in a forward or a backward pass. Compiled code
-            does not say.
-        waiting: returns a context for each sum that is not made by compiled code.
-    """
-
-    group: dist.ProcessGroup | None = None
-    inside = False
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-
-    def cross(self, *, inside: bool) -> None:
-        """Take note that what follows in a pass differs between the ranks, or does not."""
-        if not torch.compiler.is_compiling():
-            self.inside = inside
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of ``tensor`` over the ranks."""
-        return tensor if self.group is None else self._made(all_reduced, tensor, self.group)
-
-    def gather(self, part: Tensor, count: int) -> Tensor:
-        """Return the parts of all ``count`` ranks, one after another along the last axis."""
-        if self.group is None:
-            return torch.cat([part] * count, dim=-1)
-        return self._made(all_gathered, part, self.group)
-
-    def _made(
-        self, operation: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, group: dist.ProcessGroup
-    ) -> Tensor:
-        if self.waiting is None or torch.compiler.is_compiling():
-            return operation(tensor, group)
-        with self.waiting():
-            return operation(tensor, group)
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.tokens import Tokens
+from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import AxisCut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +46,18 @@ class BlockParts:
 
     Attributes:
         pairs: what is divided.
-        cuts: the axis along which each divided parameter is cut into equal parts, by its name in the block.
-        attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names.
+        cuts: how each divided parameter is cut, by its name in the block.
+        attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
+            as ``config.NAME`` for one of the module's own copy of its configuration.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
+        sequence: whether a rank computes only its own tokens between the pairs.
     """
 
     pairs: tuple[Pair, ...]
-    cuts: Mapping[str, int]
+    cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
+    partial: tuple[str, ...] = ()
+    sequence: bool = False
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -106,46 +74,73 @@ def output_axis(linear: nn.Module) -> int:
     return 1 if _is_transposed(linear) else 0
 
 
-def inner_sizes(block: nn.Module, pair: Pair) -> list[int]:
-    """Return the sizes that are divided: the outputs of each column, and the inputs of each row."""
+Packed = Mapping[str, tuple[int, ...]]
+"""The sizes of what follows one another in the outputs of layers, by their names; none of those that are not packed."""
+
+
+def inner_sizes(block: nn.Module, pair: Pair, packed: Packed) -> list[int]:
+    """Return the sizes that are divided: the outputs of each column, packed or not, and the inputs of each row."""
     axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
     axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
-    return [block.get_parameter(f"{name}.weight").shape[axis] for name, axis in axes.items()]
+    whole = {name: (block.get_parameter(f"{name}.weight").shape[axis],) for name, axis in axes.items()}
+    return [size for name in whole for size in (packed.get(name, ()) if name in pair.columns else ()) or whole[name]]
 
 
-def cuts_of(block: nn.Module, pairs: Collection[Pair]) -> dict[str, int]:
-    """Return the axis along which each parameter of ``pairs`` is cut, by its name in the block."""
+def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[str, AxisCut]:
+    """Return how each parameter of ``pairs`` is cut, by its name in the block."""
     cuts = {}
     for pair in pairs:
         for name in pair.columns:
             column = block.get_submodule(name)
-            cuts[f"{name}.weight"] = output_axis(column)
+            cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=output_axis(column), packed=packed.get(name, ()))
             if column.bias is not None:
-                cuts[f"{name}.bias"] = 0
-        cuts |= {f"{name}.weight": 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
+                cuts[f"{name}.bias"] = replace(cuts[f"{name}.weight"], axis=0)
+        for name in pair.rows:
+            cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=1 - output_axis(block.get_submodule(name)))
     return cuts
 
 
 @torch.no_grad()
-def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers: Peers) -> None:
+def divide(
+    block: nn.Module,
+    parts: BlockParts,
+    *,
+    index: int,
+    count: int,
+    peers: Peers,
+    enters: bool = True,
+    leaves: bool = True,
+) -> None:
     """Leave the part number ``index`` of ``count`` in a block, which then computes its outputs together with ``peers``.
 
-    The names of its tensors do not change.
+    The names of its tensors do not change. If a rank computes its own tokens between the pairs, the block is called
+    with all of them if it ``enters``, and returns all if it ``leaves``.
     """
-    for name, axis in parts.cuts.items():
+    tokens = Tokens(index, count, peers) if parts.sequence else None
+    if tokens is not None:
+        tokens.divide(block, enters=enters, leaves=leaves)
+    for name, cut in parts.cuts.items():
         path, _, attribute = name.rpartition(".")
         owned = own_parameters(block.get_submodule(path))
         whole = owned[attribute]
         assert whole is not None
-        owned[attribute] = part_of(whole, axis, index=index, count=count)
+        owned[attribute] = part_of(whole, cut, index=index, count=count)
     for path, names in parts.attributes.items():
         module = block.get_submodule(path)
         for name in names:
-            setattr(module, name, getattr(module, name) // count)
+            of, _, attribute = name.rpartition(".")
+            owner = copy.copy(getattr(module, of)) if of else module
+            setattr(owner, attribute, getattr(owner, attribute) // count)
+            if of:
+                setattr(module, of, owner)
     for pair in parts.pairs:
-        region = _Region(peers)
-        for name in pair.columns:
-            block.get_submodule(name).register_forward_pre_hook(region)
+        region = _Region(peers, tokens)
+        home = _home(pair.columns)
+        if tokens is not None and home:
+            tokens.gather_before(block.get_submodule(home))
+        else:
+            for name in pair.columns:
+                block.get_submodule(name).register_forward_pre_hook(region)
         for name in pair.rows:
             row = block.get_submodule(name)
             row.__class__ = _row_class(type(row))
@@ -153,10 +148,10 @@ def divide(block: nn.Module, parts: BlockParts, *, index: int, count: int, peers
             row.region = region
 
 
-def part_of(whole: Tensor, axis: int, *, index: int, count: int) -> nn.Parameter:
-    """Return the part number ``index`` of ``count`` equal ones of a parameter along ``axis``."""
-    size = whole.shape[axis] // count
-    part = whole.detach().narrow(axis, index * size, size).clone(memory_format=torch.contiguous_format)
+def part_of(whole: Tensor, cut: AxisCut, *, index: int, count: int) -> nn.Parameter:
+    """Return the part number ``index`` of ``count`` of a parameter."""
+    box = cut.box(tuple(whole.shape), index=index, count=count)
+    part = whole.detach()[box.slices_in(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(part, requires_grad=whole.requires_grad)
     adopt_user_state(own, whole)
     return own
@@ -177,22 +172,30 @@ def leave(part: Tensor, peers: Peers) -> Tensor:
 class _Region:
     """What lies between the columns and the rows of a pair: the pre-hook of the columns, which share their inputs."""
 
-    def __init__(self, peers: Peers):
+    def __init__(self, peers: Peers, tokens: Tokens | None):
         self.peers = peers
+        self._tokens = tokens
         self._entered: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         for given, entered in self._entered:
             if given is args[0]:
                 return (entered, *args[1:])
-        entered = enter(args[0], self.peers)
+        entered = enter(args[0], self.peers) if self._tokens is None else self._tokens.all_of(args[0])
         self._entered.append((args[0], entered))
         return (entered, *args[1:])
 
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum of the outputs of a row."""
+        """Return the sum of the outputs of a row, of the own tokens if they are divided."""
         self._entered.clear()  # which would keep activations
-        return leave(part, self.peers)
+        return leave(part, self.peers) if self._tokens is None else self._tokens.own_sums(part)
+
+
+def _home(layers: Sequence[str]) -> str:
+    """Return the name of the innermost module that has all of some layers; empty for the block itself."""
+    paths = [name.split(".")[:-1] for name in layers]
+    common = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
+    return ".".join(names[0] for names in common)
 
 
 class _Row(nn.Module):

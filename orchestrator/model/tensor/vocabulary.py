@@ -16,7 +16,11 @@ from torch.nn import functional as F
 
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, calls_through, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.tensor.region import Peers, enter, leave, part_of
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.region import enter, leave, part_of
+from orchestrator.planning.placement import AxisCut
+
+ROWS = AxisCut(over="tensor")
 
 
 def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) -> dict[str, nn.Module]:
@@ -65,7 +69,7 @@ class DirectUses:
     def watched(self) -> Iterator[None]:
         """Watch the operations in the block."""
         self._running.clear()
-        with calls_through(self._call), _Operations(self._see):
+        with calls_through(self._call), Reads(self._see):
             yield
 
     def _call(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +87,7 @@ class DirectUses:
             self.found |= {*owners}
 
 
-class _Operations(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Calls ``see`` with each tensor whose values an operation reads."""
 
     def __init__(self, see: Callable[[Tensor], None]):
@@ -105,7 +109,7 @@ def divide_rows(model: nn.Module, names: Sequence[str], *, index: int, count: in
         module = model.get_submodule(name)
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in parts:
-                parts[whole] = part_of(whole, 0, index=index, count=count)
+                parts[whole] = part_of(whole, ROWS, index=index, count=count)
             setattr(module, attribute, parts[whole])
         kind: type[_Rows] = _Embedding if isinstance(module, nn.Embedding) else _Output
         module.__class__ = type(type(module).__name__, (kind, type(module)), {"__module__": type(module).__module__})
@@ -152,7 +156,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, index: int, count: int, peers: Peers) -> Tensor:
         ctx.index, ctx.size, ctx.peers = index, part.shape[-1], peers
         peers.cross(inside=False)
-        return peers.gather(part, count)
+        return peers.gather(part, count, axis=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

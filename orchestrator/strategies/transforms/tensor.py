@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
 from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel, build_divided
+from orchestrator.model.tensor.chain import Ends, ends_of
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
-from orchestrator.model.tensor.region import BlockParts, Pair, Peers, divide, is_linear
+from orchestrator.model.tensor.region import BlockParts, Pair, divide, is_linear
 from orchestrator.model.tensor.sample import BlockCall
-from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
+from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
 from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.boxes import Shape
 from orchestrator.planning.placement import AxisCut, Placement
@@ -44,7 +46,7 @@ from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
-ROWS, PLACES = 2, 16
+SAMPLES, PLACES = 2, 16
 """The samples, and the places along their second dimension, such as tokens, with which a division is proven."""
 
 
@@ -89,12 +91,14 @@ class TensorPlan:
         kinds: the blocks.
         vocabulary: the embeddings and output layers that are divided by rows.
         rows: the names of their parameters.
+        ends: the blocks that need all tokens, where a worker has its own between the divided layers.
     """
 
     size: int
     kinds: tuple[BlockKind, ...]
     vocabulary: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    ends: Ends = field(default_factory=Ends)
 
     @property
     def share(self) -> float:
@@ -112,10 +116,10 @@ class TensorPlan:
         return {name: kind.proof.parts for kind in self.kinds for name in kind.names}
 
     @functools.cached_property
-    def cuts(self) -> Mapping[str, int]:
-        """The axis along which each divided parameter is cut, by its name in the model."""
-        cuts = {f"{b}.{name}": axis for b, parts in self.blocks.items() for name, axis in parts.cuts.items()}
-        return cuts | dict.fromkeys(self.rows, 0)
+    def cuts(self) -> Mapping[str, AxisCut]:
+        """How each divided parameter is cut, by its name in the model."""
+        cuts = {f"{b}.{name}": cut for b, parts in self.blocks.items() for name, cut in parts.cuts.items()}
+        return cuts | dict.fromkeys(self.rows, ROWS)
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:
@@ -124,10 +128,10 @@ class TensorPlan:
 
     def placement(self, name: str, part: Shape) -> Placement:
         """Return where a parameter is of which a worker has a part of this shape."""
-        if (axis := self.cuts.get(name)) is None:
+        if (cut := self.cuts.get(name)) is None:
             return Placement(shape=part, partial=("tensor",) if name in self.partial else ())
-        whole = (*part[:axis], part[axis] * self.size, *part[axis + 1 :])
-        return Placement(shape=whole, cuts=(AxisCut(over="tensor", axis=axis),))
+        whole = tuple(size * self.size if axis == cut.axis else size for axis, size in enumerate(part))
+        return Placement(shape=whole, cuts=(cut,))
 
     def divided(self, build: Callable[[], nn.Module], *, index: int, peers: Peers) -> Callable[[], nn.Module]:
         """Return a constructor of the part number ``index`` of the model that ``build`` returns."""
@@ -135,7 +139,8 @@ class TensorPlan:
         def built() -> nn.Module:
             model = build()
             for name, parts in self.blocks.items():
-                divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers)
+                ends = {"enters": name in self.ends.enters, "leaves": name in self.ends.leaves}
+                divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers, **ends)
             divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers)
             return model
 
@@ -147,7 +152,7 @@ class TensorPlan:
         Raises:
             RuntimeError: they have not.
         """
-        found = repr((self.blocks, self.vocabulary))
+        found = repr((self.blocks, self.vocabulary, self.ends))
         number = int.from_bytes(hashlib.blake2b(found.encode(), digest_size=4).digest(), "big")
         numbers = torch.tensor([number, -number], device=device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
@@ -182,7 +187,9 @@ class TensorParts:
         self.peers.group, self.peers.waiting = group, self.waits.waiting
 
 
-def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> TensorPlan:
+def found_plan(
+    outline: Outline, train_set: Any, size: int, pairs: Pairs = "auto", *, sequence: bool = False
+) -> TensorPlan:
     """Find how a model can be divided, and prove it on one block of each kind.
 
     Args:
@@ -190,6 +197,7 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
         train_set: provides a sample.
         size: the number of workers.
         pairs: what to divide.
+        sequence: whether to divide the tokens between the pairs.
 
     Raises:
         ValueError: nothing can be said of the model; the text says why.
@@ -205,7 +213,8 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
     tables = vocabularies(whole.model, every, size)
     uses = DirectUses(tables.values())
     first = {named[blocks[0]]: blocks[0] for blocks in kinds.values()}
-    calls = _calls(outline.job, whole, train_set, first, uses)
+    linked = {named[block]: block for block in every} if sequence else {}
+    calls, ends = _calls(outline.job, whole, train_set, first, linked, uses)
     given = None if pairs == "auto" else [parsed(pair) for pair in pairs]
     found = []
     for blocks in kinds.values():
@@ -213,14 +222,14 @@ def found_plan(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> Ten
         with drawing(0):
             block = _real(outline, names[0])
             here = None if given is None else [pair for pair in given if _is_in(pair, block)]
-            proof = _proven(block, _real_call(calls[names[0]], whole), size, here)
+            proof = _proven(block, _real_call(calls[names[0]], whole), size, here, sequence=sequence)
         kind = getattr(blocks[0], "kind", type(blocks[0])).__name__
         sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
         found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
     tables = {name: module for name, module in tables.items() if module not in uses.found}
     weights = {parameter for module in tables.values() for parameter in module.parameters()}
     rows = [name for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights]
-    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=tuple(rows))
+    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=tuple(rows), ends=ends)
     names_of: dict[Tensor, list[str]] = {}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
@@ -245,7 +254,9 @@ def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | No
     size = context.mesh.tensor
     if size == 1:
         return None
-    plan = found_plan(Outline(job, context.train), train_set, size, TensorConfig.of(context.options).tensor_pairs)
+    options = TensorConfig.of(context.options)
+    outline = Outline(job, context.train)
+    plan = found_plan(outline, train_set, size, options.tensor_pairs, sequence=options.sequence)
     return TensorParts(
         plan, context.mesh.coords(context.global_rank).tensor, Peers(), WaitTimer(context.device, counts=False)
     )
@@ -262,8 +273,9 @@ def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]
         )
         return ()
     train_set = opened_dataset(outline.job, "train", config.seed)
-    pairs = TensorConfig.of(config.strategy).tensor_pairs
-    found, notes = tensor_errors(outline, train_set, plan.mesh.tensor, pairs)
+    options = TensorConfig.of(config.strategy)
+    size, pairs = plan.mesh.tensor, options.tensor_pairs
+    found, notes = tensor_errors(outline, train_set, size, pairs, sequence=options.sequence)
     errors += found
     return notes
 
@@ -276,7 +288,9 @@ def tensor_outline(outline: Outline, size: int) -> Outline:
     return replace(outline, transform=functools.partial(found.divided, index=0, peers=Peers()), found={})
 
 
-def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> tuple[list[str], tuple[str, ...]]:
+def tensor_errors(
+    outline: Outline, train_set: Any, size: int, pairs: Pairs = "auto", *, sequence: bool = False
+) -> tuple[list[str], tuple[str, ...]]:
     """Return why the model cannot be divided over ``size`` workers, and otherwise how it is, for users."""
     key = f"strategy.tensor={size}"
     remedy = f"use strategy.shard={size} in place of it"
@@ -289,7 +303,7 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
         if lost := [str(pair) for pair in given if not any(_is_in(pair, block) for block in blocks)]:
             return [f"strategy.tensor_pairs: no block has the linear layers {first_few(lost, 1)}"], ()
     try:
-        plan = found_plan(outline, train_set, size, pairs)
+        plan = found_plan(outline, train_set, size, pairs, sequence=sequence)
     except ValueError as e:
         return [f"{key}: {e}; {remedy}"], ()
     if plan.reasons and pairs != "auto":
@@ -302,10 +316,14 @@ def tensor_errors(outline: Outline, train_set: Any, size: int, pairs: Pairs) -> 
         reasons = plan.reasons or ["the rest has no linear layers that feed other ones alone"]
         why = first_few(reasons, 2, separator="; ")
         return [f"{key}: {plan.share:.0%} of the parameters of the blocks could be divided ({why}); {remedy}"], ()
+    if mixing := [f"a {kind.kind} {kind.proof.whole_tokens}" for kind in plan.kinds if kind.proof.whole_tokens]:
+        return [f"strategy.sequence=true: with a part of the tokens, {first_few(mixing, 1)}; set it to false"], ()
     outline.found["tensor", size] = plan
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.vocabulary:
         notes[0] += f"; and the rows of {first_few(plan.vocabulary, 2)}"
+    if sequence:
+        notes.append(f"strategy.sequence=true: each worker computes 1/{size} of the tokens between the divided layers")
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
     return [], tuple(notes)
@@ -329,39 +347,51 @@ def _is_in(pair: Pair, block: nn.Module) -> bool:
     return all(name in modules and is_linear(modules[name]) for name in pair.layers)
 
 
-def _proven(block: nn.Module, call: BlockCall, size: int, pairs: Sequence[Pair] | None) -> ProvenBlock:
+def _proven(
+    block: nn.Module, call: BlockCall, size: int, pairs: Sequence[Pair] | None, *, sequence: bool
+) -> ProvenBlock:
     """Return what :func:`proven` does; nothing if the block cannot be called as it has been seen."""
     try:
-        return proven(block, call, size, pairs=pairs)
+        return proven(block, call, size, pairs=pairs, sequence=sequence)
     except Exception as e:
         reason = f"cannot be called with random numbers ({type(e).__name__}: {e})"
         return ProvenBlock(parts=BlockParts(pairs=(), cuts={}), whole={type(block).__name__: reason})
 
 
 def _calls(
-    job: Job, whole: FakeModel, train_set: Any, blocks: Mapping[str, nn.Module], uses: DirectUses
-) -> Mapping[str, BlockCall]:
-    """Return what some blocks of a model are called with for a short sample, without memory.
+    job: Job,
+    whole: FakeModel,
+    train_set: Any,
+    blocks: Mapping[str, nn.Module],
+    linked: Mapping[str, nn.Module],
+    uses: DirectUses,
+) -> tuple[Mapping[str, BlockCall], Ends]:
+    """Return what some blocks of a model are called with for a short sample, without memory, and the ends of others.
 
     Raises:
         ValueError: the model cannot be called, or does not call a block.
     """
     with drawing(0):
-        inputs, _ = example_batch(job, train_set, ROWS)
+        inputs, _ = example_batch(job, train_set, SAMPLES)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
     try:
-        return _seen_calls(job, whole, short, blocks, uses)
+        return _seen_calls(job, whole, short, blocks, linked, uses)
     except Exception:
         pass  # the sizes of the model depend on those of the sample
     try:
-        return _seen_calls(job, whole, inputs, blocks, uses)
+        return _seen_calls(job, whole, inputs, blocks, linked, uses)
     except Exception as e:
         raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
 
 
 def _seen_calls(
-    job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module], uses: DirectUses
-) -> Mapping[str, BlockCall]:
+    job: Job,
+    whole: FakeModel,
+    inputs: Any,
+    blocks: Mapping[str, nn.Module],
+    linked: Mapping[str, nn.Module],
+    uses: DirectUses,
+) -> tuple[Mapping[str, BlockCall], Ends]:
     seen: dict[str, BlockCall] = {}
 
     def hook(name: str) -> Any:
@@ -377,10 +407,10 @@ def _seen_calls(
         stack.enter_context(drawing(0))
         stack.enter_context(whole.mode)
         stack.enter_context(uses.watched())
-        job.forward(whole.model, map_tensors(whole.fake_input, inputs))
+        ends = ends_of(linked, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
     if missing := blocks.keys() - seen.keys():
         raise ValueError(f"{first_few(sorted(missing), 1)} is not called")
-    return seen
+    return seen, ends
 
 
 def _real(outline: Outline, name: str) -> nn.Module:

@@ -258,6 +258,7 @@ def _ddp_options(num_workers: int) -> DDPConfig:
         sync_batchnorm=False,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
     )
 
 
@@ -265,8 +266,10 @@ def _fsdp_options(num_workers: int) -> FSDPConfig:
     return FSDPConfig(
         name="fsdp",
         num_workers=num_workers,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         wrap="auto",
         reshard_after_forward=True,
         prefetch=1,

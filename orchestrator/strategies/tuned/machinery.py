@@ -162,6 +162,7 @@ def _staged(context: Context, schedule: _Schedule, microbatches: int, stages_per
         num_workers=n,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         schedule=schedule,
         num_microbatches=microbatches,
         stages_per_rank=stages_per_rank,

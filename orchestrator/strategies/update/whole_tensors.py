@@ -71,8 +71,8 @@ class ShardMap:
             for of_rank, values in zip(
                 boxes, pieces_of_all([plain[n] for n in numbers], boxes, self.group), strict=True
             ):
-                places = [found[n][b.slices_in(Box.whole(b.full))] for n, b in zip(numbers, of_rank, strict=True)]
-                copy_all(values, to=places)
+                for number, box, value in zip(numbers, of_rank, values, strict=True):
+                    found[number][box.slices_in(Box.whole(box.full))] = value
         return found
 
 

@@ -50,6 +50,7 @@ def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_ac
         num_workers=P,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=M,

@@ -9,32 +9,50 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, mesh
+from helpers.conformance.layouts import ADAMW, LAYOUTS, SEQUENCE, SGD, TENSOR, assert_as_alone, mesh
 from helpers.conformance.reference import averages
 from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
 from helpers.jobs.head_norms import Adapted, HeadNorms
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows
+from helpers.ranks.batches import validated
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
+from orchestrator import export
+from orchestrator.config.compose import to_yaml
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
-from orchestrator.state.checkpoint import path_of
+from orchestrator.protocol.core_metrics import evaluation_metrics
+from orchestrator.protocol.messages import EvalPoint
+from orchestrator.records import run_dir as rundir
+from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
 JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
 TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDGPT(TinyGPT):
+    layers: int = 3
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.2)
+
+
 CASES = {
     "adamw": CASE,
     "sgd, norms of heads": Case(job=HeadNorms(), train=TRAIN),
     "sgd, adapters": Case(job=Adapted(adamw=False), train=TRAIN),
 }
+PACKED = Case(job=HeadNorms(adamw=True), train=TRAIN)
 ADAPTERS_BY_ADAMW = Case(job=Adapted(adamw=True), train=TRAIN)
 
 
@@ -45,6 +63,15 @@ def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: st
     (alone,) = gang.run(train, case, True, world_size=1)
     for rank in ranks:
         torch.testing.assert_close(rank.norms, alone.norms, rtol=SGD, atol=0)
+
+
+@pytest.mark.parametrize("layout", SEQUENCE)
+@pytest.mark.parametrize(
+    "case", [CASE, *in_campaign(replace(CASE, job=replace(JOB, context=15)), replace(CASE, job=SGDGPT()))]
+)
+def test_tokens_divided_between_layers(gang: Gang, layout: str, case: Case) -> None:
+    """A worker of a group has its own tokens of a sample, also if their number is odd."""
+    assert_as_alone(gang, case, SEQUENCE[layout], want_grad_norm=True)
 
 
 def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
@@ -79,23 +106,57 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
     assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
 
 
-@pytest.mark.parametrize(("layout", "other"), [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), strict=True)])
-def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "other", "case"),
+    [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), (PACKED, CASE, PACKED, PACKED), strict=True)],
+)
+def test_checkpoints_go_to_and_from_other_layouts(
+    gang: Gang, layout: str, other: str, case: Case, tmp_path: Path
+) -> None:
     ends: dict[str, Any] = {}
     both = {"own": TENSOR[layout], "other": LAYOUTS[other]}
     for name, of in both.items():
-        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(CASE), 2, tmp_path / name, world_size=of.world_size)
+        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(case), 2, tmp_path / name, world_size=of.world_size)
     saved = {name: path_of(tmp_path / name, 2) for name in both}
     for of in both.values():
-        first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
+        first, *_ = gang.run(restored, of.of(case), saved, world_size=of.world_size)
         assert first == {name: [] for name in saved}
     continued: dict[str, Any] = {
-        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1]
+        name: gang.run(piece, of.of(case), ends[name], 4, world_size=of.world_size)[0][1]
         for name, of in (("own", both["other"]), ("other", both["own"]))
     }
     found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
     assert found["averages"]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def evaluated(rank: int, case: Case, checkpoint: Path) -> EvalPoint:
+    strategy, state = make(case, rank), load(checkpoint)
+    if len(strategy.writers) > 1:
+        strategy.restore_part(state)
+    else:
+        strategy.restore(state if rank == 0 else None, source=0)
+    return validated(strategy, rank, strategy.job.dataset("val"))
+
+
+def test_a_run_is_exported_and_evaluated_as_that_of_one_worker(gang: Gang, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"layers": 2, "variant": "llama", "kv_heads": 2, "tied": True}
+    case = Case(job=TinyGPT(**fields), train=having(steps=2, global_batch_size=8))
+    both = {"tensor": TENSOR["mesh-tensor-2"], "single": LAYOUTS["single"]}
+    exported: dict[str, dict[str, Tensor]] = {}
+    metrics: list[dict[str, float]] = []
+    for name, of in both.items():
+        run = rundir.create(tmp_path, name)
+        run.update_record(name=name, uid="r", state="finished")
+        run.config_file.write_text(to_yaml({"job": {"_target_": f"{TinyGPT.__module__}.TinyGPT", **fields}}))
+        gang.run(saved_piece, of.of(case), 2, run.checkpoints, world_size=of.world_size)
+        assert export.main([str(run.path), "--to", str(tmp_path / "exported" / name)]) == 0
+        exported[name] = load_file(tmp_path / "exported" / name / "model.safetensors")
+        for by in both.values():
+            points = gang.run(evaluated, by.of(case), path_of(run.checkpoints, 2), world_size=by.world_size)
+            metrics.append(evaluation_metrics(points))
+    torch.testing.assert_close(exported["tensor"], exported["single"], rtol=1e-4, atol=1e-5)
+    assert metrics == [pytest.approx(metrics[0], rel=SGD)] * 4
 
 
 @pytest.mark.parametrize(
@@ -124,13 +185,15 @@ def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None
         ("mesh-replicated-tensor-2x2", {"compile": "blocks"}, {}),
         ("mesh-sharded-tensor-2x2", {"compile": "blocks"}, {}),
         ("mesh-sharded-tensor-2x2", {"ema_decay": 0.8, "precision": "bf16"}, {}),
+        ("mesh-sequence-2", {"activation_checkpointing": "blocks"}, {}),
+        ("mesh-sharded-sequence-2x2", {"activation_checkpointing": "selective", "compile": "blocks"}, {}),
     ],
     ids=str,
 )
 def test_ways_to_train(gang: Gang, layout: str, train: dict[str, Any], fields: dict[str, Any]) -> None:
     case = Case(job=replace(JOB, **fields), train=having(steps=6, clip_norm=0.5, global_batch_size=8, **train))
     rtol = 2e-3 if "precision" in train else SGD
-    assert_as_alone(gang, case, TENSOR[layout], rtol=rtol, want_grad_norm=True)
+    assert_as_alone(gang, case, {**TENSOR, **SEQUENCE}[layout], rtol=rtol, want_grad_norm=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +207,7 @@ class OfTransformers(Job):
 
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 16, "intermediate_size": 96, "vocab_size": 128, "pad_token_id": 0}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         default = AutoConfig.for_model(self.kind)
         known = {name: size for name, size in sizes.items() if hasattr(default, name)}
         model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
@@ -165,7 +229,7 @@ class OfTransformers(Job):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox", "gpt2", "phi3"])
 @pytest.mark.parametrize("layout", ["mesh-tensor-2", "mesh-sharded-tensor-2x2"])
 def test_models_of_transformers(gang: Gang, layout: str, kind: str) -> None:
     pytest.importorskip("transformers")

@@ -50,6 +50,7 @@ DDP = DDPConfig(
     sync_batchnorm=False,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
 )
 CLUSTER = schema.ClusterConfig(
     address=None,

@@ -35,7 +35,9 @@ from orchestrator.strategies.replicated.dp import DPConfig
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = ModelParallelConfig(name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", split="auto")
+MODEL_PARALLEL = ModelParallelConfig(
+    name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
+)
 
 
 def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
@@ -44,6 +46,7 @@ def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> Pipel
         num_workers=2,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         split=split,
         schedule=schedule,  # type: ignore[arg-type]
         num_microbatches=num_microbatches,
@@ -58,6 +61,7 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         close=close,  # type: ignore[arg-type]
         split=split,
@@ -86,6 +90,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
         num_workers=4,
         tensor=1,
         tensor_pairs="auto",
+        sequence=False,
         pipeline_parallel_size=2,
         split="auto",
         schedule=schedule,  # type: ignore[arg-type]
@@ -100,8 +105,10 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
 FSDP = FSDPConfig(
     name="fsdp",
     num_workers=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -111,8 +118,10 @@ HSDP = HSDPConfig(
     name="hsdp",
     num_workers=4,
     shard_size=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
+    sequence=False,
     wrap="auto",
     reshard_after_forward=True,
     prefetch=1,
@@ -130,6 +139,7 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
             "num_workers": "auto",
             "expert": 1,
             "tensor_pairs": "auto",
+            "sequence": False,
             "stages_per_rank": "auto",
             "split": "auto",
         }
@@ -197,6 +207,19 @@ TENSOR = {
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
 }
 """Those that need a model with blocks whose layers can be divided."""
+SEQUENCE = {
+    "mesh-sequence-2": mesh(Mesh(tensor=2), sequence=True),
+    "mesh-replicated-sequence-2x2": mesh(Mesh(replicate=2, tensor=2), sequence=True),
+    "mesh-sharded-sequence-2x2": mesh(Mesh(shard=2, tensor=2), sequence=True),
+}
+"""Those that divide also the tokens between these layers."""
+CONTEXT = {
+    "mesh-context-2": mesh(Mesh(context=2)),
+    "mesh-replicated-context-2x2": mesh(Mesh(replicate=2, context=2)),
+    "mesh-sharded-context-2x2": mesh(Mesh(shard=2, context=2)),
+    "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
+}
+"""Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,

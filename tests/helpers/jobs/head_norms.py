@@ -69,10 +69,13 @@ def adapted() -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms(Job):
-    """Learns the next of some numbers, by plain SGD."""
+    """Learns the next of some numbers, by AdamW or by plain SGD. One of the blocks packs its projections."""
+
+    adamw: bool = False
 
     def model(self) -> nn.Module:
-        blocks = [Parallel(kv_heads=2) for _ in range(2)]
+        bias = not self.adamw  # the gradient of a key's bias is nothing but rounding
+        blocks = [Parallel(kv_heads=2, bias=bias), Parallel(packed=True, bias=bias)]
         return nn.Sequential(nn.Linear(4, WIDTH), *blocks, nn.Linear(WIDTH, 4))
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
@@ -83,17 +86,12 @@ class HeadNorms(Job):
         return F.mse_loss(output, target)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.2)
+        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else torch.optim.SGD(parameters, lr=0.2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted(HeadNorms):
-    """Trains adapters by AdamW, or by plain SGD."""
-
-    adamw: bool
+    """Trains adapters."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, WIDTH), adapted(), adapted(), nn.Linear(WIDTH, 4))
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else super().optimizer(parameters)

@@ -65,7 +65,13 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "parameter_server async": (replace(PARAMETER_SERVER, num_shards=1, consistency="async"), 3),
 }
 """A strategy with its keys, and the number of its processes."""
-SYNCHRONOUS = [name for name, (options, _) in STRATEGIES.items() if registry.load(options.name).is_synchronous(options)]
+TENSOR: dict[str, tuple[StrategyConfig, int]] = {
+    "ddp, tensor": (replace(DDP, tensor=2), 2),
+    "fsdp, tensor": (replace(FSDP, num_workers=4, tensor=2), 4),
+}
+"""The same, for models with blocks whose layers can be divided."""
+EVERY = STRATEGIES | TENSOR
+SYNCHRONOUS = [name for name, (options, _) in EVERY.items() if registry.load(options.name).is_synchronous(options)]
 
 LIMIT_S = 300.0
 """Of a cell, which takes about two seconds on an idle machine."""
@@ -109,7 +115,7 @@ class Plain:
 
 def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None) -> Case:
     """The job of a model for a strategy; ``split`` None: at the module that the model names."""
-    options, world_size = STRATEGIES[strategy]
+    options, world_size = EVERY[strategy]
     in_stages = getattr(options, "pipeline", 2) > 1 and isinstance(options, StagedConfig)
     if in_stages:
         place = MODELS[name].split and strategy != "pipeline, zero bubble"  # which has four stages
@@ -121,7 +127,7 @@ def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None)
 
 def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: Any = None) -> Cell:
     """Train a model under a strategy, and compare it with a plain loop."""
-    case, world_size = case_of(name, strategy, adamw=adamw, split=split), STRATEGIES[strategy][1]
+    case, world_size = case_of(name, strategy, adamw=adamw, split=split), EVERY[strategy][1]
     try:
         expected = plain_of(gang, name, adamw)
     except (AssertionError, TimeoutError) as e:

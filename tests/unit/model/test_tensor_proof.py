@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from helpers.jobs.head_norms import WIDTH, Parallel, adapted
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.pairs import candidates
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
-from orchestrator.model.tensor.region import Pair, Peers, divide
+from orchestrator.model.tensor.region import Pair, divide
 from orchestrator.model.tensor.sample import BlockCall
 
 ATTENTION = Pair(columns=("q", "k", "v"), rows=("out",))
 MLP = Pair(columns=("gate", "up"), rows=("down",))
+
+
+def mixing() -> nn.Module:
+    """Return a block that mixes the outputs of all heads before it projects them."""
+    block = Parallel()
+    block.out.register_forward_pre_hook(lambda module, args: (args[0].cumsum(-1),))
+    return block
 
 
 def tried(block: nn.Module, count: int = 2, **given: list[Pair]) -> ProvenBlock:
@@ -29,10 +40,42 @@ def test_both_pairs_of_a_block_are_found_with_the_number_of_heads_and_the_partia
     assert {*found.parts.pairs} == {ATTENTION, MLP}
     assert found.whole == {}
     assert found.parts.attributes[""] == ["num_heads"]
-    assert found.parts.partial == {"q_norm.weight"}
+    assert found.parts.partial == ("q_norm.weight",)
     cut = {"q", "k", "v", "gate", "up"}
     rows = {f"{name}.{of}": 0 for name in cut for of in ("weight", "bias")}
-    assert found.parts.cuts == {**rows, "out.weight": 1, "down.weight": 1}
+    assert {name: cut.axis for name, cut in found.parts.cuts.items()} == {**rows, "out.weight": 1, "down.weight": 1}
+
+
+class Gated(nn.Module):
+    """Queries with several heads for each key and value, and the gate of an MLP, in one projection each."""
+
+    def __init__(self, config: SimpleNamespace):
+        super().__init__()
+        self.config = config
+        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate_up, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, size = self.qkv(x), self.config.num_heads * 4
+        q, k, v = qkv[..., :size], qkv[..., size : size + size // 2], qkv[..., size + size // 2 :]
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+        up, gate = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(up * F.silu(gate))
+
+
+def test_a_rank_has_an_equal_part_of_all_that_a_projection_packs() -> None:
+    config = SimpleNamespace(num_heads=4)
+    block = Gated(config)
+    found = tried(block)
+    assert found.whole == {}
+    packed = {name: cut.packed for name, cut in found.parts.cuts.items() if cut.packed}
+    parts = {"qkv": (16, 8, 8), "gate_up": (24, 24)}
+    assert packed == {f"{name}.{of}": sizes for name, sizes in parts.items() for of in ("weight", "bias")}
+    whole = block.qkv.weight.detach().clone()
+    divide(block, found.parts, index=1, count=2, peers=Peers())
+    assert torch.equal(block.qkv.weight, torch.cat([whole[8:16], whole[20:24], whole[28:32]]))
+    assert (config.num_heads, block.config.num_heads) == (4, 2)
 
 
 def test_an_adapter_is_divided_with_its_layer_and_sums_its_inputs() -> None:
@@ -44,17 +87,17 @@ def test_an_adapter_is_divided_with_its_layer_and_sums_its_inputs() -> None:
         for pair in layers
     }
     assert {*found.parts.pairs} == pairs
-    assert found.parts.partial == {"q_norm.weight"}
+    assert found.parts.partial == ("q_norm.weight",)
 
 
 @pytest.mark.parametrize(
     ("block", "count", "pair", "reason"),
     [
-        (Parallel(packed=True), 2, Pair(columns=("qkv",), rows=("out",)), "would change its output by"),
+        (mixing(), 2, ATTENTION, "would change its output by"),
         (Parallel(dropout=0.1), 2, ATTENTION, "draws other random numbers"),
         (Parallel(kv_heads=2), 4, ATTENTION, "raises RuntimeError"),
     ],
-    ids=["packed", "dropout", "shared heads"],
+    ids=["mixing", "dropout", "shared heads"],
 )
 def test_what_is_not_proven_stays_whole_and_the_rest_is_divided(
     block: nn.Module, count: int, pair: Pair, reason: str

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.region import Peers
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
 
 WORDS, WIDTH = 12, 6

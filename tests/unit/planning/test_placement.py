@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from orchestrator.planning.boxes import Box, first_overlap, has_hole
-from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.planning.mesh import DENSE, DIMENSIONS, Mesh
 from orchestrator.planning.placement import AxisCut, Placement
 
 MOST_RANKS = 64
@@ -24,13 +24,16 @@ def random_mesh(draw: random.Random) -> Mesh:
 
 def random_placement(draw: random.Random, mesh: Mesh) -> Placement:
     shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(0, 3)))
-    cuts = []
+    cuts: list[AxisCut] = []
     for dimension in draw.sample(("shard", "context", "tensor"), draw.randint(0, 3 if shape else 0)):
-        axis, sizes = draw.randrange(len(shape)), ()
-        if not cuts and draw.random() < 0.5:
+        axis, sizes, packed = draw.randrange(len(shape)), (), ()
+        if not cuts and draw.random() < 0.3:
+            packed = tuple(draw.randint(1, 3) * mesh.size(dimension) for _ in range(draw.randint(1, 3)))
+            shape = (*shape[:axis], sum(packed), *shape[axis + 1 :])
+        elif not cuts and draw.random() < 0.5:
             borders = sorted(draw.choices(range(shape[axis] + 1), k=mesh.size(dimension) - 1))
             sizes = tuple(b - a for a, b in zip((0, *borders), (*borders, shape[axis]), strict=True))
-        cuts.append(AxisCut(over=dimension, axis=axis, sizes=sizes))
+        cuts.append(AxisCut(over=dimension, axis=axis, sizes=sizes, packed=packed))
     stages = tuple(draw.sample(range(mesh.pipeline), draw.randint(1, min(2, mesh.pipeline))))
     return Placement(shape=shape, cuts=tuple(cuts), stages=stages)
 
@@ -68,14 +71,22 @@ def test_an_inner_cut_is_one_of_the_outer_shard() -> None:
     }  # fmt: skip
 
 
+def test_a_worker_has_an_equal_part_of_all_that_is_packed() -> None:
+    placement = Placement(shape=(8, 3), cuts=(AxisCut(over="tensor", packed=(4, 2, 2)), AxisCut(over="shard")))
+    found = [str(placement.box(Mesh(shard=2, tensor=2), rank)) for rank in range(4)]
+    assert found == ["[0:2, 0:3]", "[2:4, 0:3]", "[4:5+6:7, 0:3]", "[5:6+7:8, 0:3]"]
+
+
 def test_who_has_what_of_common_layouts() -> None:
-    rows = Placement(shape=(6,), cuts=(AxisCut(over="shard"),))
+    rows = Placement(shape=(6,), cuts=(AxisCut(over=DENSE),))
     hsdp = Mesh(replicate=2, shard=3)
     assert [rows.box(hsdp, rank) for rank in range(3)] == [Box.shard((6,), i, 3) for i in range(3)]
     assert rows.holders(hsdp, 4) == [1, 4]
     assert rows.summed_over == ("replicate",)
+    dense = Mesh(shard=2, context=2)
+    assert [rows.box(dense, rank) for rank in range(4)] == [Box.shard((6,), i, 4) for i in range(4)]
     scalar = Placement(shape=())
-    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard"))
+    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard", "context"))
     tied = Placement(shape=(6, 2), stages=(3, 0))
     pipelines = Mesh(pipeline=4, replicate=2)
     assert tied.copies(pipelines) == 4

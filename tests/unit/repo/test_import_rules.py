@@ -32,7 +32,7 @@ RULES = {
     "protocol":     ("storage config planning timeline",                                       ""),
     "records":      ("storage protocol",                                                       ""),
     "state":        ("planning compat storage",                                                "torch"),
-    "model":        ("user_code config compat",                                                "torch"),
+    "model":        ("user_code config planning compat",                                       "torch"),
     "prediction":   ("config planning",                                                        ""),
     "tuning":       ("planning timeline model",                                                ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.boxes import Box, Ranges
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, dropped_names, saving_errors, total
 from orchestrator.state.train_state import TrainState, capture, restore
@@ -203,8 +203,9 @@ def test_the_parts_of_a_tensor_give_the_checksum_of_the_whole(shape: tuple[int, 
         check_built({"a": expected}, {"a": checksum(other, Box.whole(shape))})
 
 
-def test_columns_give_the_checksum_of_the_whole() -> None:
+@pytest.mark.parametrize("places", [[((0, 2),), ((2, 2),)], [((0, 1), (2, 1)), ((1, 1), (3, 1))]], ids=str)
+def test_columns_give_the_checksum_of_the_whole(places: list[Ranges]) -> None:
     whole = torch.arange(12).view(3, 4)
-    boxes = [Box(full=(3, 4), offset=(0, start), shape=(3, 2)) for start in (0, 2)]
+    boxes = [Box.cut((3, 4), axis=1, places=columns) for columns in places]
     parts = [{"a": checksum(whole[box.slices_in(Box.whole((3, 4)))], box)} for box in boxes]
     assert total(parts)["a"] == checksum(whole, Box.whole((3, 4)))

@@ -189,7 +189,7 @@ def rows_of(model: nn.Linear, first: int, last: int) -> tuple[nn.Linear, optim.A
     """What a rank has of a sharded layer: rows, perhaps none, an optimizer that has not begun, and their boxes."""
     own = nn.Linear(model.in_features, last - first)
     boxes = {
-        name: Box(
+        name: Box.at(
             full=tuple(p.shape), offset=(first, *(0,) * (p.dim() - 1)), shape=tuple(own.get_parameter(name).shape)
         )
         for name, p in model.named_parameters()

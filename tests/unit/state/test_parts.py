@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn, optim
 
 from helpers.records.runs import in_campaign
 from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import AxisCut
 from orchestrator.state import digests
 from orchestrator.state.checkpoint import commit, load, staging, verify, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -33,7 +35,7 @@ B = torch.arange(12.0)
 
 def part(name: str, tensor: Tensor, *ranges: tuple[int, int]) -> tuple[str, Tensor, Box]:
     """A part of a tensor, as a rank has it."""
-    box = Box(full=tuple(tensor.shape), offset=tuple(a for a, _ in ranges), shape=tuple(b - a for a, b in ranges))
+    box = Box.at(full=tuple(tensor.shape), offset=tuple(a for a, _ in ranges), shape=tuple(b - a for a, b in ranges))
     return name, tensor[box.slices_in(Box.whole(tensor.shape))].contiguous(), box
 
 
@@ -53,6 +55,12 @@ def save_parts(root: Path, ranks: Sequence[Sequence[tuple[str, Tensor, Box]]], s
         return commit(directory, meta, files, run_uid=run, parts=len(ranks))
 
 
+def packed(index: int) -> tuple[str, Tensor, Box]:
+    """The part that one of two writers has of rows of which three kinds follow one another."""
+    box = AxisCut(over="tensor", packed=(32, 24, 8)).box((64, 12), index=index, count=2)
+    return "w", W[box.slices_in(Box.whole(W.shape))], box
+
+
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -65,18 +73,23 @@ QUARTERS = [
 ]
 
 
-def test_the_parts_of_all_writers_are_one_state(tmp_path: Path) -> None:
-    path = save_parts(tmp_path, QUARTERS)
+@pytest.mark.parametrize("writers", [QUARTERS, [[packed(0), part("b", B, (0, 12))], [packed(1)]]], ids=["", "packed"])
+def test_the_parts_of_all_writers_are_one_state(tmp_path: Path, writers: Any) -> None:
+    path = save_parts(tmp_path, writers)
     verify(path)
     state = load(path)
     assert torch.equal(state.model["w"], W)
     assert torch.equal(state.optimizer["w/m"], 2 * W)
     assert {name: list(t.shape) for name, t in state.model.items()} == {"w": [64, 12], "b": [12]}
-    assert torch.equal(load_file(path / "model-00002-of-00004.safetensors")["w"], W[:32, 5:])
+    (_, own, _), *_ = writers[1]
+    assert torch.equal(load_file(path / f"model-00002-of-{len(writers):05}.safetensors")["w"], own)
     for rows in ((0, 64), (3, 7), (30, 34), (63, 64)):
         for columns in ((0, 12), (4, 6), (5, 12)):
             _, expected, box = part("w", W, rows, columns)
             assert torch.equal(state.part("model", "w", box), expected)
+    for index in range(2):
+        _, expected, box = packed(index)
+        assert torch.equal(state.part("model", "w", box), expected)
 
 
 def test_a_rank_loads_its_parts_from_any_others_and_writes_them_again(tmp_path: Path) -> None:
@@ -171,7 +184,7 @@ def loads_a_part(tmp_path: Path, size_mib: int, shards: int) -> tuple[int, int]:
     with staging(tmp_path, 1) as directory:
         for rank, (first, last) in enumerate(itertools.pairwise(cuts)):
             own = torch.zeros(last - first, width)
-            box = Box(full=full, offset=(first, 0), shape=tuple(own.shape))
+            box = Box.at(full=full, offset=(first, 0), shape=tuple(own.shape))
             model = {f"{i}.weight": own for i in range(layers)}
             moments = {f"{name}/{key}": own for name in model for key in ("exp_avg", "exp_avg_sq")}
             counters = {f"{name}/step": torch.tensor(1.0) for name in model} if rank == 0 else {}
@@ -188,7 +201,7 @@ def loads_a_part(tmp_path: Path, size_mib: int, shards: int) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     mine = nn.Sequential(*(nn.Linear(width, rows // shards, bias=False) for _ in range(layers)))
     optimizer = optim.AdamW(mine.parameters())
-    where = Box(full=full, offset=(rows // shards // 2, 0), shape=(rows // shards, width))  # of two writers
+    where = Box.at(full=full, offset=(rows // shards // 2, 0), shape=(rows // shards, width))  # of two writers
     restore(load(path), mine, optimizer, None, consume=True, boxes={f"{i}.weight": where for i in range(layers)})
     grown = memory_bytes("VmHWM") - before
     return grown, sum(t.nbytes for values in optimizer.state.values() for t in values.values())
@@ -244,7 +257,7 @@ def overlapping(path: Path) -> str:
 
 def outside(path: Path) -> str:
     name, tensor, box = part("w", W, (32, 64), (0, 12))
-    moved = Box(full=box.full, offset=(40, 0), shape=box.shape)
+    moved = Box.at(full=box.full, offset=(40, 0), shape=box.shape)
     save_parts(path.parent, [[part("w", W, (0, 32), (0, 12))], [(name, tensor, moved)]], step=2)
     return (
         "model-00002-of-00002.safetensors has no place for w: its box [40:72, 0:12] is outside of its tensor of shape "

@@ -86,6 +86,22 @@ def test_pairs_by_hand_are_proven_too(pairs: tuple[str, ...], error: str) -> Non
     assert said(llama(), 2, (MLP, ATTENTION))[0] == []
 
 
+def test_tokens_are_divided_if_only_divided_layers_mix_them() -> None:
+    def said(job: Job) -> tuple[list[str], tuple[str, ...]]:
+        return tensor_errors(Outline(job, having()), job.dataset("train"), 2, sequence=True)
+
+    errors, (_, note) = said(llama())
+    assert errors == []
+    assert note == "strategy.sequence=true: each worker computes 1/2 of the tokens between the divided layers"
+    assert said(llama(dropout=0.1)) == (
+        [
+            "strategy.sequence=true: with a part of the tokens, a Block draws other random numbers, as for dropout "
+            "inside; set it to false"
+        ],
+        (),
+    )
+
+
 def test_a_worker_has_less_of_the_model() -> None:
     job = llama()
     outline = Outline(job, having())

@@ -1,0 +1,91 @@
+"""Which blocks hand what they compute to each other alone, so that each rank needs only its own tokens of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from orchestrator.compat.torch import storage_key
+from orchestrator.model.batch import tensors_in
+from orchestrator.model.tensor.vocabulary import Reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """The blocks that are called with all tokens of a sample, and those that return all of them, by name."""
+
+    enters: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass
+class _Seen:
+    """What blocks have done in a forward pass.
+
+    Attributes:
+        makers: the block that has computed a tensor, by the tensor's ``id``.
+        latest: the block that has last computed the values of some memory, by its key.
+        kept: the tensors, so that these numbers stay theirs.
+        before: for each call of a block, who has computed its first input; None for others.
+        leaves: the blocks whose outputs others need whole.
+        running: the number of blocks that are being called.
+    """
+
+    makers: dict[int, str] = field(default_factory=dict)
+    latest: dict[int, str] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+    before: dict[str, list[str | None]] = field(default_factory=dict)
+    leaves: set[str] = field(default_factory=set)
+    running: int = 0
+
+    def needs(self, tensor: Tensor) -> None:
+        """Take note that a tensor is read whole."""
+        if (maker := self.latest.get(storage_key(tensor.untyped_storage()))) is not None:
+            self.leaves.add(maker)
+
+
+def ends_of(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> Ends:
+    """Return where a forward pass, which ``run`` makes and whose output it returns, needs all tokens."""
+    seen = _Seen()
+
+    def begin(name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = _floating((args, kwargs))
+            maker = seen.makers.get(id(given[0])) if given else None
+            seen.before.setdefault(name, []).append(maker)
+            for tensor in given if maker is None else given[1:]:
+                seen.needs(tensor)
+            seen.running += 1
+
+        return see
+
+    def end(name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            seen.running -= 1
+            for tensor in _floating(out)[:1]:
+                seen.makers[id(tensor)] = seen.latest[storage_key(tensor.untyped_storage())] = name
+                seen.kept.append(tensor)
+
+        return see
+
+    with contextlib.ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(begin(name), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(end(name)).remove)
+        stack.enter_context(Reads(lambda tensor: None if seen.running else seen.needs(tensor)))
+        out = run()
+    for tensor in tensors_in(out):
+        seen.needs(tensor)
+    followed = {maker for makers in seen.before.values() for maker in makers if maker is not None}
+    leaves = seen.leaves | (blocks.keys() - followed)
+    leaves |= {maker for name, makers in seen.before.items() if len(makers) > 1 for maker in (name, *makers) if maker}
+    enters = {name for name, makers in seen.before.items() if None in makers or {*makers} & leaves}
+    return Ends(enters=tuple(sorted(enters)), leaves=tuple(sorted(leaves)))
+
+
+def _floating(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(tree) if tensor.is_floating_point()]
