@@ -1,7 +1,7 @@
-"""How far off ``orchestrator plan`` is on this machine: every layout of a small ``gpt`` on two of its CPUs, with gloo.
+"""How far off ``orchestrator plan`` is on this machine: ten layouts of a small ``gpt`` on two of its CPUs, with gloo.
 
 Each is predicted twice: with the rates of a core, and with the shares of them that a run of the replicas reaches, as
-``--measured`` takes them.
+``--measured`` takes them. All layouts run in turn, in each round in the opposite order.
 
 python benchmarks/plan.py
 """
@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from harness.arms import Workload, launch, workload_overrides
-from harness.disturbance import undisturbed
-from harness.rounds import Claim, argument_parser, report, table, wait_until_quiet
+from harness.rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import name
-from orchestrator.driver.layouts import answer
+from orchestrator.driver.forecasts import answer
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast
 from orchestrator.records.run_dir import RunDir
@@ -32,6 +31,7 @@ WORKLOAD = Workload(
     steps=24,
     log_every=8,
 )
+LAYOUTS, ROUNDS = 10, 2
 QUICK_LAYOUTS = 2
 HERE = ["cluster.address=local", "tracking=none"]
 
@@ -42,13 +42,14 @@ def main() -> None:
     words = [*workload_overrides(WORKLOAD), *HERE]
     found = answer(words, cluster, Redactor())
     reference = next(f for f in found.fitting if f.mesh.replicate == 2 and not f.step.recompute)
-    others = [f for f in found.fitting if f is not reference][: QUICK_LAYOUTS if arguments.quick else None]
+    others = [f for f in found.fitting if f is not reference][: QUICK_LAYOUTS if arguments.quick else LAYOUTS]
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as parent:
-        run = undisturbed(partial(measure, found, reference, Path(parent)))
-        measured = {f.overrides: step_ms(undisturbed(partial(measure, found, f, Path(parent)))) for f in others}
-        again, run_ms = answer(words, cluster, Redactor(), measured=run), step_ms(run)
-    fitted = {f.overrides: 1e3 * f.seconds for f in again.fitting}
-    compared = [(name(f), 1e3 * f.seconds, fitted.get(f.overrides), measured[f.overrides]) for f in others]
+        arms = {name(f): partial(measure, found, f, Path(parent)) for f in (reference, *others)}
+        rounds = interleave(arms, rounds=1 if arguments.quick else ROUNDS, text=lambda run: f"{step_ms(run):.4g} ms")
+        measured = {layout: statistics.median(step_ms(r[layout]) for r in rounds) for layout in arms}
+        again = answer(words, cluster, Redactor(), measured=rounds[-1][name(reference)])
+    fitted = {name(f): 1e3 * f.seconds for f in again.fitting}
+    compared = [(name(f), 1e3 * f.seconds, fitted.get(name(f)), measured[name(f)]) for f in others]
     by_rates = [abs(rates / real - 1) for _, rates, _, real in compared]
     by_run = [abs(own / real - 1) for _, _, own, real in compared if own is not None]
     claims = [
@@ -61,18 +62,15 @@ def main() -> None:
         [layout, f"{rates:.4g}", "" if own is None else f"{own:.4g}", f"{real:.4g}"]
         for layout, rates, own, real in compared
     ]
-    shares = f"The run of {name(reference)} took {run_ms:.4g} ms; products reach {again.question.stack.products:.0%}."
+    run_ms, products = measured[name(reference)], again.question.stack.products
+    shares = f"The run of {name(reference)} took {run_ms:.4g} ms; products reach {products:.0%}."
     heads = ["layout", "predicted by rates, ms", "predicted by a run, ms", "measured, ms"]
     report("plan", claims, ceiling=None, rounds={}, notes=f"{shares}\n\n{table(heads, rows)}", keep=not arguments.quick)
 
 
-def measure(found: Answer, forecast: Forecast, parent: Path) -> RunDir:
-    """Train with a layout, and return the run."""
-    wait_until_quiet()
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    run = launch(WORKLOAD, [*HERE, *found.assumed, *forecast.overrides], folder)
-    print(f"  {name(forecast)}: {step_ms(run):.4g} ms, predicted {1e3 * forecast.seconds:.4g} ms", flush=True)
-    return run
+def measure(found: Answer, forecast: Forecast, parent: Path, _: Path) -> RunDir:
+    """Train with a layout, and return the run, whose directory is below ``parent``."""
+    return launch(WORKLOAD, [*HERE, *found.assumed, *forecast.overrides], Path(tempfile.mkdtemp(dir=parent)))
 
 
 def step_ms(run: RunDir) -> float:

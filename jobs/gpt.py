@@ -114,6 +114,9 @@ class GPT(Job):
         counts = torch.tensor(self._samples(split).counts)
         return torch.repeat_interleave(torch.tensor(self.path_weights) / counts, counts)
 
+    def positioned(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         logits, labels = output.flatten(0, 1), target.flatten()
         if logits.numel() <= LOSS_ELEMENTS:

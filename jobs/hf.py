@@ -145,11 +145,18 @@ class HuggingFace(Job):
         total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         return total / (labels != IGNORED).sum().clamp(min=1)
 
+    def aligned(self, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.task != "causal":
+            return target
+        return {**target, "shift_labels": F.pad(target["labels"][:, 1:], (0, 1), value=IGNORED)}
+
     def weight(self, target: Mapping[str, Tensor]) -> int | Tensor:
         labels = target["labels"]
         if self.task == "dpo":
             return len(labels)
-        return (labels[:, 1:] if self.task == "causal" else labels).ne(IGNORED).sum()
+        if self.task == "causal":
+            labels = target["shift_labels"] if "shift_labels" in target else labels[:, 1:]
+        return labels.ne(IGNORED).sum()
 
     def metrics(self, output: Tensor, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self.task == "dpo":
@@ -311,6 +318,8 @@ class HuggingFace(Job):
     def _aligned(self, output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits of shape (predictions, classes), and the label of each."""
         labels = target["labels"]
-        if self.task == "causal":
+        if "shift_labels" in target:
+            labels = target["shift_labels"]
+        elif self.task == "causal":
             output, labels = output[:, :-1], labels[:, 1:]
         return output.flatten(0, -2), labels.flatten()

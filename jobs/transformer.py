@@ -3,7 +3,8 @@
 The model is an ``nn.Sequential`` of ``embed``, ``block0`` and so on, ``norm`` and ``head``, so a pipeline can be cut
 between any two. Every module maps (batch, time, width) to the same shape, except for the ends: ``embed`` takes tokens
 of shape (batch, time), and ``head`` returns logits of shape (batch, time, vocabulary). If documents are kept apart, the
-number of each token's document, of shape (batch, time), goes along, in a pair, up to the last block.
+number of each token's document, of shape (batch, time), goes along, in a pair, up to the last block. ``embed`` also
+takes pairs of tokens and their positions, which then go along, too, so that the blocks can have some of the tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Variant = Literal["gpt2", "llama"]
-Stream = Tensor | tuple[Tensor, Tensor]
-"""What goes from block to block: vectors, of shape (batch, time, width), or these and the numbers of the documents."""
+Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+"""What goes from block to block: vectors, of shape (batch, time, width), or these and the numbers of the documents; or
+vectors, these numbers, those of all keys, of shape (batch, 1, time), and positions; no numbers without documents."""
 
 STD = 0.02
 """The standard deviation of initial weights in GPT-2 and Llama."""
@@ -131,16 +133,20 @@ class Embed(nn.Module):
         self.position = embedding(a.context, a.width) if a.variant == "gpt2" else None
         self.end_token = a.end_token
 
-    def forward(self, tokens: Tensor) -> Stream:
+    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Stream:
+        tokens, given = inputs if isinstance(inputs, (tuple, list)) else (inputs, None)
         out: Tensor = self.token(tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if given is None else given
         ends = None if self.end_token is None else tokens == self.end_token
         if self.position is not None:
             if ends is not None:
                 positions = positions - torch.where(ends, positions, 0).cummax(dim=1).values
             out = out + self.position(positions)
         out = F.dropout(out, self.dropout, self.training)
-        return out if ends is None else (out, ends.cumsum(dim=1))
+        documents = None if ends is None else ends.cumsum(dim=1)
+        if given is not None:
+            return out, documents, None if documents is None else documents[:, None], given
+        return out if documents is None else (out, documents)
 
 
 class Block(nn.Module):
@@ -156,10 +162,10 @@ class Block(nn.Module):
         self.mlp = MLP(a)
 
     def forward(self, stream: Stream) -> Stream:
-        x, documents = stream if isinstance(stream, tuple) else (stream, None)
-        x = x + F.dropout(self.attention(self.norm1(x), documents), self.dropout, self.training)
+        x, *along = stream if isinstance(stream, tuple) else (stream,)
+        x = x + F.dropout(self.attention(self.norm1(x), *along), self.dropout, self.training)
         x = x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
-        return x if documents is None or self.is_last else (x, documents)
+        return (x, *along) if along and not self.is_last else x
 
 
 class Attention(nn.Module):
@@ -175,14 +181,23 @@ class Attention(nn.Module):
         self.mix = linear(a.heads * self.size, a.width, bias=a.bias, std=residual_std(a))
         self.rotary = Rotary(self.size, a.rope_base, a.rope_scaling) if a.variant == "llama" else None
 
-    def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        documents: Tensor | None = None,
+        of_keys: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         # (batch, time, heads * size) -> (batch, heads, time, size)
         q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if self.rotary is not None:
-            q, k = self.rotary(q, k)
+            q, k = self.rotary(q, k, positions)
         mask = None
         if documents is not None:
-            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+            of_keys = documents[:, None] if of_keys is None else of_keys
+            keys = torch.arange(of_keys.shape[-1], device=x.device)
+            places = keys if positions is None else positions[:, None]
+            mask = (documents[:, None, :, None] == of_keys[:, None]) & (places[..., None] >= keys)
         mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
         out: Tensor = self.mix(mixed.transpose(1, 2).flatten(2))
         return out
@@ -203,8 +218,9 @@ class Rotary(nn.Module):
             frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(q.shape[2], device=q.device)[:, None] * self.frequencies.float()
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(q.shape[2], device=q.device) if positions is None else positions[:, None]
+        angles = positions[..., None] * self.frequencies.float()
         cos, sin = (torch.cat([part, part], dim=-1).to(q.dtype) for part in (angles.cos(), angles.sin()))
         return q * cos + quarter_turn(q) * sin, k * cos + quarter_turn(k) * sin
 

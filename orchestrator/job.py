@@ -140,6 +140,37 @@ class Job(Callback, abc.ABC):
         """
         return model(inputs)
 
+    def positioned(self, inputs: Any) -> Any:
+        """Return the input of a batch with the position of each token, for ``strategy.context``.
+
+        Override this if the repeated blocks of the model count the tokens that they are called with, to find the
+        positions of these: workers that have some tokens of each sample would count wrongly. The model has to do the
+        same with what this returns as with ``inputs``.
+
+        Args:
+            inputs: the batch's input, of whole samples.
+
+        Returns:
+            What :meth:`forward` is called with; ``inputs`` (the default) if the model finds positions before its
+            blocks, or needs none.
+        """
+        return inputs
+
+    def aligned(self, target: Any) -> Any:
+        """Return the target of a batch with the label of each token's output in the place of that token.
+
+        Override this if :meth:`loss` shifts labels, as of causal language models: with ``strategy.context``, a worker
+        has some tokens of each sample, and not the ones after them. :meth:`loss` and :meth:`weight` have to take what
+        this returns, too. Otherwise, each worker gathers the outputs for all tokens.
+
+        Args:
+            target: the batch's target, of whole samples.
+
+        Returns:
+            The target with labels of shape (batch, tokens, ...); ``target`` by default.
+        """
+        return target
+
     @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the MEAN loss of a batch, over the units that :meth:`weight` counts.

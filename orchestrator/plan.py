@@ -108,7 +108,7 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
         tables = with_cpus(tables)
     cluster = parse_cluster(options.cluster, tables, link=options.link)
     from orchestrator.display.forecasts import as_json, draw, text
-    from orchestrator.driver.layouts import answer
+    from orchestrator.driver.forecasts import answer
 
     answered = answer(
         [*file_words(options), *options.words],

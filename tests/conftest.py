@@ -6,7 +6,7 @@ Three tiers:
   and a few tests of other folders that are marked ``fast``: one run at defaults, equal loss over five layouts, one
   recovery.
 - ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
-- ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments.
+- ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments, and combinations (``in_turn``).
 
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
@@ -21,8 +21,11 @@ Every test has the name of its folder as a marker: ``pytest -m "distributed or t
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +125,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
+    _take_turns(items)
     first = WHOLE if _whole_first(config) else LONGEST if config.option.markexpr == "fast" else ()
     order = [*first, *FOLDERS]
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def _take_turns(items: list[pytest.Item]) -> None:
+    """Of a test marked ``in_turn``, keep each value of each parameter for CI, and all combinations for the campaign.
+
+    The first values of all parameters come together, then the second ones; the values of a shorter list come again.
+    """
+    tests: dict[object, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("in_turn"):
+            tests[item.function].append(item)  # type: ignore[attr-defined]
+    for combined in tests.values():
+        lengths = [len(mark.args[1]) for mark in combined[0].iter_markers("parametrize")]
+        kept = {tuple(turn % length for length in lengths) for turn in range(max(lengths))}
+        if len(combined) == math.prod(lengths):  # and none is chosen by its name
+            for item, turn in zip(combined, itertools.product(*map(range, lengths)), strict=True):
+                if turn not in kept:
+                    item.add_marker("campaign")
 
 
 def pytest_collection_finish() -> None:

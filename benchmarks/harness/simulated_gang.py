@@ -67,6 +67,7 @@ class SimulatedRank:
     """The state of a rank.
 
     Attributes:
+        step_s: how long its steps take.
         leaving: it has received SIGTERM.
         deaf: it does not answer ``hold``.
         num_failing: how many of its next heartbeats raise.
@@ -74,6 +75,7 @@ class SimulatedRank:
     """
 
     number: int
+    step_s: float
     generation: int = 0
     leaving: bool = False
     deaf: bool = False
@@ -90,21 +92,25 @@ class SimulatedRank:
         if self.resumed_at is None:
             return 0
         step, since = self.resumed_at
-        return step + int((time.monotonic() - since) / STEP_S)
+        return step + int((time.monotonic() - since) / self.step_s)
 
 
 @ray.remote(max_concurrency=100_000)
 class Host:
-    """Answers for many ranks, by the number of their worker."""
+    """Answers for many ranks, by the number of their worker, whose steps take ``step_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
         self.ranks: dict[int, SimulatedRank] = {}
+        self.heartbeats = 0
+        self._step_s = step_s
         self.finished = False
         self.max_workers: int | None = None
         self._unpacked: tuple[bytes, Assignment] | None = None
 
     async def call(self, worker: int, method: str, *args: Any) -> Any:
-        return await getattr(self, method)(self.ranks.setdefault(worker, SimulatedRank(number=worker)), *args)
+        if (rank := self.ranks.get(worker)) is None:
+            rank = self.ranks[worker] = SimulatedRank(number=worker, step_s=self._step_s)
+        return await getattr(self, method)(rank, *args)
 
     async def change(self, worker: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -113,6 +119,9 @@ class Host:
     async def cpu_s(self) -> float:
         """Return the CPU time of this process so far."""
         return time.process_time()
+
+    async def num_heartbeats(self) -> int:
+        return self.heartbeats
 
     async def num_held(self) -> int:
         return sum(rank.held for rank in self.ranks.values())
@@ -165,9 +174,9 @@ class Host:
         )
         return Outcome(
             status="failed",
-            step=0,
+            step=step,
             failure=failure,
-            recoverable_steps={ANY_RANK: (0,)},
+            recoverable_steps={ANY_RANK: (step,)},
             last_heartbeat=self._heartbeat(rank),
         )
 
@@ -181,21 +190,22 @@ class Host:
         if rank.num_failing > 0:
             rank.num_failing -= 1
             raise RuntimeError("no heartbeat")
+        self.heartbeats += 1
         return self._heartbeat(rank)
 
     def _heartbeat(self, rank: SimulatedRank) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
         events: tuple[Event, ...] = ()
-        if not rank.first_step_reported and step > 0:
+        if not rank.first_step_reported and rank.resumed_at is not None and step > rank.resumed_at[0]:
             rank.first_step_reported = True
-            events = (FirstStepDone(generation=rank.generation, startup={"first_step_s": STEP_S}),)
+            events = (FirstStepDone(generation=rank.generation, startup={"first_step_s": rank.step_s}),)
         points = tuple(
             TrainPoint(
                 step=s,
                 time=time.time(),
                 loss_sum=1.0,
                 weight=1.0,
-                step_ms=(STEP_S * 1e3,) * LOG_EVERY,
+                step_ms=(rank.step_s * 1e3,) * LOG_EVERY,
                 data_wait_ms=0.1,
                 comm_share=0.1,
                 peak_memory_mb=100.0,
@@ -209,8 +219,8 @@ class Host:
             step=step,
             phase="train",
             ticks=step,
-            usual_tick_s=STEP_S,
-            busy_ms=180.0,
+            usual_tick_s=rank.step_s,
+            busy_ms=0.9e3 * rank.step_s,
             points=points,
             events=events,
             leaving=rank.leaving,
@@ -277,12 +287,13 @@ class _Method:
 class SimulatedSlots:
     """Looks like ``driver.slots.Slots`` to the gang."""
 
+    step_s: float = STEP_S
     hosts: list[Any]
     workers: dict[int, SimulatedWorker]  # by slot
     num_started: int
 
     def __init__(self, plan: Plan, code: WorkerCode, **_: Any):
-        type(self).hosts = [Host.remote() for _ in range(HOSTS)]  # type: ignore[attr-defined]
+        type(self).hosts = [Host.remote(self.step_s) for _ in range(HOSTS)]  # type: ignore[attr-defined]
         type(self).workers = {}
         type(self).num_started = 0
         self.resources = {"CPU": plan.cpus_per_worker}
@@ -339,16 +350,22 @@ def change(workers: Iterable[int], **values: Any) -> None:
 
 
 class Watcher:
-    """A sink that tells when the first step and a recovery have happened, and keeps all events."""
+    """A sink that tells when the first step and a recovery have happened, and keeps all events.
+
+    Attributes:
+        seen_at: when the last event of each kind came.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.seen_at: dict[type[Event], float] = {}
         self.first_step = threading.Event()
         self.recovered: list[Recovered] = []
         self.healed = threading.Event()
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
+        self.seen_at[type(event)] = time.monotonic()
         if isinstance(event, FirstStepDone):
             self.first_step.set()
         if isinstance(event, Recovered):

@@ -85,7 +85,7 @@ def name(forecast: Forecast) -> str:
     parts = [_sizes(forecast.mesh), f"{step.rows:g} x {step.passes:g}"]
     parts += ["recompute"] if step.recompute else []
     parts += [f"{step.chunks} stages each"] if step.chunks > 1 else []
-    parts += ["optimizer divided"] if step.divides_update and not step.gathers else []
+    parts += ["optimizer divided"] if step.divides_update else []
     return ", ".join(parts)
 
 

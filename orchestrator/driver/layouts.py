@@ -1,4 +1,4 @@
-"""The layouts that a job may have on a cluster that is not here, each checked, measured for memory and timed."""
+"""The layouts that a job may have on a cluster that is not here, each checked and measured for memory."""
 
 from __future__ import annotations
 
@@ -12,169 +12,39 @@ from typing import Any
 
 from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, to_dict
-from orchestrator.config.job_loader import load_job
-from orchestrator.config.overrides import values
-from orchestrator.config.recorded import overrides_to_evaluate
-from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 from orchestrator.job import Job
 from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import FoundLayout, Node, find_layout
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import Stack, Step, step_time
-from orchestrator.prediction.devices import CPU, Cluster, read_tables
-from orchestrator.prediction.forecast import Answer, Forecast, Question, like
-from orchestrator.prediction.goodput import DEVICE_HOURS
-from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
-from orchestrator.records.run_dir import RunDir
+from orchestrator.prediction.cost import Step
+from orchestrator.prediction.devices import CPU, Cluster
+from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
-from orchestrator.strategies.this_machine import UNFUSED
 from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline.ideal import UNIT_TIMES, simulate
 from orchestrator.timeline.spans import busy_s, extent_s
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
+LEAST_TOKENS = 4096
+"""The tokens of a sample that a device has at least if others have the rest."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 LARGEST_ROWS = 64
 REPLAYED = 8
 """The workers of a pipeline whose schedule is replayed; longer ones wait in proportion."""
-USUAL = {"strategy": "mesh", "train.precision": "bf16"}
-"""What is planned for GPUs where the command line does not say it."""
-USUAL_TOKENS = 2**22
-"""The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
-as Llama 3 (arXiv:2407.21783) begins with."""
+
+SUMMED_BYTES, UPDATED_BYTES = 8.0, 4.0
+"""What replicas exchange for a parameter: the sum of its gradient in float32, there and back, and what is updated."""
 
 
-def answer(
-    words: Sequence[str],
-    cluster: Cluster,
-    redactor: Redactor,
-    *,
-    tokens: float | None = None,
-    price: float | None = None,
-    device_hours: float | None = None,
-    measured: RunDir | None = None,
-) -> Answer:
-    """Return the layouts of a job on a cluster.
-
-    Args:
-        words: the overrides of a launch.
-        cluster: the cluster.
-        redactor: learns the secrets of the job.
-        tokens: of the whole run; None if no whole run is asked for.
-        price: of an hour of a device; None if it is unknown.
-        device_hours: the mean hours between the failures of one device; None for the published ones.
-        measured: a run on such devices that says which shares of the peak rates are reached; None for published ones.
-
-    Raises:
-        ConfigError: the configuration or the job is wrong, the model cannot be traced, or see :func:`measured_stack`.
-    """
-    given = values(words)
-    on_cpus = cluster.name == CPU
-    of_cpus = {"train.precision": "fp32", "strategy.num_workers": cluster.devices} if on_cpus else {}
-    assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
-    config, job = _composed([*words, *assumed], redactor)
-    if "train.global_batch_size" not in given:
-        batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
-        config = replace(config, train=replace(config.train, global_batch_size=batch))
-        assumed = (*assumed, f"train.global_batch_size={batch}")
-    search = _Search(config, job, cluster, given.keys())
-    question = Question(
-        work=search.traced.work,
-        cluster=cluster,
-        stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
-        tokens=tokens,
-        price=price,
-        device_hours=device_hours or DEVICE_HOURS,
-    )
-    forecasts = best_of_each([question.answered(f) for f in search.forecasts()])
-    sparse = search.traced.work.layer.experts > 0
-    return Answer(
-        question=question,
-        command=(*words, *assumed),
-        assumed=assumed,
-        fitting=tuple(f for f in forecasts if not f.refused),
-        refused=tuple(f for f in forecasts if f.refused),
-        pruned=search.pruned,
-        spread=like(compare([run.row for run in published_runs()], read_tables()), cluster.devices, sparse=sparse),
-        measured=measured.location if measured else "",
-    )
-
-
-def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
-    """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
-
-    One step time tells one number: both shares change in proportion.
-
-    Args:
-        run_dir: a run that has ended.
-        cluster: of such devices as the run had.
-        planned: the configuration whose layouts are asked for.
-        redactor: learns the secrets of the run's job.
-
-    Raises:
-        ConfigError: the run has no step time, differs in device or precision, or was faster than the peak rates allow;
-            or its configuration cannot be read any more.
-    """
-    record, where = run_dir.read_record(), f"--measured {run_dir.location}"
-    plan, step_ms = record.get("plan"), record.get("summary", {}).get("step_ms_p50")
-    if not plan or not step_ms:
-        raise ConfigError([f"{where}: has no median of step times; name a run of several steps that has ended"])
-    if (plan["device"] == "cpu") != (cluster.name == CPU):
-        raise ConfigError(
-            [f"{where}: ran on {plan['device']}, and --cluster names {cluster.name}; name the same device"]
-        )
-    if (precision := record.get("precision")) != planned.train.precision:
-        raise ConfigError([f"{where}: computed in {precision}; plan with train.precision={precision}"])
-    workers = plan["world_size"]
-    try:
-        words = overrides_to_evaluate(run_dir.config_file, [f"strategy.num_workers={workers}"])
-    except ValueError as e:
-        raise ConfigError([f"{where}: {e}"]) from e
-    config, job = _composed(words, redactor)
-    there = replace(cluster, nodes=math.ceil(workers / cluster.per_node), per_node=min(workers, cluster.per_node))
-    search = _Search(config, job, there, ())
-    forecast = search.as_configured()
-    if forecast.refused:
-        raise ConfigError([f"{where}: {forecast.refused}"])
-    usual = _usual_stack(cluster, config)
-
-    def predicted_ms(stack: Stack) -> float:
-        return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
-
-    def changed(stack: Stack, share: float) -> Stack:
-        return replace(stack, products=share, attention=share * usual.attention / usual.products)
-
-    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
-    if (least := predicted_ms(found)) > 1.01 * step_ms:
-        reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
-        raise ConfigError([f"{where}: {reason}"])
-    return found
-
-
-def _usual_stack(cluster: Cluster, config: Config) -> Stack:
-    return UNFUSED if cluster.name == CPU else stack_for(cluster.name, compiled=config.train.compile is not False)
-
-
-def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:
-    errors: list[str] = []
-    config, spec = compose(words, errors, registry.config_class)
-    job = load_job(spec, errors, redactor) if spec is not None else None
-    if errors or config is None or job is None:
-        raise ConfigError(errors)
-    redactor.learn(to_dict(config))
-    return config, job
-
-
-class _Search:
+class Layouts:
     """The layouts of a job.
 
     Attributes:
@@ -183,6 +53,17 @@ class _Search:
     """
 
     def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
+        """Trace the model.
+
+        Args:
+            config: the configuration of a launch.
+            job: its job.
+            cluster: where it would be trained.
+            given: the keys that stay as they are.
+
+        Raises:
+            ConfigError: the model cannot be traced.
+        """
         self._config, self._cluster, self._given = config, cluster, given
         self.pruned: Counter[str] = Counter()
         on_cpus = cluster.name == CPU
@@ -190,9 +71,8 @@ class _Search:
         try:
             self.traced = traced(self._outline, fused_attention=not on_cpus)
         except Exception as e:  # whatever the job raises with fake tensors
-            raise ConfigError(
-                [f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"]
-            ) from e
+            reason = f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"
+            raise ConfigError([f"{reason}; let Job.forward and Job.loss read none, as .item() does"]) from e
         model = self._outline.model
         assert model is not None
         self._model = model
@@ -250,7 +130,7 @@ class _Search:
         cuts = [
             {**tensor, **context, **pipeline}
             for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
-            for context in self._free("strategy.context", _powers(LARGEST["context"]))
+            for context in self._free("strategy.context", self._context_sizes())
             for pipeline in self._free("strategy.pipeline", _powers(most_stages))
         ]
         for cut in cuts:
@@ -262,6 +142,11 @@ class _Search:
                 divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
+
+    def _context_sizes(self) -> list[int]:
+        tokens = self.traced.work.tokens
+        fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
+        return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
@@ -317,6 +202,7 @@ class _Search:
         samples = config.train.global_batch_size / mesh.data_parallel_size
         passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
         gathers = division is not None and division.parameters > 1
+        divides_update = division is not None and division.optimizer > 1 and not gathers
         resharded = gathers and getattr(options, "reshard_after_forward", True)
         again = config.train.activation_checkpointing
         recomputes: Recomputed = "blocks" if again == "blocks" else "none"  # selective keeps less, which cannot be seen
@@ -329,9 +215,13 @@ class _Search:
             recompute=float(recomputes == "blocks"),
             recompute_attention=float(again != "none"),
             gathers=gathers,
-            divides_update=division is not None and division.optimizer > 1,
+            divides_update=divides_update,
             gathers_each_pass=bool(resharded),
+            gathers_again=bool(resharded),
+            sums_each_pass=layout.pipeline is None,
             gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
+            exchanged_bytes=SUMMED_BYTES + (UPDATED_BYTES if divides_update else 0.0),
+            divides_sends=False,
             divides_ends=bool(self._divided(mesh.tensor)[1]),
         )
         memory: WorkerMemory | None = None
@@ -342,7 +232,7 @@ class _Search:
             if place not in self._gathered:
                 self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
             state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
-            memory = self.traced.kept(recomputes, tensor=mesh.tensor).added(
+            memory = self.traced.kept(recomputes, tensor=mesh.tensor, context=mesh.context).added(
                 state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         changed = {key: value for key, value in keys.items() if self._value(key) != value}

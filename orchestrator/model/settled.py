@@ -6,7 +6,8 @@ Two of them can be compared, although dropout draws other numbers for a batch th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +37,27 @@ class Passed:
         loss: the mean loss of the batch.
         states: the buffers after them, and the parameters that they have changed, by name; one for each part of a
             batch that began with the model as it was.
+        gradients: those of the trained parameters, by name; empty if none were wanted, or autograd has none.
     """
 
     loss: Tensor
     states: Sequence[dict[str, Tensor]]
+    gradients: Mapping[str, Tensor]
 
     def differs(self, other: Passed, tolerance: float) -> bool:
         """Return whether the losses differ. One that is not finite is no evidence."""
         finite = bool(self.loss.isfinite() & other.loss.isfinite())
         return finite and not _close(self.loss, other.loss, tolerance)
+
+    def turned(self, other: Passed, tolerance: float) -> tuple[str, ...]:
+        """Return the names of the gradients that differ by more than ``tolerance`` of the norm of all of them."""
+        if self.gradients.keys() != other.gradients.keys():
+            return ()
+        limit = tolerance * float(
+            torch.stack([g.norm().float() for g in other.gradients.values()] or [torch.zeros(())]).norm()
+        )
+        apart = {name: float((g - other.gradients[name]).norm()) for name, g in self.gradients.items()}
+        return tuple(name for name, distance in apart.items() if limit + ATOL < distance < math.inf)
 
     def changed(self, other: Passed, tolerance: float) -> tuple[str, ...]:
         """Return the names of the tensors that have other values after some part than after the whole ``other``."""
@@ -65,8 +78,9 @@ def passed(
     in_turn: bool,
     seed: int,
     nudged: Collection[str] = (),
+    gradients: bool = False,
 ) -> Passed:
-    """Run the parts of a batch through copies of a model that share its parameters, without gradients.
+    """Run the parts of a batch through copies of a model that share its parameters.
 
     BatchNorm uses its running statistics. The model is left as it is; the random generators are not.
 
@@ -79,13 +93,14 @@ def passed(
             each begins with the model as it is, as replicas do.
         seed: seeds the random generators before the parts are made.
         nudged: the names of parameters that begin with slightly other values.
+        gradients: whether to compute the gradients of the loss.
 
     Raises:
         NotRepeatableError: the forward pass cannot be compared with another one.
         Exception: whatever the model, its loss or ``parts`` raises.
     """
     seed_generators(seed)
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         with _Expected():
             made = list(parts())
         outputs, states = [], list[dict[str, Tensor]]()
@@ -103,7 +118,23 @@ def passed(
         finally:
             shared.restore()
         with _Expected():
-            return Passed(loss=loss(outputs, made).detach().double().cpu(), states=states)
+            mean = loss(outputs, made)
+            found = _gradients(mean, model) if gradients else {}
+    return Passed(loss=mean.detach().double().cpu(), states=states, gradients=found)
+
+
+def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of a model's parameters; none if a backward pass fails, as after changes in place."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+    except RuntimeError:
+        return {}
+    return {
+        name: (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+        for name, gradient in zip(trained, found, strict=True)
+        if gradient is not None
+    }
 
 
 class _Shared:

@@ -43,7 +43,8 @@ class Division:
     @classmethod
     def of(cls, mesh: Mesh) -> Division:
         """Return that of strategies that divide all alike: over the shards and the stages of ``mesh``."""
-        return cls(parameters=mesh.shard, gradients=mesh.shard, optimizer=mesh.shard, stages=mesh.pipeline)
+        shards = mesh.num_shards
+        return cls(parameters=shards, gradients=shards, optimizer=shards, stages=mesh.pipeline)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,11 @@ DIMENSIONS: Axes = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outermost to the innermost: consecutive ranks differ in the last of them."""
 BATCH: Axes = ("replicate", "shard")
 """The dimensions whose workers train on different samples."""
-DIVIDING: Axes = ("shard", "tensor")
+TOKENS: Axes = (*BATCH, "context")
+"""The dimensions whose workers train on different tokens."""
+DENSE: Axes = ("shard", "context")
+"""The dimensions over which parameters are divided that are gathered to be used."""
+DIVIDING: Axes = (*DENSE, "tensor")
 """The dimensions whose workers may have shards of the same tensor."""
 WITHIN_STAGE: Axes = DIMENSIONS[1:]
 """The dimensions whose workers have the same layers."""
@@ -76,6 +80,11 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
+    def num_shards(self) -> int:
+        """The number of workers that a parameter is divided over which is gathered to be used."""
+        return self.shard * self.context
+
+    @property
     def servers(self) -> range:
         """The global ranks that hold parameters."""
         return range(self.num_workers, self.world_size)
@@ -95,15 +104,20 @@ class Mesh:
 
     def group(self, axes: Dimension | Axes, global_rank: int) -> list[int]:
         """Return the ranks that differ from a worker's at most in ``axes``, ordered by these, the last one fastest."""
-        own, axes = self.coords(global_rank), _several(axes)
+        own, axes = self.coords(global_rank), several(axes)
         places = itertools.product(*(range(self.size(dimension)) for dimension in axes))
         return [self._rank(own._replace(**dict(zip(axes, place, strict=True)))) for place in places]
 
     def groups(self, axes: Dimension | Axes) -> list[list[int]]:
         """Return the groups of all workers along ``axes``, in the order of their places in the other dimensions."""
-        axes = _several(axes)
+        axes = several(axes)
         places = (range(1 if other in axes else self.size(other)) for other in DIMENSIONS)
         return [self.group(axes, self._rank(Coords(*first))) for first in itertools.product(*places)]
+
+    def place(self, axes: Dimension | Axes, global_rank: int) -> tuple[int, int]:
+        """Return the index of a worker in its :meth:`group` along ``axes``, and the number of its workers."""
+        group = self.group(axes, global_rank)
+        return group.index(global_rank), len(group)
 
     def part(self, global_rank: int) -> Coords:
         """Return the coordinates that identify a worker's part of the model: all but ``replicate``."""
@@ -173,7 +187,8 @@ class Mesh:
         return rank
 
 
-def _several(axes: Dimension | Axes) -> Axes:
+def several(axes: Dimension | Axes) -> Axes:
+    """Return the dimensions that are meant by one or by several."""
     return (axes,) if isinstance(axes, str) else axes
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from orchestrator.planning.boxes import Box, Shape
-from orchestrator.planning.mesh import BATCH, DIMENSIONS, Axes, Dimension, Mesh
+from orchestrator.planning.mesh import DIMENSIONS, TOKENS, Axes, Dimension, Mesh, several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class AxisCut:
     """A division of a tensor along one of its axes.
 
     Attributes:
-        over: the dimension of the mesh whose workers have a shard each.
+        over: the dimensions of the mesh whose workers have a shard each, in the order of the last one fastest.
         axis: the axis of the tensor.
         sizes: the number of places along the axis that each of these workers has, in their order; empty for equal
             shards, as :meth:`Box.shard` makes them.
@@ -26,7 +26,7 @@ class AxisCut:
             an equal part of each; empty for one.
     """
 
-    over: Dimension
+    over: Dimension | Axes
     axis: int = 0
     sizes: tuple[int, ...] = ()
     packed: tuple[int, ...] = ()
@@ -65,7 +65,8 @@ class Placement:
             return None
         box = Box.whole(self.shape)
         for cut in self.cuts:
-            box = cut.box(box.shape, index=getattr(coords, cut.over), count=mesh.size(cut.over)).within(box)
+            index, count = mesh.place(cut.over, rank)
+            box = cut.box(box.shape, index=index, count=count).within(box)
         return box
 
     def holders(self, mesh: Mesh, rank: int) -> list[int]:
@@ -87,11 +88,11 @@ class Placement:
 
     @property
     def summed_over(self) -> Axes:
-        """The dimensions whose workers have other gradients, as of other samples, for the same elements."""
-        return tuple(dimension for dimension in self.held_along if dimension in (*BATCH, *self.partial))
+        """The dimensions whose workers have other gradients, as of other tokens, for the same elements."""
+        return tuple(dimension for dimension in self.held_along if dimension in (*TOKENS, *self.partial))
 
     @property
     def held_along(self) -> Axes:
         """The dimensions along which the workers of a stage have the same of the tensor."""
-        cut = {"pipeline", *(cut.over for cut in self.cuts)}
+        cut = {"pipeline", *(dimension for cut in self.cuts for dimension in several(cut.over))}
         return tuple(dimension for dimension in DIMENSIONS if dimension not in cut)

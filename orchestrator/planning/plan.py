@@ -112,10 +112,10 @@ class Plan:
     def describe(self) -> str:
         """Return how the model and the batch are divided, for users."""
         text = f"data parallel {self.mesh.data_parallel_size}"
-        if self.mesh.shard > 1:
+        if self.mesh.num_shards > 1:
             divided = "each tensor" if self.divides_parameters else "the optimizer's state"
-            text += f", {divided} divided over {self.mesh.shard}"
-        sizes = {"pipeline": self.mesh.pipeline, "tensor": self.mesh.tensor}
+            text += f", {divided} divided over {self.mesh.num_shards}"
+        sizes = {"pipeline": self.mesh.pipeline, "context": self.mesh.context, "tensor": self.mesh.tensor}
         return text + "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
 
     @property
@@ -204,7 +204,7 @@ def make_plan(
         workers=_worker_plans(layout, samples),
         pipeline=layout.pipeline,
         split=layout.split,
-        divides_parameters=division is None or division.parameters == layout.mesh.shard,
+        divides_parameters=division is None or division.parameters == layout.mesh.num_shards,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=_memory(config, nodes, device),
         node=_tightest_node(nodes, found.room, num_processes),
@@ -241,7 +241,7 @@ def find_layout(
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1 and not rules.runs_script:
-        errors += _batch_errors(config, num_workers // layout.mesh.tensor)
+        errors += _batch_errors(config, num_workers // (layout.mesh.context * layout.mesh.tensor))
     faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)

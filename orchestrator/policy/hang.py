@@ -102,11 +102,14 @@ class HangDetector:
             unfinished: the ranks that have not ended.
             now: the time of the last :meth:`observe`.
         """
-        ranks = {rank: self._ranks[rank] for rank in unfinished if rank in self._ranks}
-        stuck = [rank for rank, state in ranks.items() if now - state.since > self._limit_of(state)[0]]
-        if len(stuck) == len(unfinished):
-            return stuck
-        return [] if self._synchronous else [rank for rank in stuck if not ranks[rank].heartbeat.waiting]
+
+        def is_stuck(rank: int) -> bool:
+            state = self._ranks.get(rank)
+            return state is not None and now - state.since > self._limit_of(state)[0]
+
+        if all(map(is_stuck, unfinished)):  # the first one that is not settles it, whatever the size of the gang
+            return list(unfinished)
+        return [r for r in unfinished if not self._synchronous and is_stuck(r) and not self._ranks[r].heartbeat.waiting]
 
     @property
     def usual_s(self) -> float:

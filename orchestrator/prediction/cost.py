@@ -72,9 +72,13 @@ class Step:
         gathers: whether workers have shards of the parameters, and gather them.
         divides_update: whether workers that have the same parameters divide the update of them.
         gathers_each_pass: whether they do so for each micro-batch, and not once in a step.
+        gathers_again: whether they do so again for the backward pass, except for what is in no layer.
+        sums_each_pass: whether they sum gradients after each micro-batch, and not once in a step.
         precision: what products are computed in.
         gathered_bytes: the bytes of a parameter when it is gathered.
         summed_bytes: the bytes of a gradient when it is summed.
+        exchanged_bytes: what those with the same parameters exchange in a step for each: sums, and updated parameters.
+        divides_sends: whether tensor ranks divide what is sent from stage to stage.
         divides_ends: whether tensor ranks divide embeddings and the head too, and not only the layers.
         overlaps_tensor: the share of the exchanges between tensor ranks that hides behind products.
     """
@@ -90,9 +94,13 @@ class Step:
     gathers: bool = True
     divides_update: bool = False
     gathers_each_pass: bool = True
+    gathers_again: bool = True
+    sums_each_pass: bool = True
     precision: Precision = "bf16"
     gathered_bytes: float = 2.0
     summed_bytes: float = 4.0
+    exchanged_bytes: float = 6.0
+    divides_sends: bool = True
     divides_ends: bool = True
     overlaps_tensor: float = 0.0
 
@@ -100,6 +108,21 @@ class Step:
     def samples(self) -> float:
         """The global batch."""
         return self.rows * self.passes * self.mesh.data_parallel_size
+
+    @property
+    def shards(self) -> int:
+        """The ranks that the parameters are divided over, those that compute a sample together included."""
+        return self.mesh.shard * self.mesh.context if self.gathers else 1
+
+    @property
+    def copies(self) -> int:
+        """The ranks that have the same parameters."""
+        return self.mesh.data_parallel_size * self.mesh.context // self.shards
+
+    def own_parameters(self, work: ModelWork) -> float:
+        """Return how many parameters a rank has."""
+        of_layers = work.layers * (work.layer.parameters + work.layer.experts / self.expert)
+        return (of_layers + work.ends.parameters) / (self.mesh.tensor * self.mesh.pipeline * self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,38 +150,66 @@ class StepTime:
 def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> StepTime:
     """Return the time of a step."""
     one = _one_pass(work, step, cluster, stack)
-    mesh, passes, a_pass = step.mesh, step.passes, sum(dataclasses.astuple(one))
-    tensor, parts = mesh.tensor, mesh.tensor * mesh.pipeline
-    # The ranks that compute a sample together have shards of the parameters, too.
-    shards = mesh.shard * mesh.context if step.gathers else 1
-    copies = mesh.data_parallel_size * mesh.context // shards
-    gathering = summing = sends = 0.0
-    if shards > 1:
-        bytes_each = 2 * step.gathered_bytes + step.summed_bytes
-        sent = work.parameters / parts * bytes_each * (shards - 1) / shards / cluster.bus_bytes_s(tensor, shards)
-        seen = max(0.0, sent - GATHER_HIDDEN * a_pass) + GATHER_SEEN * min(sent, a_pass)
-        gathering = seen * (passes if step.gathers_each_pass else 1.0)
-    layer = work.layer
-    own = (work.layers * (layer.parameters + layer.experts / step.expert) + work.ends.parameters) / parts / shards
-    if copies > 1:
-        sent = own * (step.summed_bytes + step.gathered_bytes) / cluster.bus_bytes_s(tensor * shards, copies)
-        summing = max(0.0, sent - SUMS_HIDDEN * a_pass)
-    if mesh.pipeline > 1:
-        output_bytes = step.rows / mesh.context * layer.output_bytes / tensor
-        sends = passes * SENDS_SEEN * 2 * step.chunks * output_bytes / cluster.between.bytes_s
-    updated = own / (copies if step.divides_update else 1)
+    mesh, passes, a_pass = step.mesh, step.passes, float(sum(dataclasses.astuple(one)))
+    sent, apart = sent_bytes(work, step), mesh.tensor * step.shards
+
+    def seen(size: float) -> float:
+        seconds = size / cluster.bus_bytes_s(mesh.tensor, step.shards)
+        return max(0.0, seconds - GATHER_HIDDEN * a_pass) + GATHER_SEEN * min(seconds, a_pass)
+
+    gathering = passes * seen(sent.shards_each_pass) + seen(sent.shards_once)
+    exchanging = sent.replicas / cluster.bus_bytes_s(apart, step.copies)
+    sends = passes * SENDS_SEEN * sent.stages / cluster.between.bytes_s
+    updated = step.own_parameters(work) / (step.copies if step.divides_update else 1)
     return StepTime(
         products=passes * one.products,
         attention=passes * one.attention,
         moved=passes * one.moved,
         update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
         shard=gathering,
-        replicate=summing,
+        replicate=max(0.0, exchanging - SUMS_HIDDEN * a_pass),
         tensor=passes * one.tensor,
         context=passes * one.context,
         expert=passes * one.expert,
         sends=sends,
         bubble=step.bubble * (passes * a_pass + gathering + sends),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """The bytes that a rank sends over the bus of its group: of a gather or a sum of ``n`` ranks, ``(n - 1) / n``.
+
+    Attributes:
+        shards_each_pass: with the ranks that have other shards, for a micro-batch.
+        shards_once: with the same ranks, once in a step.
+        replicas: with the ranks that have the same parameters, once in a step.
+        tensor: with the ranks that divide its layers, for a layer and a micro-batch.
+        stages: to the stages before and after, for a micro-batch.
+    """
+
+    shards_each_pass: float
+    shards_once: float
+    replicas: float
+    tensor: float
+    stages: float
+
+
+def sent_bytes(work: ModelWork, step: Step) -> Sent:
+    """Return what an average rank sends."""
+    mesh, shards, copies, tensor = step.mesh, step.shards, step.copies, step.mesh.tensor
+    rows, output, summed_output = step.rows / mesh.context, work.layer.output_bytes, work.layer.summed_bytes
+    in_layers, parts = work.parameters - work.ends.parameters, tensor * mesh.pipeline
+    gathered = step.gathered_bytes * (work.parameters + step.gathers_again * in_layers)
+    summed, of_group = step.summed_bytes * work.parameters, (shards - 1) / shards / parts
+    each = step.gathers_each_pass * gathered + step.sums_each_pass * summed
+    forward = 2 if step.recompute <= PARTLY else 4  # the sums in a layer, which may be computed again
+    return Sent(
+        shards_each_pass=of_group * each,
+        shards_once=of_group * (gathered + summed - each),
+        replicas=(copies - 1) / copies * step.own_parameters(work) * step.exchanged_bytes,
+        tensor=2 * (tensor - 1) / tensor * rows * (forward * summed_output + 2 * output),
+        stages=2 * step.chunks * rows * output / (tensor if step.divides_sends else 1) if mesh.pipeline > 1 else 0.0,
     )
 
 
@@ -187,23 +238,16 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0
     moved = rows * layer.moved_bytes * stack.moved * again + is_narrow * rows * layer.product_bytes  # and casts
     head = (1.0 if mesh.pipeline == 1 else HEAD_SHARE) * (1 if step.divides_ends else mesh.tensor)
+    summing = sent_bytes(work, step).tensor / cluster.bus_bytes_s(1, mesh.tensor)
     of_head = min(HEAD_MOST, stack.products * (2 if is_narrow else 1))
     return _Pass(
         products=layers * products + head * 3 * rows * ends.products / (wide * of_head),
         attention=layers * attention,
         moved=(layers * moved + head * rows * ends.moved_bytes) / (memory * STREAMED),
-        tensor=layers * _between_tensor_ranks(work, step, cluster),
+        tensor=layers * summing * (1 - step.overlaps_tensor),
         context=max(0.0, layers * (_between_context_ranks(work, step, cluster) - KEYS_HIDDEN * attention)),
         expert=layers * _between_experts(work, step, cluster, stack),
     )
-
-
-def _between_tensor_ranks(work: ModelWork, step: Step, cluster: Cluster) -> float:
-    """Two sums of the output forward and two backward, in one layer, and two more if it is computed again."""
-    tensor = step.mesh.tensor
-    sums = 4 if step.recompute <= PARTLY else 6
-    sent = 2 * sums * (tensor - 1) / tensor * step.rows / step.mesh.context * work.layer.output_bytes
-    return sent / cluster.bus_bytes_s(1, tensor) * (1 - step.overlaps_tensor)
 
 
 def _between_context_ranks(work: ModelWork, step: Step, cluster: Cluster) -> float:

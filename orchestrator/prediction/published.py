@@ -96,7 +96,8 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError([f"--published {path}: cannot be read: {e}"]) from e
     if missing := [column for column in COLUMNS if column not in (reader.fieldnames or ())]:
-        raise ConfigError([f"--published {path}: lacks the columns {', '.join(missing)}; see docs/plan.md"])
+        reason = f"lacks the columns {', '.join(missing)}; take {PUBLISHED.name} in the package as a pattern"
+        raise ConfigError([f"--published {path}: {reason}"])
     return rows
 
 
@@ -179,6 +180,7 @@ def as_run(row: Row, tables: Tables) -> Run:
         causal=1.0 if is_foundry or row["gpu"] == "A100-80G" else 0.5,
     )
     work = model.work(tokens)
+    gathered, summed = 1.0 if precision != "bf16" and is_titan else 2.0, 2.0 if "PURE" in row["options"] else 4.0
     step = Step(
         mesh=Mesh(
             pipeline=pipeline,
@@ -197,9 +199,11 @@ def as_run(row: Row, tables: Tables) -> Run:
         gathers=shard > 1,
         divides_update=True,
         gathers_each_pass=pipeline == 1,
+        sums_each_pass=pipeline == 1,
         precision=precision,
-        gathered_bytes=1.0 if precision != "bf16" and is_titan else 2.0,
-        summed_bytes=2.0 if "PURE" in row["options"] else 4.0,
+        gathered_bytes=gathered,
+        summed_bytes=summed,
+        exchanged_bytes=gathered + summed,
         overlaps_tensor=0.55 if "AsyncTP" in row["options"] or "overlap" in row["options"] else 0.0,
     )
     if row["tokens_s_gpu"]:
@@ -296,14 +300,25 @@ def stack_for(device: str, *, compiled: bool) -> Stack:
 
 
 def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
-    """Predict the rows of stacks that are known; those of other stacks are left out."""
+    """Predict the rows of stacks that are known; those of other stacks are left out.
+
+    Raises:
+        ConfigError: a row is damaged, or none is of a known stack.
+    """
     found = []
-    for row in rows:
-        run = as_run(row, tables)
+    for number, row in enumerate(rows, 1):
+        try:
+            run = as_run(row, tables)
+        except (ValueError, ZeroDivisionError, TypeError) as e:
+            reason = f"--published: row {number} ({row['model']}) cannot be read: {e}; compare it with {PUBLISHED.name}"
+            raise ConfigError([reason]) from e
         if run.stack in CALIBRATIONS:
             stack, tuned_on = _calibrated(run.stack)
             tuned = any(run.row == other.row for other in tuned_on)
             found.append(Compared(run=run, predicted=run.predicted(stack), tuned=tuned))
+    if not found:
+        known = ", ".join(CALIBRATIONS)
+        raise ConfigError([f"--published: no row is of a known framework, precision and device: {known}"])
     return found
 
 

@@ -28,6 +28,7 @@ class Work:
         attention: the operations of attention in a forward pass.
         moved_bytes: what everything else reads and writes in a forward and a backward pass, if nothing is fused.
         output_bytes: its output, which a later stage needs.
+        summed_bytes: that in the type of products, in which ranks sum it that divide these.
         key_bytes: its keys and values.
         routed: the experts that a token is sent to; 0 if no worker has other experts than the others.
     """
@@ -38,6 +39,7 @@ class Work:
     attention: float = 0.0
     moved_bytes: float = 0.0
     output_bytes: float = 0.0
+    summed_bytes: float = 0.0
     key_bytes: float = 0.0
     experts: float = 0.0
     used: float = 0.0
@@ -116,6 +118,7 @@ class Transformer:
             * tokens
             * ((HIDDEN_PASSES + ROUTED_PASSES * self.active) * self.hidden + FEED_FORWARD_PASSES * self.inner * used),
             output_bytes=BYTES * tokens * self.hidden,
+            summed_bytes=BYTES * tokens * self.hidden,
             key_bytes=2 * BYTES * tokens * self.kv_heads * self.head,
             routed=self.active,
         )

@@ -31,11 +31,12 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "perf/step_ms": "mean time of a step: the sum of `perf/compute_ms`, `perf/comm_ms`, `perf/data_wait_ms` and "
         "`perf/idle_ms`",
         "perf/compute_ms": "part of a step that is none of the other three; means over the workers, as these are",
-        "perf/comm_ms": "part of a step spent waiting for gradients of other ranks, and for what the next four name",
+        "perf/comm_ms": "part of a step spent waiting for gradients of other ranks, and for what the next five name",
         "perf/all_gather_ms": "with `fsdp` and `hsdp`, time of a step for gathering parameters; on GPUs, also what "
         "computation hides",
         "perf/reduce_scatter_ms": "the same for summing gradients into shards",
         "perf/all_reduce_ms": "the same for summing over replicas, and what is not divided; also of pipelines",
+        "perf/context_ms": "the same for the keys, values and losses of samples that `strategy.context` divides",
         "perf/tensor_ms": "the same for the sums of layers that `strategy.tensor` divides, unless they are compiled",
         "perf/data_wait_ms": "part of a step spent waiting for samples",
         "perf/idle_ms": "part of a step spent waiting for other stages of a pipeline",

@@ -14,8 +14,8 @@ from orchestrator.model.batch import map_tensors
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 
-MOST_NUMBERS = 1000
-"""The numbers that a pass may read, because a loop may wait for one."""
+MOST_ONES, MOST_NUMBERS = 50, 1000
+"""The numbers that a pass reads as 1, and all that it may read: a loop may wait for another one."""
 
 
 class Writes(TorchDispatchMode):
@@ -36,7 +36,7 @@ class Writes(TorchDispatchMode):
         self.written |= {storage_key(t.untyped_storage()) for t in written_tensors(func, args, kwargs)}
         if reads_number(func) and self.numbers < MOST_NUMBERS:
             self.numbers += 1
-            return 1  # any number, so that the pass goes on
+            return 1 if self.numbers <= MOST_ONES else self.numbers % 2  # any number, so that the pass goes on
         return func(*args, **kwargs)
 
 

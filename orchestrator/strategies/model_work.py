@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from orchestrator.model.blocks import blocks_of
 from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.strategies.constructor import Outline
@@ -41,7 +43,7 @@ class Traced:
     always: float
     casts: float
 
-    def kept(self, recomputes: Recomputed, *, tensor: int = 1) -> KeptByRows:
+    def kept(self, recomputes: Recomputed, *, tensor: int = 1, context: int = 1) -> KeptByRows:
         """Return what forward passes keep.
 
         Where blocks are computed again, each keeps its input, and the one that is computed again keeps everything.
@@ -49,12 +51,15 @@ class Traced:
         Args:
             recomputes: ``train.activation_checkpointing``.
             tensor: the workers that divide the layers of each block.
+            context: the workers that divide the tokens of a sample, of which each keeps the keys and values of all.
         """
         output = self.work.layer.output_bytes
         whole = min(self.block, WHOLE_OUTPUTS * output)
         block, layers = whole + (self.block - whole) / tensor, self.work.layers
         of_blocks = layers * block if recomputes == "none" else layers * output + block
-        return KeptByRows(a_sample=self.rest + of_blocks, always=self.always, casts=self.casts / tensor)
+        of_others = (context - 1) / context * self.work.layer.key_bytes / tensor
+        of_blocks = of_blocks / context + (layers if recomputes == "none" else 1) * of_others
+        return KeptByRows(a_sample=self.rest / context + of_blocks, always=self.always, casts=self.casts / tensor)
 
 
 def traced(outline: Outline, *, fused_attention: bool) -> Traced:
@@ -74,11 +79,12 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     layers, last, tokens = max(1, len(blocks)), blocks[-1:], outline.job.tokens_per_sample or 1
     with WorkCounter(last, parameters) as counter:
         fake_loss(outline, 1, last, fused_attention=fused_attention)
+    cast = outline.precision.autocast_dtype
     in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
     work = ModelWork(
         layers=layers,
-        layer=_work(counter.blocks, in_blocks / layers, tokens),
-        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens),
+        layer=_work(counter.blocks, in_blocks / layers, tokens, cast),
+        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens, cast),
         tokens=tokens,
     )
     (one, two), (one_of_more, two_of_more) = (
@@ -93,7 +99,7 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
 
 
-def _work(counted: Counter[str], parameters: float, tokens: int) -> Work:
+def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dtype | None) -> Work:
     return Work(
         parameters=parameters - counted["experts"],
         experts=counted["experts"],
@@ -103,5 +109,6 @@ def _work(counted: Counter[str], parameters: float, tokens: int) -> Work:
         attention=counted["attention"],
         moved_bytes=IN_KERNELS * PASSES * counted["moved_bytes"],
         output_bytes=counted["output_bytes"],
+        summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
         key_bytes=2 * counted["output_bytes"],
     )

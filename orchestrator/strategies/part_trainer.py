@@ -38,6 +38,7 @@ from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.transforms.context import ContextParts
 from orchestrator.strategies.transforms.tensor import TensorParts
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -50,7 +51,7 @@ def wait_metric(operation: str) -> MetricSpec:
     return MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
 
 
-ALL_REDUCE_MS, TENSOR_MS = wait_metric("all_reduce"), wait_metric("tensor")
+ALL_REDUCE_MS, CONTEXT_MS, TENSOR_MS = map(wait_metric, ("all_reduce", "context", "tensor"))
 
 
 class PartTrainer(Trainer):
@@ -58,6 +59,7 @@ class PartTrainer(Trainer):
 
     _sharing: Sharing = NOTHING_SHARED
     _tensor: TensorParts | None = None  # from setup() on, if layers are divided
+    _tokens: ContextParts | None = None  # the same, if samples are
     _ahead = 0  # the steps completed by a recovery that has not ended
     _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
@@ -89,14 +91,17 @@ class PartTrainer(Trainer):
     def constructor(self) -> Callable[[], nn.Module]:
         """Return the constructor of what this rank has of the model, before that is divided into shards and stages."""
         build = constructor_of(self.job, self.context.train, self.precision)
-        return build if self._tensor is None else self._tensor.of(build)
+        build = build if self._tensor is None else self._tensor.of(build)
+        return build if self._tokens is None else self._tokens.of(build)
 
     def placement(self, name: str, shape: Shape) -> Placement:
         """Return where a parameter of a model of :meth:`constructor` is that has this shape there."""
         return Placement(shape=shape) if self._tensor is None else self._tensor.plan.placement(name, shape)
 
     def connect_peers(self, groups: MeshGroups) -> None:
-        """Compute with the ranks that have the other parts of this rank's layers, if there are any. Collective."""
+        """Compute with the ranks that have the other parts of layers and samples, if there are any. Collective."""
+        if self._tokens is not None:
+            self._tokens.connect(groups.over("context"), self.context.device)
         if self._tensor is not None:
             self._tensor.connect(groups.over("tensor"), self.context.device)
 
@@ -119,6 +124,8 @@ class PartTrainer(Trainer):
             timers[ALL_REDUCE_MS] = self.reduction.waits
         if self._tensor is not None and self.context.train.compile is False:
             timers[TENSOR_MS] = self._tensor.waits
+        if self._tokens is not None:
+            timers[CONTEXT_MS] = self._tokens.waits
         return timers
 
     @contextlib.contextmanager
@@ -282,6 +289,8 @@ class PartTrainer(Trainer):
             self._copies.detach()
         if self._tensor is not None:
             self._tensor.peers.group = None
+        if self._tokens is not None:
+            self._tokens.part.peers.group = None
 
     def _settle(self, source_step: int, step: int) -> None:
         """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
+from orchestrator.model.batch import first_rows, num_rows
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.planning.mesh import even_shares
@@ -87,27 +87,17 @@ class WholeModel:
 
     def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
         """Compute the loss, and the metrics by ``measure``, of the first ``valid`` samples of a batch on the device."""
-        inputs, target = batch
         rows = num_rows(batch)
+        if rows is not None and valid < rows and not is_ragged(batch, rows):
+            batch = first_rows(batch, valid)
+        inputs, target = batch
         with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
-            cut = rows is not None and valid < rows and not is_ragged(batch, rows)
-            output = self.precision.outputs(self.valid_output(inputs, rows, valid if cut else None))
-            if cut:
-                target = first_rows(target, valid)
+            output = self.precision.outputs(self.evaluated(inputs))
             weight = self.job.weight(target)
             weight = valid if weight is None else weight
             loss = weighted(self.loss(output, target), weight)
             metrics = measure(output, target)
         return EvalSums(loss_sum=loss, weight=torch.as_tensor(weight, dtype=torch.float32), metrics=metrics)
-
-    def valid_output(self, inputs: Any, rows: int | None, valid: int | None) -> Any:
-        """Return the output for the first ``valid`` of ``rows`` samples; None: for all."""
-        output = self.evaluated(inputs)
-        if rows is None or valid is None:
-            return output
-        if has_row_per_sample(output, rows):
-            return first_rows(output, valid)
-        return self.evaluated(first_rows(inputs, valid))  # for example a loss that the model computes over the padding
 
     def mean_loss(self, inputs: Any, target: Any, weight: Weight, metrics: BatchMetrics) -> Tensor:
         """Return the mean loss of a slice of that ``weight``, and add its metrics."""

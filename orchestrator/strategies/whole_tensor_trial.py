@@ -58,7 +58,7 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, 
     key, otherwise = f"strategy={options.name}", "use strategy=ddp"
     if divides_state:
         key, otherwise = "strategy.shard_optimizer=true", "set it to false"
-    elif plan.mesh.shard == 1:
+    elif plan.mesh.num_shards == 1:
         key, otherwise = f"strategy.tensor={plan.mesh.tensor}", "set it to 1"
     optimizer = optimizer_of_part(job, model, nn.Module())
     changed = own_step_errors(key, optimizer, otherwise=otherwise)

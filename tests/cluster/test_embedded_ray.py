@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.machines.commands import environment
+from helpers.records.runs import in_campaign
 
 SCRIPT = """
 import contextlib
@@ -58,7 +59,7 @@ with contextlib.ExitStack() as stack:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("begun", ["early", "late"])
+@pytest.mark.parametrize("begun", ["early", *in_campaign("late")])
 def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path, begun: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, begun],

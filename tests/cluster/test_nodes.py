@@ -134,6 +134,7 @@ def test_a_node_is_lost_and_another_comes(cluster: Cluster, start: Callable[...,
     assert (summary["restarts"], summary["steps_lost"]) == (1, 0)
 
 
+@pytest.mark.campaign
 def test_a_script_restarts_with_fewer_and_more_ranks_and_after_a_more_urgent_run(
     cluster: Cluster, launch: Callable[..., Any], tmp_path: Path
 ) -> None:

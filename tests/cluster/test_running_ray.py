@@ -100,6 +100,7 @@ def command(head: Head, *words: str, cwd: Path, **env: str) -> subprocess.Comple
     return subprocess.run(words, cwd=cwd, env={**head.env, **env}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.campaign
 def test_another_token_is_explained(head: Head, tmp_path: Path) -> None:
     words = ("python", "-m", "orchestrator.launch", f"cluster.address={head.gcs}")
     done = command(head, *words, cwd=tmp_path, RAY_AUTH_TOKEN="b" * 40)

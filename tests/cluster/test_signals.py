@@ -82,6 +82,7 @@ def test_a_ray_that_dies_with_the_signal_does_not_hold_the_end_up(launch: Callab
     assert killed_run(tmp_path)
 
 
+@pytest.mark.campaign
 def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., Any], tmp_path: Path) -> None:
     process = launch(*SLOW, "tracking=none")
     run_dir = wait_for_step(tmp_path, 20)
@@ -98,6 +99,7 @@ def test_a_run_is_followed_and_stopped_by_other_commands(launch: Callable[..., A
     assert following.returncode == 0
 
 
+@pytest.mark.campaign
 def test_a_closed_terminal_saves_a_checkpoint(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
 

@@ -93,6 +93,7 @@ def test_a_node_that_never_answers_is_refused(cluster: Cluster, stopped: psutil.
     assert re.search(rf"\({BUSY}\).*{late}", refused.stdout), refused.stdout
 
 
+@pytest.mark.campaign
 def test_a_cluster_with_other_versions_is_refused_with_both_and_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
     """Ray compares its own versions with those that the GCS server stores."""
     gcs = cluster.head_node.get_gcs_client()
@@ -138,6 +139,7 @@ def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tm
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.campaign
 def test_a_machine_that_is_no_node_is_told_at_once(cluster: Cluster, tmp_path: Path) -> None:
     """In a namespace of processes of its own, in which no raylet runs."""
     alone = namespace("-pf", "--mount-proc")

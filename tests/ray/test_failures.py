@@ -87,6 +87,7 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
     assert reason in events(result.run_dir, "worker_lost")[1]["reason"]
 
 
+@pytest.mark.campaign
 def test_a_dataset_that_cannot_be_used_is_explained_without_a_traceback(run: Callable[..., Any]) -> None:
     result = run("strategy=ddp", "job._target_=helpers.jobs.faulty_jobs.NoData")
     assert result.exit_code == 1

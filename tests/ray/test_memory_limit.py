@@ -26,7 +26,6 @@ WORDS = (
     "train.global_batch_size=8",
     "train.log_every=1",
     "train.eval_splits=[]",
-    "checkpoint.every=2",
     "recovery.backoff_s=0.1",
     "cluster.cpus_per_worker=0.5",
 )
@@ -48,12 +47,13 @@ def curve() -> dict[int, float]:
 
 def without_limit(run: Callable[..., Any], curve: dict[int, float]) -> dict[int, float]:
     if not curve:
-        result = run(*WORDS, TO_END, "strategy=single")
+        result = run(*WORDS, TO_END, "strategy=single", "checkpoint.every=0")
         assert result.exit_code == 0, result.reason
         curve.update(losses(result.run_dir))
     return {step: pytest.approx(loss, rel=1e-4) for step, loss in curve.items()}
 
 
+@pytest.mark.campaign
 def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_change(run: Callable[..., Any]) -> None:
     """Of few large tensors: without memory for one of them, there is still enough for Ray, which would crash."""
     words = [word for word in WORDS if not word.startswith(("job.layers=", "job.width="))]
@@ -66,7 +66,7 @@ def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_chang
 
 def test_it_trains_in_parts(run: Callable[..., Any], curve: dict[int, float]) -> None:
     expected = without_limit(run, curve)
-    result = run(*WORDS, TO_END, *LIMITED, *STRATEGIES["fsdp"][0])
+    result = run(*WORDS, TO_END, *LIMITED, "strategy=fsdp", "strategy.num_workers=3", "checkpoint.every=0")
     assert result.exit_code == 0, result.reason
     assert losses(result.run_dir) == expected
     assert events(result.run_dir, "worker_lost") == []
@@ -78,6 +78,7 @@ def test_it_trains_heals_resumes_and_is_exported_in_parts(
     run: Callable[..., Any], curve: dict[int, float], strategy: str
 ) -> None:
     words, in_place = STRATEGIES[strategy]
+    words = (*words, "checkpoint.every=2")
     expected = without_limit(run, curve)
     result = run(*WORDS, TO_END, *LIMITED, *words, "recovery.chaos=[kill@4:1]")
     assert result.exit_code == 0, result.reason
@@ -85,7 +86,7 @@ def test_it_trains_heals_resumes_and_is_exported_in_parts(
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["in_place"] == in_place
     pipeline = ("strategy=pipeline", "strategy.num_workers=4", f"resume={result.run_dir}", f"train.steps={STEPS + 1}")
-    resumed = run(*WORDS, *LIMITED, *pipeline)
+    resumed = run(*WORDS, *LIMITED, *pipeline, "checkpoint.every=2")
     assert resumed.exit_code == 0, resumed.reason
     assert [*losses(resumed.run_dir)] == [*range(1, STEPS + 2)], "it goes on in the same directory"
     assert export([str(resumed.run_dir), "--to", "model"]) == 0

@@ -88,7 +88,8 @@ def test_a_killed_worker_costs_no_step(run: Any, reference: Any, rank: int, spar
     assert series(result.run_dir, "train/accuracy").keys() == losses(result.run_dir).keys()
 
 
-@pytest.mark.parametrize("kind", ["stop", *in_campaign("raise", "exit", "segv", "sleep", "gil")])
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["stop", "raise", "exit", "segv", "sleep", "gil"])
 def test_a_run_recovers_from_every_kind_of_failure(run: Any, reference: Any, kind: str) -> None:
     soon = ("recovery.hang_min_s=2", "recovery.hang_max_s=20") if kind in ("sleep", "gil") else ()
     result = run(*WORDS, f"recovery.chaos=[{kind}@13:1]", "cluster.stopped_timeout_s=1", *soon)
@@ -143,8 +144,9 @@ def test_a_job_that_makes_its_own_updates_continues_too(run: Any) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        "kill@8:0:checkpoint",
+        "kill@8:0:checkpoint,stop@13:1",
         *in_campaign(
+            "kill@8:0:checkpoint",
             "kill@13:1,kill@12:0:build",
             "stop@0:1:join",
             f"kill@{STEPS}:0:end",
@@ -163,6 +165,8 @@ def test_a_fault_in_any_phase_changes_no_weight(run: Any, reference: Any, faults
     assert result.exit_code == 0, result.reason
     assert_same_weights(result.run_dir, reference()[0])
     assert result.summary["restarts"] >= (0 if "@0:" in faults else 1)
+    if faults.endswith("stop@13:1"):
+        assert "is stopped (SIGSTOP" in events(result.run_dir, "worker_lost")[-1]["reason"]
 
 
 @pytest.mark.campaign
@@ -214,6 +218,7 @@ def test_a_crash_loop_ends_with_its_cause_said_once(run: Any) -> None:
     assert len(events(result.run_dir, "worker_failed")) == 1
 
 
+@pytest.mark.campaign
 def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
     result = run(*WORDS, "recovery.chaos=[raise@13:1,raise@13:1]")
     assert (result.status, result.exit_code) == ("FAILED", 1)

@@ -43,6 +43,7 @@ def test_a_script_restarts_from_what_it_has_saved(run: Callable[..., Any], capfd
     assert [m.value for m in client.get_metric_history(record["mlflow_run_id"], "own")] == [0.0]
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(120)
 def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any]) -> None:
     result = run(

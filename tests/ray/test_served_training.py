@@ -7,7 +7,7 @@ from typing import Any
 
 from helpers.records.runs import events
 
-SERVER = ("strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=2")
+SERVER = ("strategy=parameter_server", "strategy.num_workers=2", "strategy.num_shards=1")
 
 
 def test_a_loss_that_diverges_names_the_bound_to_lower(run: Callable[..., Any]) -> None:

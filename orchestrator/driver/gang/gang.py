@@ -34,8 +34,9 @@ from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.shortage import Request, room
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
-HEARTBEATS_PER_ROUND = 64
-"""Members asked in one round. Larger gangs need several rounds until each rank has been heard."""
+HEARTBEATS_PER_ROUND, MOST_ROUNDS = 64, 64
+"""Members asked in one round. Larger gangs need several rounds until each rank has been heard, but not more than the
+second: a rank that has to leave says so in time, and one that progresses is not taken for one that hangs."""
 HEARTBEAT_ATTEMPTS = 3
 """A worker that lives may fail to answer now and then: without memory, it says itself what took it a moment later."""
 PLACEMENT_PATIENCE_S = 1.5
@@ -306,8 +307,7 @@ class Gang:
         Args:
             with_system_metrics: whether the first member of each node adds the system metrics of its node.
             wait_s: how long to wait for answers.
-            ranks: the ranks to ask. None for the next :data:`HEARTBEATS_PER_ROUND` members, so that the cost of a round
-                does not grow with the gang.
+            ranks: the ranks to ask. None for those in turn, see :data:`HEARTBEATS_PER_ROUND`.
         """
         errors: dict[int, ray.exceptions.RayError] = {}
         answers: list[tuple[int, Heartbeat]] = list(
@@ -382,10 +382,9 @@ class Gang:
 
     def _next_in_turn(self) -> set[int]:
         """Return the ranks to ask in the next round."""
-        world_size = len(self.members)
-        count = min(world_size, HEARTBEATS_PER_ROUND)
-        first, self._next_asked = self._next_asked, (self._next_asked + count) % world_size
-        return {(first + i) % world_size for i in range(count)}
+        asked = in_turn(self._next_asked, len(self.members))
+        self._next_asked = (asked[-1] + 1) % len(self.members)
+        return set(asked)
 
     def _check_devices(self, infos: Sequence[WorkerInfo]) -> None:
         error = unusable_gpus(infos, self._config.device)
@@ -433,6 +432,12 @@ class Gang:
         self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
         self._num_failed.clear()
         self._next_asked = 0
+
+
+def in_turn(first: int, world_size: int) -> list[int]:
+    """Return the ranks of a round that begins with ``first``."""
+    count = min(world_size, max(HEARTBEATS_PER_ROUND, math.ceil(world_size / MOST_ROUNDS)))
+    return [(first + i) % world_size for i in range(count)]
 
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:

@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.process.calls import GangError, check_ray, completed, describe_error
+from orchestrator.driver.process.calls import GATHER_S, GangError, check_ray, completed, describe_error
 from orchestrator.driver.process.waiting import MESSAGE_EVERY_S, ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
@@ -239,19 +239,21 @@ def wait_for_actors(
     began = reported_at = time.monotonic()
     pending = dict(starting)
     while pending:
-        for reference in completed(pending, _POLL_S):
+        for reference in completed(pending, _POLL_S, gather_s=GATHER_S):
             _check_started(reference, host=pending.pop(reference))
         check_ray()
         monitor.check()
         now = time.monotonic()
+        is_late, is_due = now - began > timeout_s, now - reported_at > MESSAGE_EVERY_S
+        if not pending or not (is_late or is_due):
+            continue
         what = _awaited(len(pending), len(starting), sorted(set(pending.values())), pip)
-        if pending and now - began > timeout_s:
+        if is_late:
             raise GangError(
                 f"no {what} within {timeout_s:.0f} s; see Ray's logs there, or raise cluster.start_timeout_s"
             )
-        if pending and now - reported_at > MESSAGE_EVERY_S:
-            reported_at = now
-            monitor.report(now - began, what)
+        reported_at = now
+        monitor.report(now - began, what)
     return [cast(WorkerInfo, info) for info in ray.get(list(starting))]
 
 

@@ -84,6 +84,8 @@ def why_head_lost() -> str | None:
     return next((why for watch in _watches if (why := watch.why_lost()) is not None), None)
 
 
+GATHER_S = 0.05
+"""After one of many calls, wait this long for more of them, because each wait examines all that are pending."""
 CHECK_EVERY_S = 0.5
 """The interval at which a wait for answers checks whether to stop."""
 

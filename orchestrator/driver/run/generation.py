@@ -16,7 +16,7 @@ import ray.exceptions
 from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
-from orchestrator.driver.process.calls import NoAnswerError, cause_of_death, check_ray, completed, results
+from orchestrator.driver.process.calls import GATHER_S, NoAnswerError, cause_of_death, check_ray, completed, results
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
@@ -37,8 +37,6 @@ from orchestrator.worker.process.network import LOOPBACK
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
-GATHER_S = 0.05
-"""While a generation is ending, wait this long for more outcomes after one, because each wait examines all pending."""
 LONGEST_ROUND_FACTOR = 4.0
 """A round of heartbeats that takes more than this many times its interval says nothing about the workers."""
 

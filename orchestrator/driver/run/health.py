@@ -64,7 +64,8 @@ class Health:
         self._run_dir = context.spec.run_dir
         self._telemetry = telemetry
         self._outcomes = outcomes
-        self._heard_at: dict[int, float] = {}
+        self._silent_since: dict[int, float] = {}  # of the ranks that have not answered: the last round before
+        self._last_round: float | None = None
         rules = registry.load(config.strategy.name)
         synchronous = rules.is_synchronous(config.strategy) or rules.runs_script
         self._hangs = HangDetector(config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
@@ -77,7 +78,7 @@ class Health:
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
         """Judge all ranks after a round of heartbeats; ``now`` is in seconds of a clock of watched time."""
         unfinished = [self._gang.members[rank] for rank in self._outcomes.unfinished]
-        self._observe(unfinished, heartbeats, now)
+        self._observe(heartbeats, now)
         silent_nodes = self._nodes.silent(self._answers_by_node(heartbeats), now)
         on_silent_node = [m for m in unfinished if m.info.node_id in silent_nodes]
         self.lose_nodes({m.info.node_id for m in on_silent_node})
@@ -94,9 +95,9 @@ class Health:
         if slow is not None and self._config.recovery.replace_stragglers and self._is_training(slow.rank):
             self.terminate(slow.rank, too_slow(slow.slower_by, time=time()))
             return
-        for member in unfinished:
-            if member.global_rank not in self._outcomes:
-                self._terminate_if_silent(member, now)
+        for rank in sorted(self._silent_since):
+            if rank not in self._outcomes:
+                self._terminate_if_silent(self._gang.members[rank], now)
         if not self._outcomes.any_failed:
             self._terminate_culprit_of_hang([m.global_rank for m in unfinished], now)
 
@@ -126,14 +127,12 @@ class Health:
         """Return the IP addresses of the nodes that were lost in this generation."""
         return unreachable_addresses([m.info for m in self._gang.members], self.lost_nodes)
 
-    def _observe(self, unfinished: Sequence[Member], heartbeats: Mapping[int, Heartbeat], now: float) -> None:
-        unanswered = self._gang.unanswered()
-        for member in unfinished:
-            rank = member.global_rank
-            self._heard_at.setdefault(rank, now)
-            if rank not in unanswered:
-                self._heard_at[rank] = now
-            if (heartbeat := heartbeats.get(rank)) is not None:
+    def _observe(self, heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+        before = now if self._last_round is None else self._last_round
+        self._silent_since = {rank: self._silent_since.get(rank, before) for rank in self._gang.unanswered()}
+        self._last_round = now
+        for rank, heartbeat in heartbeats.items():
+            if rank not in self._outcomes:
                 self._hangs.observe(rank, heartbeat, now)
 
     def _is_training(self, rank: int) -> bool:
@@ -149,7 +148,7 @@ class Health:
     def _terminate_if_silent(self, member: Member, now: float) -> None:
         """Terminate a rank that has not answered for too long, which is not long if its process is stopped."""
         cluster, info = self._config.cluster, member.info
-        silent_s = now - self._heard_at[member.global_rank]
+        silent_s = now - self._silent_since[member.global_rank]
         if silent_s > cluster.stopped_timeout_s and self._nodes.is_stopped(info):
             describe, timeout_s = stopped, cluster.stopped_timeout_s
         elif silent_s > cluster.heartbeat_timeout_s:
@@ -166,7 +165,7 @@ class Health:
         if not (hanging := self._hangs.hanging(unfinished, now)):
             return
         answering = [
-            rank for rank in range(self._plan.world_size) if now - self._heard_at.get(rank, now) < STACKS_TIMEOUT_S
+            rank for rank in range(self._plan.world_size) if now - self._silent_since.get(rank, now) < STACKS_TIMEOUT_S
         ]
         answers = self._gang.poll(BaseWorker.stacks, ranks=answering, timeout_s=STACKS_TIMEOUT_S)
         stacks = cast("dict[int, Stacks]", answers)

@@ -54,10 +54,10 @@ def ends_of(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> Ends:
 
     def begin(name: str) -> Any:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            first, *others = _floating((args, kwargs)) or [None]
-            maker = None if first is None else seen.makers.get(id(first))
+            given = _floating((args, kwargs))
+            maker = seen.makers.get(id(given[0])) if given else None
             seen.before.setdefault(name, []).append(maker)
-            for tensor in others if maker is not None or first is None else [first, *others]:
+            for tensor in given if maker is None else given[1:]:
                 seen.needs(tensor)
             seen.running += 1
 

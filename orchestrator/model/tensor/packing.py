@@ -82,5 +82,5 @@ def _places(view: Tensor, size: int) -> tuple[int, int] | None:
     None if there are gaps between its places.
     """
     inner = [(n, stride) for n, stride in zip(view.shape, view.stride(), strict=True) if stride < size]
-    count, first = 1 + sum((n - 1) * stride for n, stride in inner), view.storage_offset() % size
+    count, first = 1 + sum((n - 1) * stride for n, stride in inner), int(view.storage_offset()) % size
     return (first, first + count) if math.prod(n for n, _ in inner) == count else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,11 @@ from orchestrator.user_code.exits import error_text
 FEWEST, MOST = 4, 32
 """Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the
 memory of a training step with one."""
+
+GRADIENT_TOLERANCE = 10
+"""How many times the tolerance of a loss the gradients may differ."""
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 TOLERANCE = 1e-4
 """The relative difference of two losses in float32 that rounding explains, as in the comparison of stages."""
@@ -92,6 +98,7 @@ def warning_about_parts(
 ) -> str | None:
     """Compare one batch with its halves; return what the user should know, or None if they train the same.
 
+    Gradients are compared too, unless training computes those of so few samples at once that memory may be short.
     The model, its parameters and buffers and the random generators are left as they are. Dropout does nothing here.
 
     Args:
@@ -116,10 +123,14 @@ def warning_about_parts(
     def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False) -> Passed:
         chosen = [*items[::2], *items[1::2]] if mixed else items
         parts = functools.partial(_parts, job, chosen, number, cut=division.cut, device=device, precision=precision)
-        return passed(model, parts, forward, loss_of, in_turn=in_turn, seed=seed, nudged=nudged)
+        return passed(
+            model, parts, forward, loss_of, in_turn=in_turn, seed=seed, nudged=nudged, gradients=with_gradients
+        )
 
     nudged: Collection[str] = ()
+    with_gradients = division.synchronous and division.rows >= FEWEST // 2
     tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
+    far = GRADIENT_TOLERANCE * tolerance
     with kept_generators(device):
         try:
             items = spread(train_set, min(max(division.rows, FEWEST), MOST))
@@ -135,17 +146,20 @@ def warning_about_parts(
             # The weights of their classes may make two halves equal by chance, or because classes come in turn.
             others = [*tries, run(2, seed, mixed=True)] if division.synchronous else []
             differing = [t for t in others if t.differs(whole, tolerance)]
+            turned = list(dict.fromkeys(name for t in others for name in t.turned(whole, far)))
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
-            if differing or changed:  # because of random numbers that are not torch's?
+            if differing or changed or turned:  # because of random numbers that are not torch's?
                 other = run(1, seed + 1)
                 differing = [] if other.differs(whole, tolerance) else differing
                 changed = [name for name in changed if name not in other.changed(whole, tolerance)]
+                turned = [name for name in turned if name not in other.turned(whole, far)]
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
     return text_of(
         division,
         samples=len(items),
         losses=(float(whole.loss), float(differing[0].loss)) if differing else None,
+        turned=turned,
         changed=changed,
         parameters=bool({name for name, _ in model.named_parameters()}.intersection(changed)),
     )
@@ -171,6 +185,7 @@ def text_of(
     *,
     samples: int,
     losses: tuple[float, float] | None,
+    turned: Sequence[str],
     changed: Sequence[str],
     parameters: bool,
 ) -> str | None:
@@ -180,10 +195,11 @@ def text_of(
         division: how the strategy divides a batch.
         samples: the number of samples that were compared.
         losses: the loss of the batch, and the mean of the losses of its halves; None if they are equal.
+        turned: the names of the parameters whose gradients are not the means over the halves.
         changed: the names of the tensors that forward passes leave with other values.
         parameters: whether some of these are parameters, which workers do not share as they share buffers.
     """
-    if losses is None and not changed:
+    if losses is None and not changed and not turned:
         return None
     found, remedies = [], []
     if losses is not None:
@@ -192,6 +208,12 @@ def text_of(
             "let Job.loss return a mean, and Job.weight what that divides by (valid tokens, the sum of class weights)",
             "compute a loss that compares samples in Job.training_step with gather_batch (strategy=ddp)",
         ]
+    elif turned:
+        found.append(f"the loss is the mean over the halves, and the gradient of {first_few(turned, 2)} is not")
+        remedies.append(
+            "leave out what makes a gradient depend on the other samples (nn.Embedding with scale_grad_by_freq, a hook "
+            "or an autograd function that normalizes it)"
+        )
     if changed:
         when = "and those of the first worker's samples are kept"
         if division.in_turn:
@@ -207,12 +229,19 @@ def text_of(
 
 
 def spread(dataset: Any, count: int) -> list[Any]:
-    """Return up to ``count`` samples, evenly spaced, because a data set may be sorted; the first ones of a stream."""
+    """Return up to ``count`` samples from all over a data set, which may be sorted; the first ones of a stream.
+
+    They are not evenly spaced, because kinds of samples may come in turn.
+    """
     check_dataset(dataset, split="train")
     if is_stream(dataset):
         return list(itertools.islice(dataset, count))
     count = min(count, len(dataset))
-    return [dataset[number * len(dataset) // count] for number in range(count)]
+    bounds = [len(dataset) * number // count for number in range(count + 1)]
+    offsets = (number * GOLDEN % 1 for number in range(count))
+    return [
+        dataset[a + int(offset * (b - a))] for (a, b), offset in zip(itertools.pairwise(bounds), offsets, strict=True)
+    ]
 
 
 def _parts(

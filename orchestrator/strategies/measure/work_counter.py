@@ -26,8 +26,8 @@ class WorkCounter(TorchDispatchMode):
 
     Attributes:
         blocks: the sums of what runs in the blocks: ``products`` and ``attention`` in operations, ``product_bytes``,
-            ``moved_bytes`` and ``output_bytes`` in bytes, the parameters of ``experts``, and the operations of
-            ``expert_products`` among the products.
+            ``moved_bytes`` and ``output_bytes`` in bytes, the elements of ``output``, the parameters in
+            ``experts``, and the operations of ``expert_products`` among the products.
         rest: those of everything else.
     """
 
@@ -84,4 +84,5 @@ class WorkCounter(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside -= 1
+        self.blocks["output"] += sum(t.numel() for t in tensors_in(output))
         self.blocks["output_bytes"] += sum(t.nbytes for t in tensors_in(output))

@@ -24,7 +24,7 @@ from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import Stage, state_of
-from orchestrator.planning.mesh import BATCH, Mesh
+from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
@@ -101,7 +101,7 @@ class FSDPPipeline(Pipeline):
         return self._divided.module()
 
     def _sums(self, groups: MeshGroups) -> Sums:
-        shards, batch = groups.over("shard"), groups.over(*BATCH)
+        shards, batch = groups.over(*DENSE), groups.over(*TOKENS)
         groups.over("replicate")  # on all ranks, although a stage may have nothing that is divided
         assert shards is not None
         assert batch is not None

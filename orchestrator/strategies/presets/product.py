@@ -16,17 +16,17 @@ from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.transforms.options import ContextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
+class MeshConfig(ReplicatedConfig, PipelinedConfig, ContextConfig, ShardedConfig):
     """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
 
     name: Literal["mesh"]
     pipeline: int | Literal["auto"] = option("workers that the layers of the model are divided over", minimum=1)
     replicate: int | Literal["auto"] = option("copies of the model; auto: as many as the other sizes leave", minimum=1)
     shard: int | Literal["auto"] = option("workers that each tensor is divided over", minimum=1)
-    context: int = option("workers that the positions of a sample are divided over; 1 for now", minimum=1)
     expert: int = option("workers that the experts of a layer are divided over; 1 for now", minimum=1)
 
     size_key: ClassVar[str] = "strategy.pipeline"
@@ -39,17 +39,17 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
                 f"{' and '.join(f'strategy.{name}=auto' for name in automatic)}: one size follows from the others and "
                 "strategy.num_workers; give a number for all but one"
             )
-        for name in ("context", "expert"):
-            if (size := getattr(self, name)) > 1:
-                raise ValueError(
-                    f"strategy.{name}={size}: this dimension comes with a later version; set it to 1, and use "
-                    f"strategy.shard={size} to divide the model over as many workers"
-                )
+        if self.expert > 1:
+            raise ValueError(
+                f"strategy.expert={self.expert}: this dimension comes with a later version; set it to 1, and use "
+                f"strategy.shard={self.expert} to divide the model over as many workers"
+            )
 
     @property
     def sizes(self) -> dict[str, int | Literal["auto"]]:
         """The sizes by the names of their dimensions."""
-        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+        outer = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        return {**outer, **self.group_sizes}
 
     @property
     def known_size(self) -> int:
@@ -58,12 +58,12 @@ class MeshConfig(ReplicatedConfig, PipelinedConfig, ShardedConfig):
 
     @property
     def gathers(self) -> bool:
-        return self.shard != 1 and not self.shard_optimizer
+        return (self.shard != 1 or self.context > 1) and not self.shard_optimizer
 
 
 @register("mesh")
 class Product(Synchronous[MeshConfig]):
-    """Any product of stages, replicas, shards and parts of layers."""
+    """Any product of stages, replicas, shards, parts of samples and parts of layers."""
 
     config_class: ClassVar[type[StrategyConfig]] = MeshConfig
 
@@ -106,7 +106,7 @@ class Product(Synchronous[MeshConfig]):
         """Keep the parts, so that a run loses and gains whole replicas. Without replicas, divide the model again."""
         if "auto" in (options.shard, options.pipeline) and mesh.replicate == 1:
             return dataclasses.replace(options, num_workers=num_workers)
-        replicas, rest = divmod(num_workers, mesh.pipeline * mesh.shard * mesh.tensor)
+        replicas, rest = divmod(num_workers, mesh.num_workers // mesh.replicate)
         if rest or not replicas:
             return None
         of_size = dataclasses.replace(

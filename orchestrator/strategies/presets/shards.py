@@ -16,13 +16,14 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.transforms.options import ContextConfig
 
 LEAST_SIZE = 2
 """The least number of workers that a tensor is divided over."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ShardedConfig):
+class FSDPConfig(ContextConfig, ShardedConfig):
     """The keys of ``fsdp``."""
 
     elastic = True
@@ -46,7 +47,7 @@ class Shards(Synchronous[FSDPConfig]):
 
     @classmethod
     def replica_size(cls, options: FSDPConfig) -> int:
-        return options.tensor
+        return options.group_size
 
     @classmethod
     def mesh(cls, options: FSDPConfig, num_workers: int, errors: list[str]) -> Mesh:
@@ -56,16 +57,16 @@ class Shards(Synchronous[FSDPConfig]):
                 f"strategy.num_workers={num_workers}: strategy=fsdp divides the model over at least 2 workers; use "
                 "strategy=single for one"
             )
-        elif shards < 2:
+        elif shards * options.context < 2:
             errors.append(
                 f"strategy.num_workers={num_workers}: strategy.tensor={options.tensor} leaves nothing to divide over; "
                 f"set it to {2 * options.tensor} or more, or use strategy=ddp"
             )
-        return Mesh(shard=shards, tensor=options.tensor)
+        return Mesh(shard=shards, context=options.context, tensor=options.tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSDPConfig(ShardedConfig):
+class HSDPConfig(ContextConfig, ShardedConfig):
     """The keys of ``hsdp``."""
 
     elastic = True
@@ -86,13 +87,13 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
     @classmethod
     def replica_size(cls, options: HSDPConfig) -> int:
         size = options.shard_size
-        return (LEAST_SIZE if size == "auto" else size) * options.tensor
+        return (LEAST_SIZE if size == "auto" else size) * options.group_size
 
     @classmethod
     def default_num_workers(cls, options: HSDPConfig, *, gpus: Sequence[int], spares: int) -> int:
         if options.shard_size == "auto":
-            for shards in range(max(gpus, default=0) // options.tensor, 1, -1):
-                size = shards * options.tensor
+            for shards in range(max(gpus, default=0) // options.group_size, 1, -1):
+                size = shards * options.group_size
                 replicas = min(_replicas_in_nodes(size, gpus), (sum(gpus) - spares) // size)
                 if replicas >= 2:
                     return replicas * size
@@ -103,7 +104,7 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
         cls, options: HSDPConfig, num_workers: int, *, room: Sequence[int]
     ) -> tuple[HSDPConfig, tuple[str, ...]]:
         requested = options.shard_size
-        num_workers, room = num_workers // options.tensor, [n // options.tensor for n in room]
+        num_workers, room = num_workers // options.group_size, [n // options.group_size for n in room]
         sizes = [size for size in range(num_workers // 2, 1, -1) if num_workers % size == 0]
         best = next((size for size in sizes if _replicas_in_nodes(size, room) * size >= num_workers), None)
         if requested == "auto":
@@ -133,8 +134,8 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
         replicas, rest = divmod(num_workers, size)
         if len(errors) == before and (rest or replicas < 2):
             nearest = [str(number * size) for number in (replicas, replicas + 1) if number >= 2] or [str(2 * size)]
-            by = f"strategy.shard_size={size // options.tensor}"
-            by += f" x strategy.tensor={options.tensor}" if options.tensor > 1 else ""
+            by = f"strategy.shard_size={size // options.group_size}"
+            by += f" x {options.group_keys}" if options.group_size > 1 else ""
             reason = f"not divisible by {by}" if rest else "makes no replicas of the shards"
             if options.shard_size == "auto":
                 reason = "cannot be divided into replicas of two or more workers"
@@ -142,7 +143,12 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
                 f"strategy.num_workers={num_workers}: {reason}; set it to {' or '.join(nearest)}, or use strategy=fsdp "
                 "or strategy=ddp, which take any number of workers"
             )
-        return Mesh(replicate=max(1, replicas), shard=size // options.tensor, tensor=options.tensor)
+        return Mesh(
+            replicate=max(1, replicas),
+            shard=size // options.group_size,
+            context=options.context,
+            tensor=options.tensor,
+        )
 
 
 def _replicas_in_nodes(size: int, room: Sequence[int]) -> int:

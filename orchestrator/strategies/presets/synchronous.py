@@ -40,14 +40,25 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        if mesh.tensor > 1 and _divides_optimizer(keys):
+        if (size := mesh.context * mesh.tensor) > 1 and _divides_optimizer(keys):
+            by = f"strategy.tensor={mesh.tensor}" if size == mesh.tensor else f"strategy.context={mesh.context}"
             errors.append(
-                f"strategy.shard_optimizer=true: with strategy.tensor={mesh.tensor}, optimizers are divided together "
-                "with the parameters alone; set it to false"
+                f"strategy.shard_optimizer=true: with {by}, optimizers are divided together with the parameters alone; "
+                "set it to false"
+            )
+        if mesh.context > 1 and getattr(keys, "sequence", False):
+            errors.append(
+                f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
+                "already; set it to false"
+            )
+        if mesh.context > 1 and mesh.pipeline > 1:
+            errors.append(
+                f"strategy.context={mesh.context}: stages pass whole samples on; set strategy.pipeline=1, or use "
+                f"strategy.shard={mesh.context} in its place"
             )
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
-        gathers = mesh.shard > 1 and not _divides_optimizer(keys)
+        gathers = mesh.num_shards > 1 and not _divides_optimizer(keys)
         if gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
             errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
         return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
@@ -58,14 +69,14 @@ class Synchronous(Rules[Keys]):
             return Division(optimizer=mesh.shard, stages=mesh.pipeline)
         return dataclasses.replace(
             Division.of(mesh),
-            gradients=mesh.shard if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
+            gradients=mesh.num_shards if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
             on_host=isinstance(options, ShardedConfig) and options.offloads,
         )
 
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
-        if mesh.pipeline == 1 and (mesh.shard == 1 or _divides_optimizer(options)):
+        if mesh.pipeline == 1 and (mesh.num_shards == 1 or _divides_optimizer(options)):
             if mesh.tensor > 1:
                 from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
 
@@ -108,7 +119,7 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
     elif mesh.pipeline > 1:
         reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
-    if mesh.pipeline * mesh.tensor > 1 or (mesh.shard > 1 and not _divides_optimizer(options)):
+    if mesh.pipeline * mesh.tensor > 1 or (mesh.num_shards > 1 and not _divides_optimizer(options)):
         of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
     return [

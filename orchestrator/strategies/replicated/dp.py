@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, join, num_rows, tensors_in
+from orchestrator.model.batch import join, num_rows, tensors_in
 from orchestrator.model.precision import Precision
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
-from orchestrator.strategies.base import Context, EvalSums
+from orchestrator.strategies.base import Context
 from orchestrator.strategies.changed_weights import changed_weights
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, loss_of
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas
@@ -67,9 +67,6 @@ class Scattered(WholeModel):
         self.gathered_bytes = 0
         self._options = DPConfig.of(context.options)
         self._outputs: Sequence[Any] = ()  # of the replicas, until the loss is computed
-
-    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
-        return super().evaluate(first_rows(batch, valid), valid, measure)
 
     def mean_loss(self, inputs: Any, target: Any, weight: Weight, metrics: BatchMetrics) -> Tensor:
         if self._options.loss_on == "device0":

@@ -19,6 +19,7 @@ from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.boxes import Box, Index, Shape, is_divisible
+from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.group_reduction import Sums
@@ -27,12 +28,12 @@ from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 
-ROWS = AxisCut(over="shard", axis=0)
+ROWS = AxisCut(over=DENSE, axis=0)
 """As ``fully_shard`` divides a tensor."""
 
 
 class DividedModel:
-    """A model, or some of its modules, whose parameters are divided over the ranks of a ``shard`` group of the mesh.
+    """A model, or some of its modules, whose parameters are divided over the ranks of a group along :data:`DENSE`.
 
     Attributes:
         model: the model. What is not divided is fake.
@@ -63,7 +64,7 @@ class DividedModel:
             wanted: whether the tensor of a given name is divided or kept; see ``build_divided``.
             placed: returns where a parameter of the model is, given its name and shape, before it is divided here.
         """
-        index, count = context.mesh.coords(context.global_rank).shard, context.mesh.shard
+        index, count = context.mesh.place(DENSE, context.global_rank)
 
         def part(shape: torch.Size) -> Index:
             if not is_divisible(shape):

@@ -6,6 +6,7 @@ it; gradients are summed into the shards. Rajbhandari et al., SC 2020, "ZeRO"; Z
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from orchestrator.config.schema import Config
 from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.planning.mesh import BATCH, Mesh
+from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.state.transport import CPU
@@ -25,6 +26,7 @@ from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
@@ -33,6 +35,7 @@ from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.transforms.context import check_context, context_outline, context_parts
 from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
@@ -50,11 +53,13 @@ class FSDP(PartTrainer):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
-        return (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
+        notes = (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
+        return (*notes, *check_context(config, outline, plan, errors))
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan.mesh.tensor)
+        found, outline = outline, tensor_outline(outline, plan.mesh.tensor)
+        return context_outline(outline, plan.mesh.context, found.found)
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
@@ -64,8 +69,11 @@ class FSDP(PartTrainer):
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
         self._tensor = tensor_parts(self.context, self.job, train_set)
+        self._tokens = context_parts(self.context, self.job, train_set)
+        job = self.job if self._tokens is None else self._tokens.job(self.job)
+        self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, job))
         divided = DividedModel(self.constructor(), self.context, self.precision, placed=self.placement)
-        self.passes = ShardedModel(self.job, self.context, self.precision, divided)
+        self.passes = ShardedModel(job, self.context, self.precision, divided)
         self._warnings = self.notes_on(self.passes.model, train_set)
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
@@ -75,7 +83,7 @@ class FSDP(PartTrainer):
         """Divide the model over the process groups of this generation."""
         context, passes = self.context, self.passes
         groups = MeshGroups(context)
-        shards = groups.over("shard")
+        shards = groups.over(*DENSE)
         assert shards is not None
         if self._train_set is not None:
             self.trained = self._trained(self._train_set)
@@ -84,9 +92,9 @@ class FSDP(PartTrainer):
         self.connect_peers(groups)
         passes.divide(shards)
         self.trained.use([passes.model])
-        batch, _ = groups.over(*BATCH), groups.over("replicate")  # formed here, on all ranks
-        assert batch is not None
-        sums = PartSums(passes.divided, batch, at_end=False)
+        tokens, _ = groups.over(*TOKENS), groups.over("replicate")  # formed here, on all ranks
+        assert tokens is not None
+        sums = PartSums(passes.divided, tokens, at_end=False)
         self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:

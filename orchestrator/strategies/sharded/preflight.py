@@ -58,10 +58,10 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
             "the model has no repeated blocks, so each worker gathers all of it at once; name the classes of modules "
             "to gather one by one in strategy.wrap"
         )
-    elif len(groups) < plan.mesh.shard:
+    elif len(groups) < plan.mesh.num_shards:
         largest = max(sum(p.nbytes for p in parameters) for parameters in parameters_together(whole.model, groups)[:-1])
         notes.append(
-            f"the model has {len(groups)} groups of modules for {plan.mesh.shard} workers: a worker gathers up to "
+            f"the model has {len(groups)} groups of modules for {plan.mesh.num_shards} workers: a worker gathers up to "
             f"{size_text(largest)} at once, more than its own shard, and more workers do not change that; name classes "
             "of smaller modules in strategy.wrap"
         )

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from orchestrator.job import Job
-from orchestrator.model.batch import first_rows, has_row_per_sample, num_rows
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
@@ -52,20 +51,11 @@ class ShardedModel(WholeModel):
             if valid > 0:
                 return super().evaluate(batch, valid, measure)
             with evaluation_mode(self.model), torch.no_grad(), self.precision.autocast():
-                self.valid_output(batch[0], num_rows(batch), None)
+                self.evaluated(batch[0])
             zero = torch.zeros((), device=self._device)
             return EvalSums(loss_sum=zero, weight=torch.zeros(()), metrics={})
         finally:
             self.divided.wrapped.free()  # updates and averages change the parts, not what has been gathered
-
-    def valid_output(self, inputs: Any, rows: int | None, valid: int | None) -> Any:
-        """Return the output for the first ``valid`` samples, after equally many passes on all ranks."""
-        output = self.evaluated(inputs)
-        if rows is None:
-            return output
-        if has_row_per_sample(output, rows):
-            return output if valid is None else first_rows(output, valid)
-        return self.evaluated(inputs if valid is None else first_rows(inputs, valid))
 
     def forward(self, inputs: Any) -> Any:
         """Return the output for training."""

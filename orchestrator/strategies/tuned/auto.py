@@ -266,6 +266,7 @@ def _fsdp_options(num_workers: int) -> FSDPConfig:
     return FSDPConfig(
         name="fsdp",
         num_workers=num_workers,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,

@@ -125,6 +125,7 @@ def expected() -> tuple[Tensor, dict[str, float]]:
     return losses([seen]), evaluated([point])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("job", [Labelled(), Unlabelled()], ids=["its-own-loss", "loss-of-the-job"])
 @pytest.mark.parametrize(
     ("options", "world_size"),

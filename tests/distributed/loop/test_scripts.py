@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
@@ -41,7 +42,7 @@ def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("script", PUBLIC)
+@pytest.mark.parametrize("script", ["accelerate_loop.py", *in_campaign("trainer.py", "lightning_fit.py")])
 def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path) -> None:
     library, line = PUBLIC[script]
     if importlib.util.find_spec(library) is None:

@@ -13,6 +13,7 @@ from helpers.conformance.equal_loss import assert_equal_losses
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, TENSOR, assert_as_alone, passes_constants, pipeline
 from helpers.conformance.training import losses, metrics_of, train
 from helpers.jobs.preference_jobs import preferences
+from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
 from jobs.hf import HuggingFace
 from jobs.names import Names
@@ -24,8 +25,8 @@ from orchestrator import batches_by_length
 
 @pytest.mark.parametrize(
     "options",
-    [DDP, pipeline("GPipe", 2), pipeline("1F1B", 2, ("layer3",))],
-    ids=["ddp", "pipeline", "pipeline-layer3"],
+    [DDP, pipeline("1F1B", 2, ("layer3",)), *in_campaign(pipeline("GPipe", 2))],
+    ids=["ddp", "pipeline-layer3", "pipeline"],
 )
 def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang, options):
     """BatchNorm's statistics are those of the images that pass together."""
@@ -54,6 +55,7 @@ LOGISTIC = SparseLogistic(features=500, words=20, samples=400)
 MATRIX = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 3])
 @pytest.mark.parametrize(
     "job",
@@ -135,24 +137,23 @@ def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, t
         torch.testing.assert_close(logits, model.eval()(batch), rtol=1e-5, atol=1e-5)
 
 
-REPLICAS = ("ddp-2", "fsdp-2", "hsdp-2x2")
-
-
+@pytest.mark.in_turn
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp-2x2"])
 @pytest.mark.parametrize(
-    ("adapters", "sgd", "layouts"),
-    [
-        pytest.param(False, True, REPLICAS, id="whole-sgd"),
-        pytest.param(False, False, REPLICAS, id="whole-adamw"),
-        pytest.param(True, True, REPLICAS, id="lora-sgd"),
-        pytest.param(True, False, REPLICAS, id="lora-adamw"),
-        pytest.param(False, False, ("1F1B-2",), id="stages", marks=passes_constants),
-    ],
+    ("adapters", "sgd"),
+    [(False, True), (False, False), (True, True), (True, False)],
+    ids=["whole-sgd", "whole-adamw", "lora-sgd", "lora-adamw"],
 )
-def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters, sgd, layouts):
+def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters, sgd, layout):
     """The reference is a copy that is divided as the model is, or the model without its adapters."""
     pytest.importorskip("peft")
     job = preferences(tmp_path, adapters=adapters, sgd=sgd)
     case = Case(job=job, train=having(steps=5, global_batch_size=12))
-    for ranks in assert_as_alone(gang, case, *layouts, rtol=SGD, want_grad_norm=True).values():
-        rewards = metrics_of(ranks)
-        assert rewards[-1]["rewards/margins"] > rewards[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    (ranks,) = assert_as_alone(gang, case, layout, rtol=SGD, want_grad_norm=True).values()
+    rewards = metrics_of(ranks)
+    assert rewards[-1]["rewards/margins"] > rewards[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+
+@passes_constants
+def test_preferences_are_learned_alike_in_stages(gang, tmp_path):
+    test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters=False, sgd=False, layout="1F1B-2")

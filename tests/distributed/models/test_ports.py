@@ -25,6 +25,7 @@ from helpers.jobs import port_jobs
 from helpers.ranks.gang import Gang
 from helpers.ranks.job_trials import one_thread
 from helpers.ranks.loops import evaluation, losses_by_step, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
@@ -130,7 +131,7 @@ def text_files(tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("port", [digits, vit, vit_cut_automatically, lora, gan])
+@pytest.mark.parametrize("port", [digits, vit_cut_automatically, gan, *in_campaign(vit, lora)])
 def test_a_port_has_the_losses_of_one_worker(gang: Gang, port: Callable[..., tuple[Job, Any]]) -> None:
     assert_equal_losses(gang, *port())
 
@@ -167,7 +168,7 @@ def test_the_blocks_of_nanogpt_are_those_of_its_script_and_go_on_after_a_resume(
     assert torch.equal(next(iter(resumed))["targets"], next(samples)["targets"])
 
 
-@pytest.mark.parametrize("port", [lines, hugging_face_lines])
+@pytest.mark.parametrize("port", [lines, *in_campaign(hugging_face_lines)])
 def test_a_streamed_port_has_the_losses_of_one_worker(
     gang: Gang, port: Callable[..., tuple[Job, Any]], text_files: str
 ) -> None:
@@ -192,7 +193,7 @@ def test_the_script_and_its_port_have_one_curve(gang: Gang, tmp_path: Path, monk
     assert abs(losses_by_step([other])[1] - script["train"][1]) > 1e-3, "the order makes no difference"
 
 
-@pytest.mark.parametrize("port", [lines, hugging_face_lines])
+@pytest.mark.parametrize("port", [hugging_face_lines, *in_campaign(lines)])
 def test_a_streamed_run_resumes_at_the_next_line(
     gang: Gang, tmp_path: Path, text_files: str, port: Callable[..., tuple[Job, Any]]
 ) -> None:

@@ -18,19 +18,22 @@ from helpers.conformance.training import losses, train
 from helpers.jobs.stage_toys import NestedBatches
 from helpers.jobs.toys import Branched
 from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
 from orchestrator.config import schema
 
 
 @pytest.mark.parametrize(
     ("options", "world_size"),
     [
-        (replace(MODEL_PARALLEL, split=("deep",)), 2),
         (pipeline("1F1B", 4, ("deep.2",)), 2),
         (pipeline("1F1B", 4), 4),
-        (pipeline("ZBVZeroBubble", 4), 2),
-        (ddp_pipeline("Interleaved1F1B", 4), 4),
+        *in_campaign(
+            (replace(MODEL_PARALLEL, split=("deep",)), 2),
+            (pipeline("ZBVZeroBubble", 4), 2),
+            (ddp_pipeline("Interleaved1F1B", 4), 4),
+        ),
     ],
-    ids=["model_parallel", "inside-a-layer", "auto-4", "ZBVZeroBubble", "2x2"],
+    ids=["inside-a-layer", "auto-4", "model_parallel", "ZBVZeroBubble", "2x2"],
 )
 def test_a_model_that_is_no_sequential(gang: Gang, options: schema.StrategyConfig, world_size: int) -> None:
     case = Case(job=Branched(), train=having(global_batch_size=32), options=options)
@@ -69,6 +72,7 @@ class StructuredBatches(NestedBatches):
         return super().loss(output["logits"], target) + output["more"][0].square().mean()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("as_dict", [True, False])
 @pytest.mark.parametrize(
     ("name", "split"), [("model_parallel-2", ("second",)), ("GPipe-2x2", ("head",)), ("1F1B-2", "auto")]
@@ -100,7 +104,7 @@ class OwnContainers(StructuredBatches):
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [("model_parallel-2", ("second",)), ("GPipe-2x2", ("head",)), ("1F1B-2", "auto")]
+    ("name", "split"), [("GPipe-2x2", ("head",)), *in_campaign(("model_parallel-2", ("second",)), ("1F1B-2", "auto"))]
 )
 def test_batches_in_containers_of_other_libraries(gang: Gang, name: str, split: Any) -> None:
     assert_as_alone(gang, Case(job=OwnContainers(), train=having(global_batch_size=16)), name, split=split)

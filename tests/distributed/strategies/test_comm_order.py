@@ -54,6 +54,7 @@ def assert_no_deadlock(launches: Sequence[Sequence[Launch]]) -> None:
     assert find_deadlock(launches) is None
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(gang: Gang, schedule: str, grid: str) -> None:

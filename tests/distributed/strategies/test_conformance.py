@@ -15,13 +15,14 @@ import torch
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.conformance.exact_evaluation import assert_scored_exactly
-from helpers.conformance.layouts import EVERY, SGD, whole_model
+from helpers.conformance.layouts import EVERY, SGD, taking_turns, whole_model
 from helpers.conformance.layouts import mesh as mesh_layout
 from helpers.conformance.matrix import EXCEPTIONS, PLAIN, SCENARIOS, SYNCHRONOUS, VARIANTS, WITHOUT, case_of, cells
 from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.jobs.quick_jobs import PredictedDigits, ScoredDigits
 from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
 from orchestrator.config.compose import compose
 from orchestrator.config.files import choices
 from orchestrator.config.schema import StrategyConfig
@@ -59,7 +60,7 @@ def test_a_layout_trains_as_plain_torch(gang: Gang, scenario: str, layout: str) 
     assert layout != "ddp-2" or declared.happened(ranks, reference), "nothing was compared"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [5, 7, *in_campaign(*range(5))])
 def test_a_random_mesh_trains_as_plain_torch(gang: Gang, seed: int) -> None:
     draw = random.Random(seed)
     every = [Mesh(pipeline=p, replicate=r, shard=s) for p, r, s in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3))]
@@ -105,10 +106,7 @@ class Unlabelled(of.Chain):
 
 
 @pytest.mark.parametrize("job", [ScoredDigits(depth=3, val_size=75), PredictedDigits(depth=3, val_size=75)])
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(n, marks=[pytest.mark.fast] * (n in ("ddp-2", "fsdp-3"))) for n in EVERY if n not in VARIANTS],
-)
+@pytest.mark.parametrize("layout", taking_turns((n for n in EVERY if n not in VARIANTS), fast=("ddp-2", "fsdp-3")))
 def test_metrics_of_the_whole_set_are_those_of_one_worker(gang: Gang, layout: str, job: Job) -> None:
     expected = assert_scored_exactly(gang, job, EVERY[layout])
     assert expected["val/counted"] == (9 if isinstance(job, PredictedDigits) else 75)
@@ -177,14 +175,14 @@ def default_options(name: str) -> StrategyConfig:
     return config.strategy
 
 
-REGISTERED = [n for n in choices("strategy") if registry.load(n).is_synchronous(default_options(n))]
+NAMES = ["auto", *dict.fromkeys(layout.options.name for layout in SYNCHRONOUS.values())]
 
 
 def test_every_registered_strategy_is_in_the_matrix() -> None:
-    assert {*REGISTERED} - {"auto"} == {layout.options.name for layout in SYNCHRONOUS.values()}
+    assert {*NAMES} == {n for n in choices("strategy") if registry.load(n).is_synchronous(default_options(n))}
 
 
-@pytest.mark.parametrize("name", REGISTERED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_with_its_default_keys(gang: Gang, name: str) -> None:
     options, scenario = default_options(name), "metrics and clipped values"
     case = replace(SCENARIOS[scenario].case, options=options, alone=options)

@@ -126,6 +126,7 @@ def buffers_and_evaluation(rank: int, case: Case) -> tuple[dict[str, torch.Tenso
     return dict(model_of(strategy).named_buffers()), float(result.loss_sum)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 2])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 def test_every_rank_evaluates_with_the_running_statistics_of_rank_0(gang, grad_accumulation, find_unused_parameters):
@@ -244,6 +245,7 @@ def around_steps(rank: int, case: Case) -> list[tuple[bool, bool, bool]]:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 2])
 @pytest.mark.parametrize(("world_size", "bad_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 def test_a_skipped_step_changes_nothing_on_any_rank(gang, world_size, bad_rank, grad_accumulation):

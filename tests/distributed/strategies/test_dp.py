@@ -25,7 +25,8 @@ DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 TOY = having(global_batch_size=30)
 
 
-@pytest.mark.parametrize("loss_on", ["device0", "replicas"])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("loss_on", ["replicas", "device0"])
 @pytest.mark.parametrize(("num_workers", "grad_accumulation"), [(2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("job", [digits(), Tokens(), Tokens(empty=6)], ids=["digits", "tokens", "empty-tokens"])
 def test_equal_loss(job: Job, num_workers: int, loss_on: str, grad_accumulation: int) -> None:

@@ -1,99 +1,141 @@
-"""What rank 0 of a large world communicates, in one process: in the order of gloo, with the bytes of the cost model."""
+"""What a rank of any world communicates, found in one process: in the order of gloo, in the bytes of the cost model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.layouts import FSDP, LAYOUTS, TENSOR, Layout, layout, mesh
+from helpers.conformance.training import close_strategies, make, steps
 from helpers.ranks.gang import Gang
+from helpers.ranks.launches import recorded
 from jobs.gpt import GPT
-from orchestrator.config.compose import compose
-from orchestrator.model.batch import tensors_in
-from orchestrator.model.blocks import blocks_of
-from orchestrator.planning.mesh import Mesh
-from orchestrator.prediction.cost import Step
-from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context
-from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.driver.layouts import Layouts
+from orchestrator.planning.mesh import Dimension, Mesh
+from orchestrator.prediction.cost import sent_bytes
+from orchestrator.prediction.devices import parse_cluster, read_tables
+from orchestrator.strategies.replicated.comm_hooks import average_in
+from orchestrator.strategies.trainer import Trainer
 
-JOB = GPT(variant="llama", context=32, layers=4, width=128, heads=4, kv_heads=2, hidden=256, vocabulary=256)
+JOB = GPT(variant="llama", context=32, layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
+TRAIN = having(steps=2, global_batch_size=64, grad_accumulation=2, precision="bf16", clip_norm=1.0)
+EVERY = {
+    **LAYOUTS,
+    **TENSOR,
+    "mesh-tensor-in-stages-4x2": mesh(Mesh(pipeline=4, tensor=2), num_microbatches=4),
+}
+TRACED = (
+    "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "1F1B-2x2-replicas-close",
+    "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2",
+)  # fmt: skip
+SENT = {
+    "allreduce": 2, "allreduce_coalesced": 2, "all_reduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1,
+    "all_gather_into_tensor": 2, "broadcast": 0,
+}  # fmt: skip
+"""How often a rank of two sends half of the largest argument; the last gather shows its part, and weights are small."""
+Communicated = list[list[tuple[str, tuple[int, ...], int]]]
 
 
-class Watch(TorchDispatchMode):
-    """The collectives of this rank: the name of each, and the bytes of the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [tensor.nbytes for tensor in tensors_in((args, kwargs))]
-            self.seen.append((func.name().removeprefix("c10d::"), max(sizes, default=0)))
-        return func(*args, **(kwargs or {}))
+def case_of(layout: Layout, **changes: Any) -> Case:
+    """The job in a layout, cut where the options say, because ranks would measure."""
+    case = layout.of(Case(job=JOB, train=having(TRAIN, **changes)))
+    pipeline = plan_of(config_of(case, layout.world_size)).pipeline
+    if pipeline is None:
+        return case
+    each = JOB.layers // pipeline.num_stages
+    return layout.of(case, split=tuple(f"block{block}" for block in range(each, JOB.layers, each)))
 
 
-def collectives(rank: int, world: int, fake: bool) -> list[tuple[str, int]]:
-    """Those of the second step of the mesh whose only dimension is ``shard``."""
-    if fake:
+def second_step(rank: int, case: Case) -> Communicated:
+    """The launches of the second step: of each operation the name, the ranks and the bytes."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    replica = getattr(strategy.passes, "forward_model", None)
+    if dist.get_backend() == "fake" and isinstance(replica, DistributedDataParallel):
+        replica.register_comm_hook(
+            None, lambda _, bucket: average_in(bucket.buffer().dtype, bucket)
+        )  # a work of a fake group has no result
+    results = steps(strategy)
+    next(results)
+    with recorded() as launches:
+        next(results)
+    return [[(o.name, o.ranks, o.nbytes) for o in launch] for launch in launches]
+
+
+def on_fake_groups(_: int, case: Case, ranks: tuple[int, ...], world: int) -> list[Communicated]:
+    """The second step of each of the ranks of a world, one after the other in this process."""
+    found = []
+    for rank in ranks:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    errors: list[str] = []
-    words = ["job=gpt", "strategy=mesh", f"strategy.shard={world}", "train.precision=bf16"]
-    config, _ = compose(words, errors, registry.config_class)
-    assert config is not None, errors
-    mesh, rules = Mesh(shard=world, replicas_close=True), registry.load("mesh")
-    context = Context(
-        mesh=mesh,
-        global_rank=rank,
-        device=torch.device("cpu"),
-        seed=0,
-        train=config.train,
-        options=config.strategy,
-        collective_timeout_s=60,
-    )
-    strategy = rules.trainer(rules.keys(config.strategy), mesh, JOB)(context, JOB)
-    train_set = JOB.dataset("train")
-    try:
-        strategy.setup(train_set)
-        strategy.attach()
-        for _ in range(2):
-            with Watch() as watch:
-                strategy.train_step([example_batch(JOB, train_set, 2)], want_grad_norm=False, want_metrics=False)
-        return watch.seen
-    finally:
-        strategy.close()
-        if fake:
+        try:
+            found.append(second_step(rank, case))
+        finally:
+            close_strategies()
             dist.destroy_process_group()
+    return found
 
 
-def on_a_fake_group(gang: Gang, world: int) -> list[tuple[str, int]]:
-    [seen] = gang.run(collectives, world, True, world_size=1)
-    return seen
+@pytest.mark.parametrize("name", [*TRACED, *TENSOR])
+def test_a_rank_on_a_fake_group_communicates_as_on_gloo(gang: Gang, name: str) -> None:
+    """The first and the last rank, which is on the last stage."""
+    world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks")
+    first, *_, last = gang.run(second_step, case, world_size=world)
+    assert gang.run(on_fake_groups, case, (0, world - 1), world, world_size=1) == [[first, last]]
+    assert first
 
 
-def test_the_order_on_a_fake_group_is_the_one_on_gloo(gang: Gang) -> None:
-    recorded, _ = gang.run(collectives, 2, False, world_size=2)
-    assert on_a_fake_group(gang, 2) == recorded
-
-
-@pytest.mark.parametrize("world", [64, 16_384])
-def test_a_larger_world_has_the_same_order(gang: Gang, world: int) -> None:
-    names = [[name for name, _ in on_a_fake_group(gang, size)] for size in (2, world)]
+def test_a_larger_world_has_the_same_order(gang: Gang) -> None:
+    names = []
+    for world in (2, 16_384):
+        case = case_of(layout(FSDP, world), global_batch_size=4 * world)
+        [[launches]] = gang.run(on_fake_groups, case, (0,), world, world_size=1)
+        names.append([[name for name, _, _ in launch] for launch in launches])
     assert names[0] == names[1]
 
 
-def test_the_bytes_are_those_that_the_cost_model_counts(gang: Gang) -> None:
-    seen = on_a_fake_group(gang, 64)
-    model = JOB.model()
-    of_model = sum(p.numel() for p in model.parameters())
-    of_blocks = sum(p.numel() for block in blocks_of(model) for p in block.parameters())
-    step = Step(mesh=Mesh(shard=64), rows=1, passes=1)
-    gathered = sum(size for name, size in seen if "allgather" in name)
-    summed = sum(size for name, size in seen if "reduce_scatter" in name)
-    assert gathered == pytest.approx(step.gathered_bytes * (of_model + of_blocks), rel=0.01)  # the rest once
-    assert summed == pytest.approx(step.summed_bytes * of_model, rel=0.01)
+def sent_by(rank: int, launches: Communicated, ranks: list[int]) -> float:
+    """The bytes that a rank sends in collectives of these ranks, or to one of them."""
+    total = 0.0
+    for name, group, nbytes in (operation for launch in launches for operation in launch):
+        if name == "transfer":
+            total += nbytes * (group[0] == rank and group[1] in ranks)
+        elif list(group) == ranks:
+            total += SENT[name] * nbytes * (len(group) - 1) / len(group)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "axis", "kind"),
+    [
+        ("ddp-2", 0, "replicate", "replicas"),
+        ("sharded-ddp-2", 0, "shard", "replicas"),
+        ("fsdp-2", 0, "shard", "shards"),
+        ("hsdp-2x2", 0, "shard", "shards"),
+        ("hsdp-2x2", 0, "replicate", "replicas"),
+        ("1F1B-4", 1, "pipeline", "stages"),
+        ("mesh-tensor-in-stages-4x2", 2, "pipeline", "stages"),
+        ("mesh-tensor-2", 0, "tensor", "tensor"),
+    ],
+)
+def test_the_bytes_are_those_that_the_cost_model_counts(
+    gang: Gang, name: str, rank: int, axis: Dimension, kind: str
+) -> None:
+    world, case = EVERY[name].world_size, case_of(EVERY[name])
+    layouts = Layouts(config_of(case, world), JOB, parse_cluster(f"1x{world}xH100", read_tables()), ())
+    step, work = layouts.as_configured().step, layouts.traced.work
+    [[launches]] = gang.run(on_fake_groups, case, (rank,), world, world_size=1)
+    sent, layers = sent_bytes(work, step), work.layers / step.mesh.pipeline
+    ends = 2 * step.rows * work.layer.output_bytes  # the sum of the embedding, and that of the gradient of the head
+    logits = step.rows * work.tokens * JOB.vocabulary * 2 / 2  # half of them, in 16 bits
+    predicted = {
+        "replicas": sent.replicas,
+        "shards": step.passes * sent.shards_each_pass + sent.shards_once,
+        "stages": step.passes * sent.stages,
+        "tensor": step.passes * (layers * sent.tensor + ends + logits),
+    }
+    assert sent_by(rank, launches, step.mesh.group(axis, rank)) == pytest.approx(predicted[kind], rel=0.01)

@@ -29,6 +29,7 @@ LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
 LOCKED_UPDATE = replace(LOCKED, lock="update")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [HOGWILD, LOCKED, LOCKED_UPDATE], ids=["hogwild", "locked_sgd", "locked_update"])
 @pytest.mark.parametrize("job", [digits(lr=0.02), AdamDigits(hidden=24, lr=2e-3)], ids=["sgd", "adamw"])
 def test_all_have_one_model_and_it_learns(gang: Gang, options: schema.StrategyConfig, job: Any) -> None:

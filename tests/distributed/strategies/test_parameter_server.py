@@ -223,6 +223,7 @@ def test_compressed_gradients_stay_close(gang: Gang) -> None:
 # Asynchronous -------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("consistency", ["async", "stale"])
 @pytest.mark.parametrize("job", [digits(), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
 def test_one_worker_is_alone_however_it_is_served(gang: Gang, job: Any, consistency: str) -> None:
@@ -232,6 +233,7 @@ def test_one_worker_is_alone_however_it_is_served(gang: Gang, job: Any, consiste
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=ADAMW, atol=0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("consistency", ["async", "stale"])
 @pytest.mark.parametrize("job", [digits(lr=0.02), AdamDigits(hidden=24), SPARSE], ids=["sgd", "adamw", "sparse"])
 def test_all_end_with_one_model_and_it_learns(gang: Gang, job: Any, consistency: str) -> None:
@@ -324,6 +326,7 @@ def test_to_ddp_and_back_on_the_same_curve(gang: Gang, job: Any) -> None:
     torch.testing.assert_close(torch.cat(curve), losses([alone]), rtol=ADAMW, atol=0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("consistency", ["sync", "async", "stale"])
 @pytest.mark.parametrize("job", [AdamDigits(hidden=24), SPARSE], ids=["adamw", "sparse"])
 def test_what_is_saved_is_what_is_loaded(gang: Gang, job: Any, consistency: str) -> None:
@@ -353,6 +356,7 @@ def loaded(rank: int, case: Case, state: TrainState) -> TrainState | None:
 # A lost worker ------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
     "job",

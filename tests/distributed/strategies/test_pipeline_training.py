@@ -47,7 +47,8 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
 # Parameters that several stages have, or that are not trained -------------------------------------
 
 
-@pytest.mark.parametrize("name", [HALVED, SHARED, "1F1B-2x2-replicas-close"])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", [SHARED, HALVED, "1F1B-2x2-replicas-close"])
 @pytest.mark.parametrize(
     "job",
     [
@@ -71,6 +72,7 @@ def frozen_body() -> torch.nn.Module:
     return of.frozen("first", "second", "third")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize(
     "build", [frozen_in_the_middle, frozen_last, pytest.param(frozen_body, marks=passes_constants)]
@@ -100,6 +102,7 @@ def test_what_parameters_make_without_the_input(gang: Gang, name: str) -> None:
     assert_as_alone(gang, case(Chain(build=of.beside)), name, split=("beside", "second", "head"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [PLAIN, "GPipe-2x2"])
 @pytest.mark.parametrize("build", [of.sparse_ends, of.sparse_and_tied])
 def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -> None:
@@ -116,6 +119,7 @@ def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
 # Evaluation, statistics and randomness ------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [HALVED, "1F1B-2x2-replicas-close"])
 @pytest.mark.parametrize(
     "job",
@@ -164,8 +168,9 @@ def test_running_statistics_of_micro_batches_are_those_of_slices(gang: Gang, bui
     assert (losses([undivided]) - losses([alone])).abs().max() > 1e-3, "the statistics make no difference"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("build", [of.normed, of.averaging])
-@pytest.mark.parametrize("name", [PLAIN, SHARED])
+@pytest.mark.parametrize("name", [SHARED, PLAIN])
 def test_running_statistics_are_equal_on_replicas_and_used_in_evaluation(gang: Gang, build, name: str) -> None:
     ranks, state = assert_evaluated_exactly(gang, case(Chain(build=build), steps=5), name)
     fresh = build().state_dict()

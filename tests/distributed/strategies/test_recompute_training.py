@@ -18,6 +18,7 @@ STARTS = {"1F1B-2": (1,), "ZBVZeroBubble-2": (0, 1, 2)}
 """The blocks that begin a stage."""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode"),

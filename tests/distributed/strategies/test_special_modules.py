@@ -19,29 +19,23 @@ from helpers.conformance.training import losses, train
 from helpers.jobs.special_modules import ROOTS, SPECIAL, Model, Teacher, model_with
 from helpers.jobs.stage_toys import Chain
 from helpers.ranks.gang import Gang
-from helpers.records.runs import in_campaign
 from orchestrator.config import schema
 
 LAYOUTS: dict[str, tuple[schema.StrategyConfig, int]] = {
+    "ddp_pipeline": (ddp_pipeline("GPipe", 1, split=("third",)), 4),
     "model_parallel": (replace(MODEL_PARALLEL, split=("third",)), 2),
     "pipeline": (pipeline("1F1B", 2, ("special",)), 2),
-    "ddp_pipeline": (ddp_pipeline("GPipe", 1, split=("third",)), 4),
 }
 # What is called with micro-batches of its own changes state more often than with whole batches.
 ONCE_A_STEP = {"moving average", "branch on values"}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, layout) for name in SPECIAL for layout in ("model_parallel", "pipeline")),
-        ("moving average", "ddp_pipeline"),
-        *in_campaign(
-            *((name, "ddp_pipeline") for name in SPECIAL if name not in ("moving average", "branch on values"))
-        ),
-    ],
-)  # under ddp_pipeline, each replica would branch on its own samples
+@pytest.mark.in_turn
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPECIAL)
 def test_a_special_module_trains_as_it_does_alone(gang: Gang, name: str, layout: str) -> None:
+    if (name, layout) == ("branch on values", "ddp_pipeline"):
+        pytest.skip("each replica branches on its own samples")
     options, world_size = LAYOUTS[layout]
     slices = 2 if layout == "pipeline" else 1
     case = Case(job=Chain(build=functools.partial(model_with, name)), train=having(steps=6, global_batch_size=16))
@@ -190,6 +184,7 @@ def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: 
     assert "Job.stages" in str(answers[0].error)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ROOTS)
 @pytest.mark.parametrize("layout", ["model_parallel", "pipeline"])
 def test_a_root_that_is_more_than_a_list_of_layers(gang: Gang, name: str, layout: str) -> None:

@@ -20,6 +20,7 @@ def case(job, **changes):
     return Case(job=job, train=having(steps=10, global_batch_size=16, **changes))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [PLAIN, HALVED, "DualPipeV-2"])
 @pytest.mark.parametrize(
     "build", [pytest.param(of.pairs, marks=passes_constants), of.skips, of.nested, of.same_twice, of.views]
@@ -28,6 +29,7 @@ def test_tensors_of_every_sort_in_any_structure(gang: Gang, build, name: str) ->
     assert_as_alone(gang, case(Chain(build=build)), name)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [PLAIN, HALVED])
 @pytest.mark.parametrize(
     "job", [NestedBatches(), NestedBatches(as_dict=False), Answers()], ids=["dict", "tuple", "output"]
@@ -36,7 +38,8 @@ def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str)
     assert_as_alone(gang, case(job), name)
 
 
-@pytest.mark.parametrize("name", [PLAIN, HALVED, SHARED])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", [HALVED, PLAIN, SHARED])
 @pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
 def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
     assert_as_alone(gang, case(Chain(build=build)), name, want_grad_norm=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.conformance.cases import Case
-from helpers.conformance.layouts import LAYOUTS, SGD, TENSOR, Layout
+from helpers.conformance.layouts import CONTEXT, LAYOUTS, SGD, TENSOR, Layout
 from helpers.conformance.training import Steps, make, steps, watched
 from helpers.ranks.batches import HERE, validated
 from helpers.ranks.gang import Gang
@@ -61,7 +61,7 @@ def _evaluated(strategy: Strategy) -> EvalSums:
 
 def assert_evaluated_exactly(gang: Gang, case: Case, name: str, *, rtol: float = SGD) -> tuple[list[Steps], TrainState]:
     """As one worker evaluates the model that the layout has come to."""
-    layout = {**LAYOUTS, **TENSOR}[name]
+    layout = {**LAYOUTS, **TENSOR, **CONTEXT}[name]
     results = gang.run(trained_and_evaluated, layout.of(case), None, world_size=layout.world_size)
     state = results[0][1]
     assert state is not None

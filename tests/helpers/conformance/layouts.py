@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.conformance.cases import DDP, SINGLE, Case
+from helpers.conformance.cases import DDP, SINGLE, Case, config_of, plan_of
 from helpers.conformance.training import Steps, losses, train
+from helpers.jobs.quick_jobs import digits
 from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
-from orchestrator.planning.mesh import Coords, Mesh
+from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
@@ -103,6 +105,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
 FSDP = FSDPConfig(
     name="fsdp",
     num_workers=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
     sequence=False,
@@ -115,6 +118,7 @@ HSDP = HSDPConfig(
     name="hsdp",
     num_workers=4,
     shard_size=2,
+    context=1,
     tensor=1,
     tensor_pairs="auto",
     sequence=False,
@@ -209,6 +213,13 @@ SEQUENCE = {
     "mesh-sharded-sequence-2x2": mesh(Mesh(shard=2, tensor=2), sequence=True),
 }
 """Those that divide also the tokens between these layers."""
+CONTEXT = {
+    "mesh-context-2": mesh(Mesh(context=2)),
+    "mesh-replicated-context-2x2": mesh(Mesh(replicate=2, context=2)),
+    "mesh-sharded-context-2x2": mesh(Mesh(shard=2, context=2)),
+    "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
+}
+"""Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 EVERY = {
     **LAYOUTS,
@@ -217,6 +228,35 @@ EVERY = {
     "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
 }
 """Those in one process too, and those whose losses are not those of one worker."""
+
+
+@cache
+def kind_of(name: str) -> tuple[object, ...]:
+    """What trains in a layout: the dimensions over which a model is divided, or the strategy of whole models."""
+    of = {**EVERY, **TENSOR}[name]
+    mesh = plan_of(config_of(of.of(Case(job=digits())), of.world_size)).mesh
+    divided = [dimension for dimension in DIMENSIONS if dimension != "replicate" and mesh.size(dimension) > 1]
+    return (*divided, getattr(of.options, "shard_optimizer", False)) if divided else (of.options.name,)
+
+
+def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
+    """A layout of each kind, and another one of the kind at the next turn."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        kinds.setdefault(kind_of(name), []).append(name)
+    return {of_kind[turn % len(of_kind)] for of_kind in kinds.values()}
+
+
+def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()) -> list[Any]:
+    """Layouts as parameters of a test, which CI runs in one of each kind and in the ``fast`` ones only."""
+    names = list(names)
+    kept = in_turn(names, turn)
+    return [
+        pytest.param(n, marks=pytest.mark.fast if n in fast else () if n in kept else pytest.mark.campaign)
+        for n in names
+    ]
+
+
 STAGED = [
     name
     for name, of in LAYOUTS.items()

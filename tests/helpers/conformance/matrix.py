@@ -1,13 +1,14 @@
 """The conformance matrix: each strategy in each scenario has the losses, norms, weights and averages of plain torch.
 
-A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, and in the tests of
-checkpoints (``test_any_checkpoint.py``), unless it is a mere variant of another one (:data:`VARIANTS`). A new rule
-joins by one entry in :data:`SCENARIOS`. What does not hold stands in :data:`EXCEPTIONS`, with the reason.
+A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, which CI runs in one layout
+of each kind (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a mere variant
+of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENARIOS`. What does not hold stands in
+:data:`EXCEPTIONS`, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, passes_constants
+from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, in_turn, passes_constants
 from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
@@ -58,7 +59,7 @@ class Scenario:
 
     @property
     def case(self) -> Case:
-        return Case(job=self.job, train=having(**{"steps": 10, "global_batch_size": 32, **self.train}))
+        return Case(job=self.job, train=having(**{"steps": 6, "global_batch_size": 32, **self.train}))
 
 
 def clipped(ranks: list[Steps], reference: Seen) -> bool:
@@ -107,7 +108,7 @@ WHOLE_TENSORS = {
 SCENARIOS = {
     "slices, clipping, loss by step": Scenario(
         job=SteppedDigits(hidden=24, depth=3, lr=0.3),
-        train={"grad_accumulation": 2, "clip_norm": 0.2},
+        train={"grad_accumulation": 2, "clip_norm": 0.1},
         happened=clipped,
     ),
     "adamw, schedule, groups and average": Scenario(
@@ -117,8 +118,8 @@ SCENARIOS = {
         happened=averaged,
     ),
     "uneven shares in three slices": Scenario(
-        job=digits(depth=3, hidden=23),
-        train={"steps": 20, "grad_accumulation": 3, "clip_norm": 0.2, "ema_decay": 0.8, "global_batch_size": 35},
+        job=digits(depth=3, hidden=23, lr=0.3),
+        train={"steps": 8, "grad_accumulation": 3, "clip_norm": 0.2, "ema_decay": 0.8, "global_batch_size": 35},
         happened=uneven,
     ),
     "metrics and clipped values": Scenario(
@@ -191,8 +192,9 @@ SCENARIOS = {
 }
 
 VARIANTS = {
-    "sharded-ddp-2", "fsdp-2", "GPipe-2", "1F1B-2", "Interleaved1F1B-2", "LoopedBFS-2", "InterleavedZeroBubble-2",
-    "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2", "fsdp-1F1B-2x2",
+    "ddp-4", "sharded-ddp-2", "fsdp-2", "GPipe-2", "1F1B-2", "Interleaved1F1B-2", "LoopedBFS-2",
+    "InterleavedZeroBubble-2", "DualPipeV-2", "GPipe-2x2", "1F1B-2x2", "1F1B-2x2-replicas-close", "ZBVZeroBubble-2x2",
+    "fsdp-1F1B-2x2",
 }  # fmt: skip
 """Layouts that differ from another one in a schedule or a number; they are only in the scenarios :data:`PLAIN`."""
 PLAIN = ("slices, clipping, loss by step", "language model")
@@ -212,17 +214,23 @@ FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe
 
 
 def cells() -> list[Any]:
-    """Each scenario and each layout that is in it, as parameters of a test."""
-    every = [
-        (s, name)
-        for s, scenario in SCENARIOS.items()
-        for name in scenario.layouts or SYNCHRONOUS
-        if s in PLAIN or scenario.layouts or name not in VARIANTS
-    ]
-    return [pytest.param(*cell, marks=list(marks_of(*cell))) for cell in every if cell not in EXCEPTIONS]
+    """Each scenario and each layout that is in it, as parameters of a test.
+
+    CI runs all layouts in the first scenario, and one of each kind in each of the others; the campaign runs all. The
+    turns begin so that eight workers train no language model, and tied tensors have both several stages and replicas.
+    """
+    found = []
+    for turn, (s, scenario) in enumerate(SCENARIOS.items(), 7):
+        of_scenario = scenario.layouts or [name for name in SYNCHRONOUS if s in PLAIN or name not in VARIANTS]
+        names = [name for name in of_scenario if (s, name) not in EXCEPTIONS]
+        kept = names if s == PLAIN[0] else in_turn(names, turn)
+        found += [pytest.param(s, name, marks=list(marks_of(s, name, kept))) for name in names]
+    return found
 
 
-def marks_of(scenario: str, layout: str) -> Iterator[pytest.MarkDecorator]:
+def marks_of(scenario: str, layout: str, kept: Collection[str]) -> Iterator[pytest.MarkDecorator]:
+    if layout not in kept:
+        yield pytest.mark.campaign
     if scenario == PLAIN[0] and layout in FAST:
         yield pytest.mark.fast
     if SCENARIOS[scenario].constants and layout in STAGED:

@@ -18,6 +18,7 @@ from helpers.ranks.gang import own_device
 from orchestrator.job import Job
 from orchestrator.model.stages import module_of
 from orchestrator.planning.boxes import Box
+from orchestrator.planning.mesh import DIVIDING
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -170,7 +171,7 @@ def gathered(strategy: Trainer) -> dict[str, Tensor]:
     ranks: list[tuple[dict[str, Tensor], Mapping[str, Box]]] = [({}, {})] * context.mesh.world_size
     dist.all_gather_object(ranks, (own, boxes))
     whole = {n: torch.empty(boxes[n].full, dtype=t.dtype) if n in boxes else t for n, t in own.items()}
-    for rank in context.mesh.group(("shard", "tensor"), context.global_rank):
+    for rank in context.mesh.group(DIVIDING, context.global_rank):
         parts, places = ranks[rank]
         for name in parts.keys() & places.keys():
             whole[name][places[name].slices_in(Box.whole(places[name].full))] = parts[name]

@@ -64,6 +64,16 @@ class Observer(nn.Module):
         return x + ((x / step).round() * step - x).detach()
 
 
+class GradientNorm(nn.Module):
+    """Gives the gradient of all samples together a length of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.norm())
+        return x
+
+
 class StepCounter(nn.Module):
     """Scales by a number that grows with each call."""
 
@@ -151,7 +161,7 @@ class OfBatches(Toy):
         return None if self.weigh is None else self.weigh(target)
 
 
-LOSS = "the mean over their halves"
+LOSS, GRADIENT = "the mean over their halves", "the gradient of 0.weight, 0.bias is not"
 DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     "own batch norm": (OfBatches(middle=OwnBatchNorm), (LOSS, "1.mean"), (LOSS, "1.mean")),
     "codebook": (OfBatches(middle=Codebook), ("1.codes",), (LOSS, "1.codes")),
@@ -160,6 +170,7 @@ DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     "class weights": (OfBatches(loss_of=class_weighted), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
     "ignored labels": (OfBatches(loss_of=ignoring), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
     "contrastive": (OfBatches(loss_of=contrastive), (LOSS, "gather_batch"), (LOSS, "gather_batch")),
+    "gradient norm": (OfBatches(middle=GradientNorm), (GRADIENT, "scale_grad_by_freq"), (GRADIENT,)),
     "spectral norm": (OfBatches(middle=spectral), (), ("0._u", "once for each part")),
     "step counter": (OfBatches(middle=StepCounter), (), (LOSS, "1.calls", "once for each part")),
 }

@@ -215,6 +215,16 @@ class Recurrent(nn.Module):
         return self.head(out[:, -1])
 
 
+class Settling(Net):
+    """Calls a block until its output is small, for each part of a batch equally often or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        while h.abs().mean() > 0.2:
+            h = self.blocks[0](h) * 0.5
+        return self.c(self.blocks[2](self.blocks[1](h)))
+
+
 class Cells(nn.Module):
     """Steps through a sequence in Python."""
 
@@ -243,6 +253,18 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         return self.head(self.body(self.table(tokens) + self.positions, mask=mask, is_causal=True))
+
+
+class Frequencies(nn.Module):
+    """Divides the gradient of a token's row by the number of its uses in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True), Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.table(tokens)))
 
 
 class Checkpoints(nn.Module):
@@ -375,6 +397,7 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     **{f"block {name}": functools.partial(Net, block) for name, block in BLOCKS.items()},
     "call overridden": lambda: Doubled(nn.Linear(10, WIDTH), nn.Tanh(), Block(), nn.Linear(WIDTH, 4)),
     "frozen BatchNorm": FrozenNorm,
+    "waits for a number": Settling,
     "gradient penalty": (Penalized, Numbers(loss_of=penalty)),
     "size of the weights": (Weighed, Numbers(loss_of=weighed)),
     "exits": (Exits, Numbers(loss_of=exits)),
@@ -394,6 +417,7 @@ BUILT: dict[str, Callable[[], nn.Module] | tuple[Callable[[], nn.Module], Task]]
     "GRU": functools.partial(Recurrent, nn.GRU),
     "cells": Cells,
     "language model": _tokens(Language),
+    "rare tokens learn more": _tokens(Frequencies),
     "checkpointed parts": Checkpoints,
     "memory shared": sharing_memory,
     "one large tensor": one_large_tensor,

@@ -135,6 +135,9 @@ class EndedTranslation(Translation):
         return _ended(super().item(number, random))
 
 
+UNSHIFTED = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant")
+"""Language models whose own loss compares a token with the label at its own place."""
+
 TASKS: dict[Kind, Task] = {
     "text": EndedTexts(),
     "image": Classes("pixel_values", (3, IMAGE, IMAGE)),
@@ -173,7 +176,7 @@ def _exhibit(kind: Kind, model_type: str) -> Exhibit:
         title=model_type,
         package="transformers",
         build=functools.partial(build, kind, model_type),
-        task=TASKS[kind],
+        task=Translation() if kind == "language" and model_type in UNSHIFTED else TASKS[kind],
         not_in_stages=() if kind == "translation" else ("labels",),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +15,13 @@ class Operation:
         name: The name of the operation; ``transfer`` for a send and for the receive that belongs to it.
         group: The name of the process group.
         ranks: The global ranks that take part; of a transfer, the sender and the receiver.
+        nbytes: The bytes of its largest argument, which may differ between the ranks.
     """
 
     name: str
     group: str
     ranks: tuple[int, ...]
+    nbytes: int = field(default=0, compare=False)
 
     def seen_by(self, rank: int) -> str:
         """Return what the operation is for ``rank``, which takes part in it."""

@@ -10,10 +10,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks.deadlock import Launch, Operation
 from orchestrator.compat.enqueue_gate import EnqueueGate, enqueueing_through
+from orchestrator.model.batch import tensors_in
 
 
 @contextlib.contextmanager
@@ -45,7 +47,7 @@ class CountingGate(EnqueueGate):
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees the operators of the namespace ``c10d``, through which all communication of process groups passes."""
+    """Sees the operators through which all communication of process groups passes: ``c10d``, or what calls these."""
 
     def __init__(self, gate: CountingGate) -> None:
         super().__init__()
@@ -56,8 +58,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._gate.passed
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            self.launches.append((_operation(func.name().removeprefix("c10d::").removesuffix("_"), args),))
+        is_functional = func.namespace == "_c10d_functional" and isinstance(args[-1], str)  # the name of a group
+        if func.namespace == "c10d" or is_functional:
+            self.launches.append((_operation(func.name().partition("::")[2].removesuffix("_"), args),))
             assert self._gate.passed > before, f"{func} has not passed the gate"
         return result
 
@@ -70,10 +73,11 @@ class _Recorder(TorchDispatchMode):
 
 
 def _operation(name: str, args: Sequence[Any]) -> Operation:
-    (boxed,) = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-    group = dist.ProcessGroup.unbox(boxed)
+    boxed = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+    group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_process_group(args[-1])
     ranks = tuple(dist.get_process_group_ranks(group))
+    nbytes = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
     if name in ("send", "recv"):
         own, peer = dist.get_rank(), ranks[args[2]]
         name, ranks = "transfer", (own, peer) if name == "send" else (peer, own)
-    return Operation(name=name, group=group.group_name, ranks=ranks)
+    return Operation(name=name, group=group.group_name, ranks=ranks, nbytes=nbytes)

@@ -19,7 +19,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
-from orchestrator.driver.layouts import answer, without_numbers
+from orchestrator.driver.forecasts import answer
+from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
 from orchestrator.model.kept import kept_tensors
@@ -85,7 +86,6 @@ def test_the_fastest_comes_first_with_all_figures(found: Answer) -> None:
 def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     said = text(found, rows=3)
     assert "to launch it: orchestrator launch job=gpt" in said
-    assert "strategy.context: this dimension comes with a later version" in said
     assert "% in the mean" in said
     assert "published runs of this size" in said
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from orchestrator.planning.boxes import Box, first_overlap, has_hole
-from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.planning.mesh import DENSE, DIMENSIONS, Mesh
 from orchestrator.planning.placement import AxisCut, Placement
 
 MOST_RANKS = 64
@@ -78,13 +78,15 @@ def test_a_worker_has_an_equal_part_of_all_that_is_packed() -> None:
 
 
 def test_who_has_what_of_common_layouts() -> None:
-    rows = Placement(shape=(6,), cuts=(AxisCut(over="shard"),))
+    rows = Placement(shape=(6,), cuts=(AxisCut(over=DENSE),))
     hsdp = Mesh(replicate=2, shard=3)
     assert [rows.box(hsdp, rank) for rank in range(3)] == [Box.shard((6,), i, 3) for i in range(3)]
     assert rows.holders(hsdp, 4) == [1, 4]
     assert rows.summed_over == ("replicate",)
+    dense = Mesh(shard=2, context=2)
+    assert [rows.box(dense, rank) for rank in range(4)] == [Box.shard((6,), i, 4) for i in range(4)]
     scalar = Placement(shape=())
-    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard"))
+    assert (scalar.copies(hsdp), scalar.summed_over) == (6, ("replicate", "shard", "context"))
     tied = Placement(shape=(6, 2), stages=(3, 0))
     pipelines = Mesh(pipeline=4, replicate=2)
     assert tied.copies(pipelines) == 4

@@ -16,7 +16,6 @@ from orchestrator.prediction.published import (
     PUBLISHED,
     Compared,
     Spread,
-    as_run,
     calibrated,
     compare,
     published_runs,
@@ -85,7 +84,15 @@ def test_a_file_without_columns_is_refused(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def test_a_row_with_an_unknown_device_is_refused() -> None:
-    row = dict(read_rows(PUBLISHED)[0], gpu="H10")
-    with pytest.raises(ConfigError, match=r"H10: unknown; did you mean H100\?"):
-        as_run(row, read_tables())
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "H10"}, r"H10: unknown; did you mean H100\?"),
+        ({"gpus": "many"}, r"row 1 \(GPT OSS 120B\) cannot be read: .*'many'"),
+        ({"mbs": "0"}, "row 1 .* cannot be read"),
+        ({"framework": "other"}, "no row is of a known framework, precision and device: llm-foundry BF16 A100"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_is_refused(change: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        compare([dict(read_rows(PUBLISHED)[0], **change)], read_tables())

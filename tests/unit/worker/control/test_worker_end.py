@@ -258,6 +258,7 @@ def test_only_errors_that_may_come_from_an_abort_are_put_down_to_it(
     loop: Any = SimpleNamespace(position=SimpleNamespace(step=9), job=digits(), trial=None)
     failure = failures.describe_failure(error, orders, loop, tmp_path / "log", after_abort=after_abort)
     assert failure.collateral == collateral
+    assert bool(failure.traceback) == (not isinstance(error, failures.EXPLAINED))
     is_nan = isinstance(error, NonFiniteError)
     assert failure.final == (
         not collateral and isinstance(error, (*failures.EXPLAINED, ModelChangedError, NonFiniteError))

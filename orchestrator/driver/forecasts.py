@@ -1,0 +1,152 @@
+"""What `orchestrator plan` answers: the layouts of a job on a cluster that is not here, timed and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.job_loader import load_job
+from orchestrator.config.overrides import values
+from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
+from orchestrator.driver.layouts import Layouts, best_of_each
+from orchestrator.job import Job
+from orchestrator.prediction.cost import Stack, step_time
+from orchestrator.prediction.devices import CPU, Cluster, read_tables
+from orchestrator.prediction.forecast import Answer, Question, like
+from orchestrator.prediction.goodput import DEVICE_HOURS
+from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies import registry
+from orchestrator.strategies.this_machine import UNFUSED
+
+USUAL = {"strategy": "mesh", "train.precision": "bf16"}
+"""What is planned for GPUs where the command line does not say it."""
+USUAL_TOKENS = 2**22
+"""The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
+as Llama 3 (arXiv:2407.21783) begins with."""
+
+
+def answer(
+    words: Sequence[str],
+    cluster: Cluster,
+    redactor: Redactor,
+    *,
+    tokens: float | None = None,
+    price: float | None = None,
+    device_hours: float | None = None,
+    measured: RunDir | None = None,
+) -> Answer:
+    """Return the layouts of a job on a cluster.
+
+    Args:
+        words: the overrides of a launch.
+        cluster: the cluster.
+        redactor: learns the secrets of the job.
+        tokens: of the whole run; None if no whole run is asked for.
+        price: of an hour of a device; None if it is unknown.
+        device_hours: the mean hours between the failures of one device; None for the published ones.
+        measured: a run on such devices that says which shares of the peak rates are reached; None for published ones.
+
+    Raises:
+        ConfigError: the configuration or the job is wrong, the model cannot be traced, or see :func:`measured_stack`.
+    """
+    given = values(words)
+    on_cpus = cluster.name == CPU
+    of_cpus = {"train.precision": "fp32", "strategy.num_workers": cluster.devices} if on_cpus else {}
+    assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
+    config, job = _composed([*words, *assumed], redactor)
+    if "train.global_batch_size" not in given:
+        batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
+        config = replace(config, train=replace(config.train, global_batch_size=batch))
+        assumed = (*assumed, f"train.global_batch_size={batch}")
+    search = Layouts(config, job, cluster, given.keys())
+    question = Question(
+        work=search.traced.work,
+        cluster=cluster,
+        stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
+        tokens=tokens,
+        price=price,
+        device_hours=device_hours or DEVICE_HOURS,
+    )
+    forecasts = best_of_each([question.answered(f) for f in search.forecasts()])
+    sparse = search.traced.work.layer.experts > 0
+    return Answer(
+        question=question,
+        command=(*words, *assumed),
+        assumed=assumed,
+        fitting=tuple(f for f in forecasts if not f.refused),
+        refused=tuple(f for f in forecasts if f.refused),
+        pruned=search.pruned,
+        spread=like(compare([run.row for run in published_runs()], read_tables()), cluster.devices, sparse=sparse),
+        measured=measured.location if measured else "",
+    )
+
+
+def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
+    """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
+
+    One step time tells one number: both shares change in proportion.
+
+    Args:
+        run_dir: a run that has ended.
+        cluster: of such devices as the run had.
+        planned: the configuration whose layouts are asked for.
+        redactor: learns the secrets of the run's job.
+
+    Raises:
+        ConfigError: the run has no step time, differs in device or precision, or was faster than the peak rates allow;
+            or its configuration cannot be read any more.
+    """
+    record, where = run_dir.read_record(), f"--measured {run_dir.location}"
+    plan, step_ms = record.get("plan"), record.get("summary", {}).get("step_ms_p50")
+    if not plan or not step_ms:
+        raise ConfigError([f"{where}: has no median of step times; name a run of several steps that has ended"])
+    if (plan["device"] == "cpu") != (cluster.name == CPU):
+        raise ConfigError(
+            [f"{where}: ran on {plan['device']}, and --cluster names {cluster.name}; name the same device"]
+        )
+    if (precision := record.get("precision")) != planned.train.precision:
+        raise ConfigError([f"{where}: computed in {precision}; plan with train.precision={precision}"])
+    workers = plan["world_size"]
+    try:
+        words = overrides_to_evaluate(run_dir.config_file, [f"strategy.num_workers={workers}"])
+    except ValueError as e:
+        raise ConfigError([f"{where}: {e}"]) from e
+    config, job = _composed(words, redactor)
+    there = replace(cluster, nodes=math.ceil(workers / cluster.per_node), per_node=min(workers, cluster.per_node))
+    search = Layouts(config, job, there, ())
+    forecast = search.as_configured()
+    if forecast.refused:
+        raise ConfigError([f"{where}: {forecast.refused}"])
+    usual = _usual_stack(cluster, config)
+
+    def predicted_ms(stack: Stack) -> float:
+        return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
+
+    def changed(stack: Stack, share: float) -> Stack:
+        return replace(stack, products=share, attention=share * usual.attention / usual.products)
+
+    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
+    if (least := predicted_ms(found)) > 1.01 * step_ms:
+        reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
+        raise ConfigError([f"{where}: {reason}"])
+    return found
+
+
+def _usual_stack(cluster: Cluster, config: Config) -> Stack:
+    return UNFUSED if cluster.name == CPU else stack_for(cluster.name, compiled=config.train.compile is not False)
+
+
+def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:
+    errors: list[str] = []
+    config, spec = compose(words, errors, registry.config_class)
+    job = load_job(spec, errors, redactor) if spec is not None else None
+    if errors or config is None or job is None:
+        raise ConfigError(errors)
+    redactor.learn(to_dict(config))
+    return config, job

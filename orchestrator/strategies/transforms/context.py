@@ -1,0 +1,390 @@
+"""``context``: the workers of a group compute the same samples together, each some of their tokens.
+
+What that changes of a model is in :mod:`orchestrator.model.context`, and is proven before anything is trained. The loss
+is computed of a worker's tokens if the job's loss is a mean over tokens, and otherwise of the output for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.compat.generators import drawing
+from orchestrator.compat.torch import BatchNorm, FakeTensor
+from orchestrator.config.schema import Config
+from orchestrator.config.text import to_cli
+from orchestrator.job import Job
+from orchestrator.model.batch import map_tensors
+from orchestrator.model.blocks import blocks_of
+from orchestrator.model.context import (
+    UNSEEN,
+    Axes,
+    ContextPart,
+    NotDivisible,
+    axes_of,
+    divide_tokens,
+    sample_length,
+    shapes_in,
+)
+from orchestrator.model.context_proof import difference, prove
+from orchestrator.model.fake_calls import fake_calls
+from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.planning.plan import Plan
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.job_metrics import loss_of
+from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
+
+ROWS, TOKENS = 2, 64
+"""The samples, and the least number of tokens in each, with which a division is found and proven."""
+IGNORED = -100
+"""The label that torch's losses leave out."""
+TOLERANCE = 1e-5
+"""The relative difference of two losses in float64, or of their gradients, that rounding explains by far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan:
+    """How the samples of a job are divided over ``count`` workers.
+
+    Attributes:
+        count: the number of parts.
+        blocks: the axes of what each repeated block is called with, by its name.
+        outputs: those of the output of the model.
+        by_rows: whether the loss is the mean of the losses of the parts, so that no worker needs the whole output.
+    """
+
+    count: int
+    blocks: Mapping[str, Axes]
+    outputs: Axes
+    by_rows: bool = False
+
+    def divided(self, build: Callable[[], nn.Module], part: ContextPart) -> Callable[[], nn.Module]:
+        """Return a constructor of the model that ``build`` returns, which computes the tokens of ``part``."""
+
+        def built() -> nn.Module:
+            model = build()
+            divide_tokens(model, self.blocks, part)
+            return model
+
+        return built
+
+    def loss(self, job: Job, output: Any, target: Any, part: ContextPart) -> Tensor:
+        """Return the mean loss of whole samples, with the gradient of this rank's output. Collective.
+
+        Args:
+            job: the job.
+            output: of the tokens of ``part``.
+            target: of whole samples.
+            part: the tokens.
+        """
+        if not self.by_rows:
+            return loss_of(job, part.whole(output, self.outputs), target)
+        own = part.rows(job.aligned(target))
+        given = job.weight(own)
+        weight = _labels_in(own, part.length // self.count) if given is None else given
+        if not isinstance(weight, FakeTensor):
+            without_gradient(output, weight)
+        loss_sum = weighted(loss_of(job, output, own), weight)
+        sums = part.peers.sum(torch.stack((loss_sum.detach(), on_device(weight, loss_sum.device).to(loss_sum.dtype))))
+        total = cast(Tensor, divisor_of(sums[1]))
+        return sums[0] / total + (loss_sum - loss_sum.detach()) / total
+
+    def check_equal(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Check that all ranks of a group have found the same. Collective.
+
+        Raises:
+            RuntimeError: they have not.
+        """
+        number = int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=4).digest(), "big")
+        numbers = torch.tensor([number, -number], device=device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        if numbers.sum():
+            raise RuntimeError("strategy.context: the workers have found different divisions of the samples")
+
+
+@dataclass(frozen=True)
+class ContextParts:
+    """The tokens of one worker.
+
+    Attributes:
+        plan: how samples are divided.
+        part: the tokens.
+        waits: what a step waits for the workers that have the others.
+    """
+
+    plan: ContextPlan
+    part: ContextPart
+    waits: WaitTimer
+
+    def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a constructor of the model that ``build`` returns, which computes these tokens."""
+        return self.plan.divided(build, self.part)
+
+    def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Compute with the ranks of ``group``; None: with no others. Collective."""
+        if group is not None:
+            self.plan.check_equal(group, device)
+        self.part.peers.group, self.part.peers.waiting = group, self.waits.waiting
+
+    def job(self, job: Job) -> Job:
+        """Return the job for passes through a model of :meth:`of`."""
+        return job_of_tokens(job, self.plan, self.part)
+
+
+def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
+    """Return ``job`` with methods for a model that computes the tokens of ``part``. They are collective.
+
+    Its ``forward`` takes whole samples, and returns this rank's rows, or, without gradients, those of all ranks.
+    """
+    kind = type(job)
+
+    def forward(self: Job, model: nn.Module, inputs: Any) -> Any:
+        part.begin(inputs)
+        output = kind.forward(self, model, job.positioned(inputs))
+        return output if torch.is_grad_enabled() else part.whole(output, plan.outputs)
+
+    def loss(self: Job, output: Any, target: Any) -> Tensor:
+        return plan.loss(job, output, target, part) if torch.is_grad_enabled() else job.loss(output, target)
+
+    def train_metrics(self: Job, output: Any, target: Any) -> Mapping[str, Tensor]:
+        return job.train_metrics(part.whole(output, plan.outputs), target)
+
+    methods = {"forward": forward, "loss": loss}
+    if kind.train_metrics is not Job.train_metrics:
+        methods["train_metrics"] = train_metrics
+    own = copy.copy(job)
+    object.__setattr__(own, "__class__", type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods}))
+    return own
+
+
+def found_context(outline: Outline, train_set: Any, count: int) -> tuple[ContextPlan, Any]:
+    """Find how the samples of a job can be divided, from passes with fake tensors.
+
+    Args:
+        outline: the job and its model.
+        train_set: provides a sample.
+        count: the number of workers.
+
+    Returns:
+        The plan, and inputs of a few tokens to prove it with.
+
+    Raises:
+        ValueError: they cannot be divided; the text says why.
+    """
+    job, whole = outline.job, outline.whole
+    with drawing(0):
+        inputs, target = example_batch(job, train_set, ROWS)
+    names = {module: name for name, module in whole.model.named_modules()}
+    blocks = {names[block]: block for block in blocks_of(whole.model)}
+    if not blocks:
+        raise NotDivisible("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
+    if norm := next((name for m, name in names.items() if isinstance(m, BatchNorm) and m.training), None):
+        raise NotDivisible(f"{norm} would have the statistics of a worker's own tokens")
+    length = sample_length(inputs)
+    ContextPart(index=0, count=count).begin(inputs)
+
+    def of_length(tree: Any, tokens: int) -> Any:
+        def shortened(tensor: Tensor) -> Tensor:
+            return tensor[:, :tokens] if tensor.ndim > 1 and tensor.shape[1] == length else tensor
+
+        return map_tensors(shortened, tree)
+
+    tokens = min(length, -(-TOKENS // (2 * count)) * 2 * count)
+    short, shorter = (of_length(inputs, n) for n in (tokens, tokens // 2))
+    try:
+        one, two = (_seen_calls(job, whole, job.positioned(given), blocks) for given in (short, shorter))
+    except NotDivisible:
+        raise
+    except Exception as e:
+        raise NotDivisible(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
+    plan = ContextPlan(
+        count=count,
+        blocks={name: axes_of(one.blocks[name], two.blocks[name]) for name in blocks},
+        outputs=axes_of(shapes_in(one.output), shapes_in(two.output)),
+    )
+    if all(axis is None or axis == UNSEEN for axis in plan.outputs):
+        raise NotDivisible("the output of the model has no row for each token")
+    by_rows = replace(plan, by_rows=True)
+    if _loss_is_mean_over_parts(job, by_rows, one.output, of_length(target, tokens), tokens):
+        plan = by_rows
+    return plan, short
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """The shapes of what blocks are called with, by name, and the output of a model."""
+
+    blocks: dict[str, list[tuple[int, ...] | None]] = field(default_factory=dict)
+    output: Any = None
+
+
+def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module]) -> _Seen:
+    seen = _Seen()
+
+    def hook(name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.blocks.setdefault(name, shapes_in((args, kwargs)))
+
+        return see
+
+    with contextlib.ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
+        stack.enter_context(fake_calls(whole))
+        stack.enter_context(drawing(0))
+        stack.enter_context(whole.mode)
+        seen.output = job.forward(whole.model, map_tensors(whole.fake_input, inputs))
+    if missing := next((name for name in blocks if name not in seen.blocks), None):
+        raise NotDivisible(f"{missing} is not called")
+    return seen
+
+
+def _loss_is_mean_over_parts(job: Job, plan: ContextPlan, output: Any, target: Any, tokens: int) -> bool:
+    """Return whether the loss of all tokens, and its gradient, are those of the parts.
+
+    Also if labels are ignored, of some samples more than of others.
+    """
+
+    def random(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, dtype=torch.float64)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    with drawing(0):
+        outputs = map_tensors(random, output)
+    targets, agreed = [target], False
+    for labels in _tensors_of_tokens(target, tokens):
+        if not labels.is_floating_point():
+            fewer = labels.clone()
+            for row, ignored in enumerate((tokens // 3, tokens // 2)):
+                fewer[row::ROWS, :ignored] = IGNORED
+            targets.append(_replaced(target, labels, fewer))
+    for number, labels in enumerate(targets):
+        own = _with_gradients(outputs)
+        try:
+            loss = job.loss(own, labels)
+            wanted = _gradients(loss, own)
+        except Exception:
+            if number == 0:
+                return False
+            continue  # these are no labels
+        if not loss.isfinite():
+            continue
+        if not _agree(job, plan, outputs, labels, tokens, loss, wanted):
+            return False
+        agreed = True
+    return agreed
+
+
+def _replaced(tree: Any, tensor: Tensor, replacement: Tensor) -> Any:
+    return map_tensors(lambda t: replacement if t is tensor else t, tree)
+
+
+def _agree(
+    job: Job, plan: ContextPlan, outputs: Any, target: Any, tokens: int, loss: Tensor, wanted: Sequence[Tensor]
+) -> bool:
+    def of_rank(index: int, peers: Peers) -> bool:
+        part = ContextPart(index=index, count=plan.count, peers=peers, length=tokens)
+        own = _with_gradients(part.rows(outputs, plan.outputs))
+        found = plan.loss(job, own, target, part)
+        gradients, rows = _gradients(found, own), part.rows(list(wanted), _axes_of_tensors(plan.outputs))
+        return difference(found.detach(), loss.detach()) <= TOLERANCE and all(
+            difference(gradient, of_whole) <= TOLERANCE for gradient, of_whole in zip(gradients, rows, strict=True)
+        )
+
+    try:
+        return all(in_lockstep(plan.count, of_rank))
+    except Exception:  # whatever a job raises that needs all tokens
+        return False
+
+
+def _axes_of_tensors(axes: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis != UNSEEN)
+
+
+def _with_gradients(tree: Any) -> Any:
+    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), tree)
+
+
+def _gradients(loss: Tensor, tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            (gradient,) = torch.autograd.grad(loss, tensor, retain_graph=True, allow_unused=True)
+            found.append(torch.zeros_like(tensor) if gradient is None else gradient)
+        else:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, tree)
+    return found
+
+
+def _tensors_of_tokens(tree: Any, tokens: int) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) if t.ndim > 1 and t.shape[1] == tokens else None, tree)
+    return found
+
+
+def _labels_in(target: Any, tokens: int) -> Weight:
+    """Return how many labels a target has for so many tokens of each sample, without those that are ignored."""
+    found = _tensors_of_tokens(target, tokens)
+    counts = [torch.as_tensor(t.numel()) if t.is_floating_point() else (t >= 0).sum() for t in found]
+    return torch.stack(counts).sum() if counts else 1
+
+
+def context_parts(context: Context, job: Job, train_set: Any) -> ContextParts | None:
+    """Return the tokens of a rank; None if samples are not divided."""
+    count = context.mesh.context
+    if count == 1:
+        return None
+    plan, _ = found_context(Outline(job, context.train), train_set, count)
+    part = ContextPart(index=context.mesh.coords(context.global_rank).context, count=count)
+    return ContextParts(plan, part, WaitTimer(context.device, counts=False))
+
+
+def context_outline(outline: Outline, count: int, found: Mapping[Hashable, Any]) -> Outline:
+    """Return the outline of what one of ``count`` workers computes, given what :func:`check_context` has found."""
+    plan = found.get(("context", count))
+    if not isinstance(plan, ContextPlan):
+        return outline
+    divided, part, before = plan, ContextPart(index=0, count=count), outline.transform
+    job = job_of_tokens(outline.job, divided, part)
+    return replace(outline, job=job, transform=lambda build: divided.divided(before(build), part), found={})
+
+
+def check_context(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+    """Check that samples can be divided over the workers of ``plan.mesh.context``; return notes for the user."""
+    count = plan.mesh.context
+    if count == 1:
+        return ()
+    key, remedy = f"strategy.context={count}", f"use strategy.shard={count} in place of it"
+    if config.train.compile is not False:
+        errors.append(
+            f"train.compile={to_cli(config.train.compile)}: with {key}, attention gathers keys and values, which is "
+            "not compiled; set it to false"
+        )
+        return ()
+    try:
+        found, inputs = found_context(outline, opened_dataset(outline.job, "train", config.seed), count)
+        prove(outline.job, outline.build, found.blocks, found.outputs, inputs, count)
+    except ValueError as e:
+        errors.append(f"{key}: {e}; {remedy}")
+        return ()
+    outline.found["context", count] = found
+    loss = "of its own tokens" if found.by_rows else "of all tokens, whose output it gathers, which takes memory"
+    return (f"{key} divides the tokens of each sample, as proven on the model; each worker computes the loss {loss}",)

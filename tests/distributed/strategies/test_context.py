@@ -1,0 +1,162 @@
+"""Samples divided over workers by tokens: trained as by one worker alone, and saved and loaded by any layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.conformance.cases import Case, having
+from helpers.conformance.exact_evaluation import assert_evaluated_exactly
+from helpers.conformance.layouts import ADAMW, CONTEXT, LAYOUTS, SGD, assert_as_alone, mesh
+from helpers.conformance.reference import averages
+from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
+from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
+from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.toys import Rows
+from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
+from orchestrator.job import Job, Split
+from orchestrator.planning.mesh import Mesh
+from orchestrator.protocol.metrics import Metric
+from orchestrator.state.checkpoint import path_of
+from orchestrator.strategies.trainer import Trainer
+
+JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
+TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
+CASE = Case(job=JOB, train=TRAIN)
+CASES = {
+    "llama": CASE,
+    "gpt2": Case(job=TinyGPT(layers=2), train=TRAIN),
+    "documents": Case(job=replace(JOB, end_token=32), train=TRAIN),
+}
+
+
+def assert_norms_too(gang: Gang, case: Case, layout: str, *, rtol: float = SGD) -> None:
+    ranks = assert_as_alone(gang, case, CONTEXT[layout], want_grad_norm=True, rtol=rtol)[CONTEXT[layout]]
+    (alone,) = gang.run(train, case, True, world_size=1)
+    for rank in ranks:
+        torch.testing.assert_close(rank.norms, alone.norms, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", layout) for layout in CONTEXT]
+    + [("gpt2", "mesh-context-2"), ("documents", "mesh-replicated-context-2x2")]
+    + in_campaign(*((name, layout) for name in ("gpt2", "documents") for layout in CONTEXT)),
+)
+def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, name: str, layout: str) -> None:
+    assert_norms_too(gang, CASES[name], layout)
+
+
+def answers(folder: Path, kind: str) -> Job:
+    """A model of ``transformers`` that learns the answers alone, so that a worker may have many labels, or none."""
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from helpers.jobs.preference_jobs import Preferences
+    from helpers.models.small_hf import byte_tokenizer
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "intermediate_size": 48, "vocab_size": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    lines = [{"prompt": "a" * (1 + i % 9), "completion": "bc" * (1 + i % 5)} for i in range(64)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Preferences(
+        sgd=True,
+        model_name_or_path=str(folder / "model"),
+        train_file=str(folder / "rows.jsonl"),
+        validation_split_percentage=0,
+        block_size=16,
+        lr_scheduler_type="constant",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("llama", "mesh-context-2"), *in_campaign(*((k, n) for k in ("qwen3", "gemma3_text") for n in CONTEXT))],
+)
+def test_unevenly_divided_labels_of_models_of_transformers(gang: Gang, kind: str, layout: str, tmp_path: Path) -> None:
+    case = Case(job=answers(tmp_path, kind), train=having(steps=4, clip_norm=0.5, global_batch_size=8))
+    assert_norms_too(gang, case, layout, rtol=ADAMW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewToEvaluate(TinyGPT):
+    def dataset(self, split: Split) -> Any:
+        windows: Any = super().dataset(split)
+        return windows if split == "train" else Rows([windows[i] for i in range(13)])
+
+
+@pytest.mark.parametrize("layout", ["mesh-sharded-context-2x2"])
+def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
+    job = FewToEvaluate(layers=2, variant="llama", kv_heads=2, tied=True)
+    assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [("mesh-sharded-context-2x2", "single"), *in_campaign(("mesh-context-2", "fsdp-3"), ("mesh-context-2", "1F1B-2"))],
+)
+def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
+    ends: dict[str, Any] = {}
+    both = {"own": CONTEXT[layout], "other": LAYOUTS[other]}
+    for name, of in both.items():
+        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(CASE), 2, tmp_path / name, world_size=of.world_size)
+    saved = {name: path_of(tmp_path / name, 2) for name in both}
+    for of in both.values():
+        first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
+        assert first == {name: [] for name in saved}
+    continued: dict[str, Any] = {
+        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1]
+        for name, of in (("own", both["other"]), ("other", both["own"]))
+    }
+    found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
+    assert found["averages"]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int, dict[str, Metric]]:
+    """The first values of a rank's replica, how many elements the rank itself trains, and its metrics of a step."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    return snapshot(model_of(strategy)), sum(p.numel() for p in strategy.trained.parameters), {**strategy.metrics()}
+
+
+def test_initial_values_are_those_of_the_whole_model_in_shards(gang: Gang) -> None:
+    ((alone, number, _),) = gang.run(initial, CASE, world_size=1)
+    of = CONTEXT["mesh-sharded-context-2x2"]
+    for found, own, metrics in gang.run(initial, of.of(CASE), world_size=of.world_size):
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in found.items())
+        assert own < 0.3 * number
+        assert "perf/context_ms" in metrics
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sizes", [{"shard": 2, "context": 2, "tensor": 2}, {"replicate": 2, "context": 4}], ids=str)
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+    case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
+    assert_as_alone(gang, case, mesh(Mesh(**sizes)), want_grad_norm=True)
+
+
+@pytest.mark.campaign
+def test_an_optimizer_gets_whole_tensors(gang: Gang) -> None:
+    case = Case(job=OfGPT(layers=3, kind=Preconditioned), train=having(steps=6, clip_norm=0.5, global_batch_size=16))
+    assert_as_alone(gang, case, CONTEXT["mesh-sharded-context-2x2"], rtol=ADAMW, want_grad_norm=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation_checkpointing": "blocks"}, {"activation_checkpointing": "selective"}, {"precision": "bf16"}],
+    ids=str,
+)
+def test_ways_to_train(gang: Gang, changes: dict[str, Any]) -> None:
+    case = Case(job=JOB, train=having(steps=6, clip_norm=0.5, global_batch_size=8, **changes))
+    rtol = 2e-3 if "precision" in changes else SGD
+    assert_as_alone(gang, case, CONTEXT["mesh-sharded-context-2x2"], rtol=rtol, want_grad_norm=True)
