@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Variant = Literal["gpt2", "llama"]
-Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """What goes from block to block: vectors, of shape (batch, time, width), or these and the numbers of the documents; or
 vectors, these numbers, those of all keys, of shape (batch, 1, time), and positions; no numbers without documents."""
 

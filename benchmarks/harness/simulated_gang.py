@@ -196,7 +196,7 @@ class Host:
     def _heartbeat(self, rank: SimulatedRank) -> Heartbeat:
         step = rank.step if rank.resumed_at is None or rank.resumed_at[1] < float("inf") else rank.reported
         events: tuple[Event, ...] = ()
-        if not rank.first_step_reported and step > 0:
+        if not rank.first_step_reported and rank.resumed_at is not None and step > rank.resumed_at[0]:
             rank.first_step_reported = True
             events = (FirstStepDone(generation=rank.generation, startup={"first_step_s": rank.step_s}),)
         points = tuple(

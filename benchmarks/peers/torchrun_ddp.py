@@ -24,7 +24,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def main(distributed: Callable[[nn.Module], nn.Module], *, together: bool = False) -> None:
-    """Train; ``distributed`` wraps the model, on its device, for all ranks; ``together``: they share their samples."""
+    """Train; ``distributed`` wraps the model, on its device, for all ranks. They train on the same if ``together``."""
     settings = parse()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     on_gpu = torch.cuda.is_available()

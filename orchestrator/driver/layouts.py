@@ -53,6 +53,17 @@ class Layouts:
     """
 
     def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
+        """Trace the model.
+
+        Args:
+            config: the configuration of a launch.
+            job: its job.
+            cluster: where it would be trained.
+            given: the keys that stay as they are.
+
+        Raises:
+            ConfigError: the model cannot be traced.
+        """
         self._config, self._cluster, self._given = config, cluster, given
         self.pruned: Counter[str] = Counter()
         on_cpus = cluster.name == CPU
@@ -60,9 +71,8 @@ class Layouts:
         try:
             self.traced = traced(self._outline, fused_attention=not on_cpus)
         except Exception as e:  # whatever the job raises with fake tensors
-            raise ConfigError(
-                [f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"]
-            ) from e
+            reason = f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"
+            raise ConfigError([f"{reason}; let Job.forward and Job.loss read none, as .item() does"]) from e
         model = self._outline.model
         assert model is not None
         self._model = model
@@ -211,6 +221,7 @@ class Layouts:
             sums_each_pass=layout.pipeline is None,
             gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
             exchanged_bytes=SUMMED_BYTES + (UPDATED_BYTES if divides_update else 0.0),
+            divides_sends=False,
             divides_ends=bool(self._divided(mesh.tensor)[1]),
         )
         memory: WorkerMemory | None = None

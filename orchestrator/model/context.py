@@ -209,7 +209,7 @@ class _Attention(TorchFunctionMode):
     """Lets attention see all tokens."""
 
     def __init__(self, part: ContextPart):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._part = part
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -78,6 +78,7 @@ class Step:
         gathered_bytes: the bytes of a parameter when it is gathered.
         summed_bytes: the bytes of a gradient when it is summed.
         exchanged_bytes: what those with the same parameters exchange in a step for each: sums, and updated parameters.
+        divides_sends: whether tensor ranks divide what is sent from stage to stage.
         divides_ends: whether tensor ranks divide embeddings and the head too, and not only the layers.
         overlaps_tensor: the share of the exchanges between tensor ranks that hides behind products.
     """
@@ -99,6 +100,7 @@ class Step:
     gathered_bytes: float = 2.0
     summed_bytes: float = 4.0
     exchanged_bytes: float = 6.0
+    divides_sends: bool = True
     divides_ends: bool = True
     overlaps_tensor: float = 0.0
 
@@ -207,7 +209,7 @@ def sent_bytes(work: ModelWork, step: Step) -> Sent:
         shards_once=of_group * (gathered + summed - each),
         replicas=(copies - 1) / copies * step.own_parameters(work) * step.exchanged_bytes,
         tensor=2 * (tensor - 1) / tensor * rows * (forward * summed_output + 2 * output),
-        stages=2 * step.chunks * rows * output / tensor if mesh.pipeline > 1 else 0.0,
+        stages=2 * step.chunks * rows * output / (tensor if step.divides_sends else 1) if mesh.pipeline > 1 else 0.0,
     )
 
 

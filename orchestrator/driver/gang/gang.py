@@ -382,10 +382,9 @@ class Gang:
 
     def _next_in_turn(self) -> set[int]:
         """Return the ranks to ask in the next round."""
-        world_size = len(self.members)
-        count = min(world_size, max(HEARTBEATS_PER_ROUND, math.ceil(world_size / MOST_ROUNDS)))
-        first, self._next_asked = self._next_asked, (self._next_asked + count) % world_size
-        return {(first + i) % world_size for i in range(count)}
+        asked = in_turn(self._next_asked, len(self.members))
+        self._next_asked = (asked[-1] + 1) % len(self.members)
+        return set(asked)
 
     def _check_devices(self, infos: Sequence[WorkerInfo]) -> None:
         error = unusable_gpus(infos, self._config.device)
@@ -433,6 +432,12 @@ class Gang:
         self._last_heartbeats = {rank: h for rank, h in self._last_heartbeats.items() if rank in unchanged}
         self._num_failed.clear()
         self._next_asked = 0
+
+
+def in_turn(first: int, world_size: int) -> list[int]:
+    """Return the ranks of a round that begins with ``first``."""
+    count = min(world_size, max(HEARTBEATS_PER_ROUND, math.ceil(world_size / MOST_ROUNDS)))
+    return [(first + i) % world_size for i in range(count)]
 
 
 def _call(member: Member, method: WorkerMethod, *args: Any) -> Any:

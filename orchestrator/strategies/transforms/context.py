@@ -93,9 +93,8 @@ class ContextPlan:
         if not self.by_rows:
             return loss_of(job, part.whole(output, self.outputs), target)
         own = part.rows(job.aligned(target))
-        weight = job.weight(own)
-        if weight is None:
-            weight = _labels_in(own, part.length // self.count)
+        given = job.weight(own)
+        weight = _labels_in(own, part.length // self.count) if given is None else given
         if not isinstance(weight, FakeTensor):
             without_gradient(output, weight)
         loss_sum = weighted(loss_of(job, output, own), weight)
@@ -198,8 +197,10 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
     ContextPart(index=0, count=count).begin(inputs)
 
     def of_length(tree: Any, tokens: int) -> Any:
-        is_long = lambda tensor: tensor.ndim > 1 and tensor.shape[1] == length  # noqa: E731
-        return map_tensors(lambda tensor: tensor[:, :tokens] if is_long(tensor) else tensor, tree)
+        def shortened(tensor: Tensor) -> Tensor:
+            return tensor[:, :tokens] if tensor.ndim > 1 and tensor.shape[1] == length else tensor
+
+        return map_tensors(shortened, tree)
 
     tokens = min(length, -(-TOKENS // (2 * count)) * 2 * count)
     short, shorter = (of_length(inputs, n) for n in (tokens, tokens // 2))

@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.conformance.cases import Case, config_of, having, plan_of
-from helpers.conformance.layouts import FSDP, LAYOUTS, TENSOR, Layout, layout
+from helpers.conformance.layouts import FSDP, LAYOUTS, TENSOR, Layout, layout, mesh
 from helpers.conformance.training import close_strategies, make, steps
 from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
 from jobs.gpt import GPT
 from orchestrator.driver.layouts import Layouts
-from orchestrator.planning.mesh import Dimension
+from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.prediction.cost import sent_bytes
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.strategies.replicated.comm_hooks import average_in
@@ -24,7 +24,11 @@ from orchestrator.strategies.trainer import Trainer
 
 JOB = GPT(variant="llama", context=32, layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
 TRAIN = having(steps=2, global_batch_size=64, grad_accumulation=2, precision="bf16", clip_norm=1.0)
-EVERY = {**LAYOUTS, **TENSOR}
+EVERY = {
+    **LAYOUTS,
+    **TENSOR,
+    "mesh-tensor-in-stages-4x2": mesh(Mesh(pipeline=4, tensor=2), num_microbatches=4),
+}
 TRACED = (
     "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "1F1B-2x2-replicas-close",
     "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2",
@@ -114,6 +118,7 @@ def sent_by(rank: int, launches: Communicated, ranks: list[int]) -> float:
         ("hsdp-2x2", 0, "shard", "shards"),
         ("hsdp-2x2", 0, "replicate", "replicas"),
         ("1F1B-4", 1, "pipeline", "stages"),
+        ("mesh-tensor-in-stages-4x2", 2, "pipeline", "stages"),
         ("mesh-tensor-2", 0, "tensor", "tensor"),
     ],
 )

@@ -185,13 +185,15 @@ def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None
         ("mesh-replicated-tensor-2x2", {"compile": "blocks"}, {}),
         ("mesh-sharded-tensor-2x2", {"compile": "blocks"}, {}),
         ("mesh-sharded-tensor-2x2", {"ema_decay": 0.8, "precision": "bf16"}, {}),
+        ("mesh-sequence-2", {"activation_checkpointing": "blocks"}, {}),
+        ("mesh-sharded-sequence-2x2", {"activation_checkpointing": "selective", "compile": "blocks"}, {}),
     ],
     ids=str,
 )
 def test_ways_to_train(gang: Gang, layout: str, train: dict[str, Any], fields: dict[str, Any]) -> None:
     case = Case(job=replace(JOB, **fields), train=having(steps=6, clip_norm=0.5, global_batch_size=8, **train))
     rtol = 2e-3 if "precision" in train else SGD
-    assert_as_alone(gang, case, TENSOR[layout], rtol=rtol, want_grad_norm=True)
+    assert_as_alone(gang, case, {**TENSOR, **SEQUENCE}[layout], rtol=rtol, want_grad_norm=True)
 
 
 @dataclass(frozen=True, kw_only=True)
