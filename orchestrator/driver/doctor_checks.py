@@ -62,8 +62,8 @@ def examine(config: Config) -> Iterator[Finding]:
             yield Finding(check="Ray", level="ok", text=ALONE, remedy=NAME_A_CLUSTER)
             yield from _token_of_next_start()
             yield from _nodes(config)
-    elif error := cluster.address_error(address):
-        yield Finding(check="Ray", level="fault", text=error, remedy="see cluster/README.md")
+    elif unreachable := cluster.address_error(address):
+        yield Finding(check="Ray", level="fault", text=unreachable, remedy="see cluster/README.md")
     else:
         yield from _cluster(config, address)
 
