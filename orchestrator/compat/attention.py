@@ -1,4 +1,4 @@
-"""The kernels of attention that GPUs have, for passes with fake tensors on a machine without them."""
+"""The kernels of attention that GPUs have, for passes with fake tensors on a machine without them; and masks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 FUSED = {
     torch.ops.aten._scaled_dot_product_flash_attention: 4,
     torch.ops.aten._scaled_dot_product_efficient_attention: 6,
 }
 """The operators, and the place of ``is_causal`` among their arguments. A causal one computes half of the square."""
+
+
+def causal_to_the_end(queries: int, keys: int) -> Tensor:
+    """Return the mask for the last ``queries`` of ``keys`` tokens that each see those before it, without its memory.
+
+    It is made outside of dispatch modes, such as counters of operations, in which torch refuses such tensors.
+    """
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
 
 
 class FusedAttention(TorchFunctionMode):

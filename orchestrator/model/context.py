@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
+from orchestrator.compat.attention import causal_to_the_end
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
-from orchestrator.model.blocks import Block
+from orchestrator.model.repeated_blocks import Block
 from orchestrator.model.tensor.peers import Peers
 
 Axes = tuple[int | None, ...]
@@ -182,7 +182,7 @@ class ContextPart:
             if isinstance(rows, FakeTensor):  # which cannot have such a mask, and keep as much
                 outputs.append(attend(rows, *before, None, dropout_p, True, **options))
             else:
-                outputs.append(attend(rows, *before, causal_lower_right(size, seen), dropout_p, **options))
+                outputs.append(attend(rows, *before, causal_to_the_end(size, seen), dropout_p, **options))
         return torch.cat(outputs, -2)
 
 

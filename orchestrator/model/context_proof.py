@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import map_tensors, tensors_in
-from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.context import Axes, ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor_slots import tensor_slots
@@ -127,8 +127,9 @@ def prove(
 def _first_difference(whole: _Seen, seen: Sequence[_Seen], parts: Sequence[ContextPart], outputs: Axes) -> str | None:
     """Return what the parts have computed otherwise than the whole model; None if nothing."""
     for rank, part in zip(seen, parts, strict=True):
-        of_rank = zip(tensors_in(rank.output), tensors_in(part.rows(whole.output, outputs)), strict=True)
-        if any(difference(found, wanted) > TOLERANCE for found, wanted in of_rank):
+        rows = part.rows(map_tensors(Tensor.detach, whole.output), outputs)
+        of_rank = zip(tensors_in(rank.output), tensors_in(rows), strict=True)
+        if any(difference(found.detach(), wanted) > TOLERANCE for found, wanted in of_rank):
             return "the output"
     scale = max((float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0)
     for name, gradient in whole.gradients.items():

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import adopt_user_state
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.tokens import Tokens
 from orchestrator.planning.boxes import Box

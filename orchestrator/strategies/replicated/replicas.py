@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import replicate
 
-from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters
-from orchestrator.model.batch import join, num_rows, rows_between, to_device
+from orchestrator.compat.modules import data_parallel_replica, own_buffers, own_children, own_parameters
+from orchestrator.model.batch import join, map_tensors, num_rows, rows_between, to_device
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ class Replicas:
             rows_between(value, int(numbers[0]), int(numbers[-1]) + 1)
             for numbers in torch.arange(rows).chunk(len(self._devices))
         ]
+        if self._devices[0].type == "cpu":  # a replica may change its piece in place, and autograd counts such changes
+            return [map_tensors(Tensor.clone, piece) for piece in pieces]
         return [to_device(piece, device) for piece, device in zip(pieces, self._devices, strict=False)]
 
     def apply(self, function: Callable[..., Any], *pieces: Sequence[Any]) -> list[Any]:
@@ -82,17 +84,17 @@ class Replicas:
 
 
 def _copy_of(model: nn.Module, *, clone_buffers: bool) -> nn.Module:
-    """Copy the tree of modules, but not its parameters.
+    """Copy the tree of modules, but not its parameters, and no modules of TorchScript, which cannot be copied.
 
     ``clone_buffers``: copy the buffers, so that updates of them are lost, as on GPUs in all replicas but the first.
     """
-    copies: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
+    copies: dict[nn.Module, nn.Module] = {m: m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
+    for module in [module for module in model.modules() if module not in copies]:
         copy = data_parallel_replica(module)
         own_parameters(copy).update(own_parameters(module))
         if clone_buffers:
             own_buffers(copy).update({n: None if b is None else b.clone() for n, b in own_buffers(module).items()})
         copies[module] = copy
-    for module, copy in copies.items():
+    for module, copy in ((module, copy) for module, copy in copies.items() if copy is not module):
         own_children(copy).update({n: None if c is None else copies[c] for n, c in own_children(module).items()})
     return copies[model]

@@ -25,9 +25,9 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
-from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel, build_divided
+from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.chain import Ends, ends_of
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven

@@ -61,6 +61,9 @@ KINDS: list[tuple[str, str, Outcome, str]] = [
     ("call overridden", "pipeline, zero bubble", "equal", ""),
     ("blocks tied", "mesh", "equal", ""),
     ("norms in float32", "fsdp", "equal", ""),
+    ("waits for a number", "fsdp", "equal", ""),
+    ("root: batch changed in place", "dp", "equal", ""),
+    ("root: TorchScript layer", "dp", "equal", ""),
 ]
 """Models by hand for the kinds of idioms that a strategy could break, the outcome, and words that are said."""
 ASYNCHRONOUS = {"hogwild", "locked_sgd", "parameter_server async"}

@@ -25,7 +25,7 @@ from helpers.ranks.batches import validated
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator import export
-from orchestrator.config.compose import to_yaml
+from orchestrator.config.recorded_config import to_yaml
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.core_metrics import evaluation_metrics
