@@ -21,7 +21,7 @@ from harness.arms import execute
 from harness.disturbance import undisturbed
 from harness.rounds import Claim, argument_parser, report, table, wait_until_quiet
 
-from orchestrator.tuning.choose import Contender, best, next_to_measure
+from orchestrator.tuning.choice import Contender, best, next_to_measure
 from orchestrator.tuning.predict import Prediction
 
 JOBS: dict[str, Sequence[str]] = {

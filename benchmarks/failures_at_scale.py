@@ -91,7 +91,8 @@ def measure(world_size: int, folder: Path) -> Seen:
     time.sleep(WATCH_S)
     watched_s = time.monotonic() - since
     watching, heartbeats_s = (time.process_time() - cpu) / watched_s, (heartbeats() - before) / watched_s
-    chance, failures, first = random.Random(world_size), [], time.monotonic()
+    failures: list[Failure] = []
+    chance, first = random.Random(world_size), time.monotonic()
     for _ in range(FAILURES):
         time.sleep(chance.expovariate(1 / MEAN_GAP_S))
         failures.append(fail(watcher, chance.randrange(1, world_size // OF_A_HOST) * OF_A_HOST))
@@ -127,7 +128,7 @@ def fail(watcher: Watcher, first_slot: int) -> Failure:
 
 def heartbeats() -> int:
     """Return how many heartbeats the simulated workers have sent so far."""
-    return sum(ray.get([host.num_heartbeats.remote() for host in SimulatedSlots.hosts]))
+    return int(sum(ray.get([host.num_heartbeats.remote() for host in SimulatedSlots.hosts])))
 
 
 def main() -> None:
@@ -136,7 +137,8 @@ def main() -> None:
     arms = {f"{size:,} ranks": partial(measure, size) for size in (SIZES[:1] if arguments.quick else SIZES)}
     with simulated_gangs():
         (seen,) = interleave(arms, rounds=1)
-    claims, rows = [], []
+    claims: list[Claim] = []
+    rows: list[list[str]] = []
     for name, run in seen.items():
         claims += [
             Claim(name=f"{name}: goodput with {FAILURES} failures", ratios=[run.goodput]),

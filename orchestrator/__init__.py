@@ -25,7 +25,7 @@ from orchestrator.user_code.callbacks import (
     StepEnd,
     current_step,
 )
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 from orchestrator.version import __version__
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
     read = read_arguments(arguments, settings)
     with only_run(), unchanged():
         with quiet_imports():
-            from orchestrator.driver.candidates import check_all
+            from orchestrator.driver.checked_runs import check_all
             from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
         with lasting_output(), exits_refused(hard=True):
-            candidates = check_all([read.overrides], job=read.job)
+            checked_runs = check_all([read.overrides], job=read.job)
             with StopSignals() as stop:
-                return next(iter(run_all(candidates, stop)), None)
+                return next(iter(run_all(checked_runs, stop)), None)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.config.options import add_run_search, finite, positive
-from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, Curve, curve_of, read_run, run_of
+from orchestrator.config.verb_options import add_run_search, finite, positive
+from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import rows, table
-from orchestrator.display.text import refuse, writable
+from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
@@ -179,11 +178,7 @@ def _tracked_runs(options: argparse.Namespace) -> list[ComparedRun]:
 def _of_server(run: TrackedRun, uri: str) -> ComparedRun:
     name = f"{run.record['name']} {run.run_id[:8]}"
     location = f"{redact_uri(uri)}/{run.run_id}"
-    return run_of(run.record, name=name, location=location, curve=functools.partial(_tracked_curve, run))
-
-
-def _tracked_curve(run: TrackedRun) -> Curve:
-    return curve_of(run.points(*CURVE_METRICS))
+    return run_of(run.record, name=name, location=location, curve=lambda: curve_of(run.points(*CURVE_METRICS)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.display.text import writable
+from orchestrator.display.plain_text import writable
 from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:
     # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import compose
-    from orchestrator.driver.doctor import examine
+    from orchestrator.driver.doctor_checks import examine
     from orchestrator.strategies import registry
 
     errors: list[str] = []

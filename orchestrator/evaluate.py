@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.config.evaluated import VAL
-from orchestrator.config.options import add_files, add_run, file_words
-from orchestrator.display.text import refuse
+from orchestrator.config.eval_splits import VAL
+from orchestrator.config.verb_options import add_files, add_run, file_words
+from orchestrator.display.plain_text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 from orchestrator.user_code.results import kind_of
 
 
@@ -61,7 +61,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     # Imported here because --help must not wait for Hydra.
     from orchestrator import launch
     from orchestrator.config.overrides import quote_text, values
-    from orchestrator.config.recorded import overrides_to_evaluate
+    from orchestrator.config.recorded_config import overrides_to_evaluate
 
     words = [*file_words(options), *options.overrides]
     if options.data:
@@ -82,8 +82,8 @@ def _data_overrides(config_file: Path, paths: Sequence[str]) -> list[str]:
         ValueError: the class of the job cannot be imported, or has no fields for them.
     """
     from orchestrator.config.arguments import read_arguments
-    from orchestrator.config.compose import recorded_job
     from orchestrator.config.job_loader import find_class
+    from orchestrator.config.recorded_config import recorded_job
 
     target, errors = recorded_job(config_file).target, list[str]()
     cls = find_class(target, errors)

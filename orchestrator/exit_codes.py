@@ -1,4 +1,4 @@
-"""The exit codes that several verbs return. Those of a run are in ``policy/verdict.py``."""
+"""The exit codes that several verbs return. Those of a run are in ``policy/run_state.py``."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from orchestrator.config.options import add_run
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.display.text import clean, refuse, writable
+from orchestrator.config.verb_options import add_run
+from orchestrator.display.plain_text import clean, refuse, writable
 from orchestrator.records.output_dir import fetch, refresh
 from orchestrator.records.rank_log import LogLine, LogReader
 from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.options import add_files, file_words, finite
 from orchestrator.config.redact import Redactor
-from orchestrator.display.text import refuse, writable
+from orchestrator.config.verb_options import add_files, file_words, finite
+from orchestrator.display.plain_text import refuse, writable
 from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -79,12 +79,16 @@ def _number(text: str) -> float:
 
 
 def _published(options: argparse.Namespace) -> int:
-    from orchestrator.display.published import as_json, table
+    from orchestrator.display.forecasts import published_json, published_table
     from orchestrator.prediction.devices import read_tables
     from orchestrator.prediction.published import compare, read_rows
 
     compared = compare(read_rows(options.published), read_tables(options.devices))
-    print(json.dumps(as_json(compared), indent=2) if options.json else writable(table(compared), sys.stdout))
+    print(
+        json.dumps(published_json(compared), indent=2)
+        if options.json
+        else writable(published_table(compared), sys.stdout)
+    )
     return 0
 
 

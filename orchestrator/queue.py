@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrator.display.text import refuse
+from orchestrator.display.plain_text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(queue: QueueControl) -> None:
+    from orchestrator.display.plain_text import writable
     from orchestrator.display.run_list import order_notes, queue_table
-    from orchestrator.display.text import writable
 
     entries = queue.entries()
     if not entries:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator.display.text import refuse, writable
+from orchestrator.display.plain_text import refuse, writable
 from orchestrator.exit_codes import CONNECTION_LOST, INTERRUPTED
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
@@ -25,7 +25,7 @@ def run_verb(
 
     Args:
         verb: its name.
-        parser: of its arguments, with the options of :func:`orchestrator.config.options.add_run_search`.
+        parser: of its arguments, with the options of :func:`orchestrator.config.verb_options.add_run_search`.
         act: does the work and returns the exit code; a :class:`ValueError` or an :class:`OSError` is reported.
         argv: the arguments; None for the command line of this process.
     """
@@ -67,7 +67,7 @@ def _resume_uploads(search: RunSearch) -> None:
 
 def _outputs_of(address: str) -> list[str]:
     """The output directories of the runs on the cluster of which this machine is a node, as far as it can read them."""
-    from orchestrator.driver.reporting.cluster_records import known_outputs, readable
+    from orchestrator.driver.reporting import known_outputs, readable
 
     directories, notes = readable(known_outputs(address))
     for note in notes:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.options import add_files, file_words
+from orchestrator.config.verb_options import add_files, file_words
 from orchestrator.exit_codes import BAD_INPUT
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.config.options import add_run
+from orchestrator.config.verb_options import add_run
+from orchestrator.display.plain_text import writable
 from orchestrator.display.run_report import run_report
-from orchestrator.display.text import writable
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.records.output_dir import fetch
-from orchestrator.records.run_dir import RunDir, state_of
+from orchestrator.records.run_dir import state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 
@@ -30,13 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(options: argparse.Namespace, search: RunSearch) -> int:
     run_dir = search.look_up(options.run)
     fetch(run_dir)
-    print(writable(_report(run_dir), sys.stdout))
-    return 0
-
-
-def _report(run_dir: RunDir) -> str:
     state, verb = state_of(run_dir), this_origin().verb
-    return run_report(run_dir, run_dir.read_record(), state=state, now=time.time(), verb=verb)
+    report = run_report(run_dir, run_dir.read_record(), state=state, now=time.time(), verb=verb)
+    print(writable(report, sys.stdout))
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from orchestrator.config.options import add_run
-from orchestrator.display.text import refuse
+from orchestrator.config.verb_options import add_run
+from orchestrator.display.plain_text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
 from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, request_stop, state_of

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.options import add_files, file_words
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.verb_options import add_files, file_words
 from orchestrator.display.marked_output import JobLog
 from orchestrator.display.terminal import closing_interrupts
 from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
 from orchestrator.launch import RESTARTS_OPTION
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 if TYPE_CHECKING:
     from orchestrator.driver.process.origin import Origin
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
-    from orchestrator.driver.preflight.paths import URI_VARIABLE, tracking_variables
+    from orchestrator.driver.preflight.run_config import URI_VARIABLE, tracking_variables
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
     from orchestrator.driver.process.origin import origin_of_submission
     from orchestrator.driver.submit.job_submission import JobServer, make_submission

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.redact import redact_text
-from orchestrator.display.still_working import still_working
-from orchestrator.display.text import refuse
+from orchestrator.display.plain_text import refuse
+from orchestrator.display.terminal import still_working
 from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir

@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.options import positive
-from orchestrator.display.still_working import LINE_EVERY_S
-from orchestrator.display.terminal import closing_interrupts
-from orchestrator.display.text import refuse, size, writable
+from orchestrator.config.verb_options import positive
+from orchestrator.display.plain_text import refuse, size, writable
+from orchestrator.display.terminal import LINE_EVERY_S, closing_interrupts
 from orchestrator.exit_codes import INTERRUPTED
 
 

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from orchestrator.display.text import refuse
+from orchestrator.display.plain_text import refuse
 from orchestrator.exit_codes import INTERRUPTED
 
 _MEANINGLESS = (

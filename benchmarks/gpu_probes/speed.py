@@ -30,7 +30,7 @@ from helpers.machines.shared_gpu import shared_gpu_ray
 from orchestrator import run
 from orchestrator.driver.process.result import RunResult
 from orchestrator.strategies.update.confirmation import Confirmation, DeviceEvent, no_confirmation
-from orchestrator.worker.measure.peak_flops import peak_flops_per_s
+from orchestrator.worker.measure.flops import peak_flops_per_s
 
 LOADING_PROCESSES = 2
 """The processes that load data for each rank, in every arm."""

@@ -22,7 +22,7 @@ from orchestrator.driver.gang.slots import Slots
 from orchestrator.driver.process.run_context import EventStream, RunContext, RunSpec
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import ResourceWait
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.run import Run
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import run_dir as run_dirs
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 

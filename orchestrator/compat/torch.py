@@ -2,7 +2,7 @@
 
 They are checked with torch 2.11, 2.13 and 2.15. A difference between the supported versions belongs in here, in the
 function that it concerns; ``tests/unit/compat/test_compat_torch.py`` names whatever a version has removed.
-Three parts have modules of their own: ``compat/process_groups.py``, ``compat/pipelining.py``, and
+Some parts have modules of their own: ``compat/modules.py``, ``compat/process_groups.py``, ``compat/pipelining.py``, and
 ``compat/deferred_dynamo.py``, the stand-in for ``torch._dynamo``.
 
 ``pytree`` handles nested tuples, lists and dicts; it has no public counterpart that torch's own internals share.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,7 +31,6 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,13 +47,10 @@ __all__ = [
     "TorchDispatchMode",
     "adopt_user_state",
     "as_bytes",
-    "calls_through",
     "changes_step",
     "copies_of",
     "copy_all",
     "count_step",
-    "data_parallel_replica",
-    "ddp_comm_ms",
     "end_loader_processes",
     "flop_formula",
     "has_run_compiled_code",
@@ -67,26 +62,17 @@ __all__ = [
     "multiply",
     "mutates",
     "next_node_number",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
     "parameter_of",
     "pytree",
     "reads_number",
-    "release_ddp",
     "running_node_number",
-    "set_ddp_timing",
     "setting_fake_data",
     "storage_key",
     "unset_fake_temporarily",
     "version_of",
     "watching_compilation",
-    "without_buffer_broadcasts",
     "without_fake_tensor_logs",
 ]
-
-_NEVER = 2**30
-"""A sampling rate, in steps, that no run reaches."""
 
 
 # Tensors and operators
@@ -249,11 +235,6 @@ def has_accumulation_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether user code has set a hook on the gradients that flow through ``module``."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 @contextlib.contextmanager
 def setting_fake_data() -> Iterator[None]:
     """Let ``Module.to`` and similar methods convert fake parameters in place, by replacing their data.
@@ -288,83 +269,6 @@ def without_fake_tensor_logs() -> Iterator[None]:
             yield
     finally:
         logger.disabled = was_disabled
-
-
-# Modules. The dicts are the module's own: a change to them changes the module.
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that are registered directly on ``module``, by attribute name."""
-    return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that are registered directly on ``module``, by attribute name."""
-    return module._buffers
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return those of the module's own buffers that its ``state_dict()`` has."""
-    return {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
-
-
-def has_loading_code(model: nn.Module) -> bool:
-    """Return whether ``load_state_dict()`` of a model runs code that is not of ``torch.nn``."""
-    return any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or any(not method.__module__.startswith("torch.nn.") for method in _loading(type(module)))
-        for module in model.modules()
-    )
-
-
-def _loading(kind: type[nn.Module]) -> list[Callable[..., Any]]:
-    return [kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state]
-
-
-def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that a call of ``module`` itself runs, before or after its forward or backward pass."""
-    before = (module._forward_pre_hooks, module._backward_pre_hooks)
-    return [hook for hooks in (*before, module._forward_hooks, module._backward_hooks) for hook in hooks.values()]
-
-
-def is_plain_sequential(module: nn.Module) -> bool:
-    """Return whether a call of ``module``, and a change of its mode, is that of its children in turn and nothing else.
-
-    Its class or the instance may override what a call runs.
-    """
-    names = ("__call__", "_call_impl", "forward", "__iter__", "train", "eval")
-    functions = {name: getattr(getattr(module, name, None), "__func__", None) for name in names}
-    return not hooks_of(module) and all(functions[name] is getattr(nn.Sequential, name) for name in names)
-
-
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the direct children of ``module``, by attribute name; a shared child stands under each of its names."""
-    return module._modules
-
-
-def data_parallel_replica(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` as ``nn.DataParallel`` makes it: same buffers and children, no parameters."""
-    replica: nn.Module = module._replicate_for_data_parallel()
-    return replica
-
-
-@contextlib.contextmanager
-def calls_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(original, module, *args, **kwargs)`` make every call of a module in the block.
-
-    ``original(module, *args, **kwargs)`` is the call itself, hooks included.
-    """
-    original = nn.Module.__call__
-
-    def call_through(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return call(original, module, *args, **kwargs)
-
-    nn.Module.__call__ = call_through  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 # torch.compile
@@ -436,46 +340,6 @@ def loads_through(load: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.load = original
-
-
-# DistributedDataParallel
-
-
-def without_buffer_broadcasts() -> dict[str, Any]:
-    """Return the arguments with which DDP leaves the buffers alone in the forward pass."""
-    arguments = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"  # torch 2.11
-    return {name: False}
-
-
-def set_ddp_timing(replica: DistributedDataParallel, *, enabled: bool) -> None:
-    """Have DDP time the next step or not. A timed step waits for the device, so time only steps that are logged."""
-    replica._set_ddp_runtime_logging_sample_rate(1 if enabled else _NEVER)
-
-
-def ddp_comm_ms(replica: DistributedDataParallel) -> float | None:
-    """Return for how many ms the last timed step waited for its all-reduces; None if DDP has no measurement.
-
-    Communication that overlaps with the backward pass is not counted.
-    """
-    assert replica.logger is not None
-    replica.logger.set_runtime_stats_and_log()  # otherwise DDP updates its statistics in the next step
-    times = replica._get_ddp_logging_data()
-    total_ns = times.get("backward_comm_time", 0)
-    if not total_ns:
-        return None
-    overlapped_ns = times.get("backward_compute_comm_overlap_time", 0)
-    return float(max(total_ns - overlapped_ns, 0)) / 1e6
-
-
-def release_ddp(replica: DistributedDataParallel) -> None:
-    """Drop the parts of ``replica`` that own the process group. ``replica`` is unusable afterwards.
-
-    As the last owner of the group, the reducer would wait for gloo's threads while it holds the interpreter lock, and
-    these threads may be waiting for the lock.
-    """
-    del replica.reducer
-    del replica.logger
 
 
 # DataLoader

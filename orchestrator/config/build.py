@@ -16,7 +16,7 @@ from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin,
 from orchestrator.config.text import did_you_mean, format_override, to_cli
 from orchestrator.config.typed import Typed, plain
 from orchestrator.user_code.errors import ConfigError as ConfigError
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 T = TypeVar("T")
 

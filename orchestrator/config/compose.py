@@ -284,7 +284,7 @@ def _explain(error: HydraException | OmegaConfBaseException) -> str:
 def _config(
     data: dict[str, Any], unknown: set[str], errors: list[str], strategy_config: StrategyConfigs
 ) -> tuple[Config | None, JobSpec | None]:
-    spec = None if "job" in unknown else _job_spec(data.get("job"), errors)
+    spec = None if "job" in unknown else job_spec(data.get("job"), errors)
     data["job"] = spec or JobSpec(target="", fields={})
     data["callbacks"] = _callback_specs(data.get("callbacks"), errors)
     strategy = data.get("strategy")
@@ -297,7 +297,8 @@ def _config(
     return (None if errors else config), spec
 
 
-def _job_spec(job: Any, errors: list[str]) -> JobSpec | None:
+def job_spec(job: Any, errors: list[str]) -> JobSpec | None:
+    """Return the job in the section ``job`` of files; None, with a line in ``errors``, if it names no class."""
     return _spec(job, "job._target_", "; or choose a job with job=<name>", errors)
 
 
@@ -340,6 +341,18 @@ def group_values(group: str, name: str) -> Mapping[str, Any]:
     return recorded_data(conf_dir() / group / f"{name}.yaml")
 
 
+def recorded_data(path: Path) -> dict[str, Any]:
+    """Return the recorded configuration ``path`` as nested plain values.
+
+    Raises:
+        ValueError: it has no keys.
+    """
+    recorded = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{path}: not the configuration of a run")
+    return {str(key): value for key, value in recorded.items()}
+
+
 def preset_sweep(words: Sequence[str]) -> dict[str, str]:
     """Return the sweep that the chosen files define, as overrides of its keys; empty if they define none.
 
@@ -365,48 +378,3 @@ def preset_sweep(words: Sequence[str]) -> dict[str, str]:
 def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
     """Return an empty instance in place of an invalid strategy, so that the other sections are checked too."""
     return object.__new__(cls)
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
-    data = plain(dataclasses.asdict(config, dict_factory=_with_lists))
-    written = {"job": _written(data["job"]), "callbacks": [_written(callback) for callback in data["callbacks"]]}
-    return {**data, **written}
-
-
-def _written(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {"_target_": spec["target"], **spec["fields"]}
-
-
-def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
-
-
-def recorded_job(path: Path) -> JobSpec:
-    """Return the job of the recorded configuration ``path``.
-
-    Raises:
-        ValueError: it names no class.
-    """
-    errors: list[str] = []
-    spec = _job_spec(recorded_data(path).get("job"), errors)
-    if spec is None:
-        raise ValueError(errors[0])
-    return spec
-
-
-def recorded_data(path: Path) -> dict[str, Any]:
-    """Return the recorded configuration ``path`` as nested plain values.
-
-    Raises:
-        ValueError: it has no keys.
-    """
-    recorded = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(recorded, dict):
-        raise ValueError(f"{path}: not the configuration of a run")
-    return {str(key): value for key, value in recorded.items()}
-
-
-def to_yaml(data: Mapping[str, Any]) -> str:
-    """Return nested plain values as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(data)))

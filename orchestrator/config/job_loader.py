@@ -20,8 +20,7 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
 from orchestrator.user_code.callbacks import METHODS, Callback
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text, exits_refused
+from orchestrator.user_code.errors import JobError, error_text, exits_refused
 
 
 def load_job(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import group_values, to_dict
+from orchestrator.config.compose import group_values
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import holds_secret, redact
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.config.text import did_you_mean

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from orchestrator.config.evaluated import check_metric, check_splits, metric_prefix
+from orchestrator.config.eval_splits import check_metric, check_splits, metric_prefix
 
 LARGEST_SEED = 2**63 - 1
-TENSORBOARD = "orchestrator.tracking.tensorboard.TensorBoard"
+TENSORBOARD = "orchestrator.tracking.sinks.TensorBoard"
 """The import path of the sink of ``tracking.tensorboard``."""
 LONGEST_HANG_FACTOR = 4
 """After two hangs at the same step, the hang detector waits there for this many times ``recovery.hang_max_s``."""

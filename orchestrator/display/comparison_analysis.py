@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.config.text import first_few
 from orchestrator.display.comparison import ComparedRun, Curve
-from orchestrator.display.text import count, number, rate
+from orchestrator.display.plain_text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.machine_use import describe_sharing
 

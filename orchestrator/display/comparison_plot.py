@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.display.comparison import ComparedRun, Curve
 from orchestrator.display.comparison_analysis import RATE, Comparison
-from orchestrator.display.text import rate
+from orchestrator.display.plain_text import rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

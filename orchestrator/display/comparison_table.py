@@ -20,7 +20,7 @@ from orchestrator.display.comparison_analysis import (
     shared_baselines,
     verdict,
 )
-from orchestrator.display.text import (
+from orchestrator.display.plain_text import (
     TableColumn,
     bar,
     cut,

@@ -20,10 +20,10 @@ from rich.panel import Panel
 from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 
-from orchestrator.display.messages import Line, describe_event
+from orchestrator.display.event_text import Line, describe_event
 from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
+from orchestrator.display.plain_text import clean, number, takes_unicode, writable
 from orchestrator.display.report import verdict
-from orchestrator.display.text import clean, number, takes_unicode, writable
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import (
     CheckpointSaved,

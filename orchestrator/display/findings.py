@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config.text import first_few
-from orchestrator.display.text import count
+from orchestrator.display.plain_text import count
 from orchestrator.protocol.node_report import Finding, Level
 
 _EXIT_CODES: Mapping[Level, int] = {"ok": 0, "warning": 1, "fault": 2}

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from orchestrator.display.messages import checkpoint_text, stop_text, waiting_text
-from orchestrator.display.text import (
+from orchestrator.display.event_text import checkpoint_text, stop_text, waiting_text
+from orchestrator.display.plain_text import (
     MOST_ROWS,
     duration,
     fill,

@@ -12,8 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from orchestrator.config.text import first_few
-from orchestrator.display.run_end import RunEnd, run_end
-from orchestrator.display.text import (
+from orchestrator.display.plain_text import (
     MOST_ROWS,
     bar,
     clean,
@@ -28,6 +27,7 @@ from orchestrator.display.text import (
     takes_unicode,
     writable,
 )
+from orchestrator.display.run_end import RunEnd, run_end
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
 from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
 from orchestrator.protocol.metrics import summary_value

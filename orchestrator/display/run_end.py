@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.text import plain
-from orchestrator.display.text import count, duration, first_line, number, rate
+from orchestrator.display.plain_text import count, duration, first_line, number, rate
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.protocol.machine_use import describe_sharing
 from orchestrator.protocol.metrics import summary_value, waited_s

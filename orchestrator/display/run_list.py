@@ -11,8 +11,16 @@ from typing import Any
 from orchestrator.config.text import first_few
 from orchestrator.display.comparison import ComparedRun
 from orchestrator.display.comparison_analysis import FINAL_LOSS, RATE
-from orchestrator.display.text import TableColumn, duration, number, rate, takes_unicode, text_lines, without_least
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.display.plain_text import (
+    TableColumn,
+    duration,
+    number,
+    rate,
+    takes_unicode,
+    text_lines,
+    without_least,
+)
+from orchestrator.protocol.queue_entries import QueueEntry
 
 _WIDTH_WITHOUT_TERMINAL = 160
 

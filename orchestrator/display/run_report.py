@@ -6,16 +6,15 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.config.evaluated import VAL, metric_prefix
+from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.config.text import path_override
+from orchestrator.display.plain_text import count, duration, first_line, number, rate, size
 from orchestrator.display.run_end import RunEnd, run_end
-from orchestrator.display.text import count, duration, first_line, number, rate, size
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_lines
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import ACTIVE_STATES, STATES_WITHOUT_END, RunDir
-from orchestrator.records.run_search import search_options
+from orchestrator.records.run_search import progress_of, search_options
 
 _PYTHON_CALL = "orchestrator.run("
 """The beginning of the command of a run that a program has started."""

@@ -1,4 +1,4 @@
-"""The terminal of a command, which may close, or the reader of its output may end, before the command does."""
+"""The terminal of a command, which may close before the command ends, and signs of life there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO, cast
+
+from orchestrator.display.plain_text import writable
 
 _GONE = (errno.EIO, errno.EPIPE)
 """Errors of a write to a terminal that is closed, and to a pipe that nobody reads."""
@@ -89,3 +91,24 @@ def closing_interrupts() -> Iterator[None]:
             yield
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+LINE_EVERY_S = 10.0
+
+
+@contextlib.contextmanager
+def still_working(line: Callable[[], str], *, every_s: float = LINE_EVERY_S) -> Iterator[None]:
+    """Print ``line()`` to standard error every ``every_s`` seconds during the block."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(every_s):
+            print(writable(line(), sys.stderr), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=work, name="still working", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

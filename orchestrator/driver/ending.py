@@ -14,14 +14,14 @@ from typing import Any, Literal
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.limits import what_limited
+from orchestrator.display.plain_text import first_line
 from orchestrator.display.run_end import choice_in_words, describe_run
-from orchestrator.display.text import first_line
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.verdict import RESULT_LOST
+from orchestrator.policy.run_state import RESULT_LOST
 from orchestrator.protocol.events import RunEnded, Warned
 from orchestrator.protocol.metrics import to_record
 from orchestrator.records.journal import Journal

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.overrides import values
-from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.layouts import Layouts, best_of_each

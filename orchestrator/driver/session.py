@@ -14,31 +14,29 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from orchestrator.compat.ray.cluster import add_job_metadata
+from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.console import make_console
+from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
-from orchestrator.display.text import count
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.candidates import Candidate, planned_on, this_machine, with_choice
+from orchestrator.driver.checked_runs import CheckedRun, planned_on, this_machine, with_choice
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
-from orchestrator.driver.preflight.paths import output_dir, tracking_note
 from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.reports import report_end, report_run
+from orchestrator.driver.process.parent_reports import report_end, report_run
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunSpec
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
-from orchestrator.driver.reporting.cluster_records import JobStateSink, enter_output, job_metadata
-from orchestrator.driver.reporting.prometheus import PrometheusSink
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output, job_metadata
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
@@ -47,11 +45,11 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.node_check import exposure_warning
-from orchestrator.policy.start_timeouts import with_shared_cores
+from orchestrator.policy.shortage import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process import end_with_parent
+from orchestrator.records.process_identity import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry
@@ -75,7 +73,7 @@ class _Launch:
 
 
 def run_all(
-    candidates: Sequence[Candidate],
+    checked_runs: Sequence[CheckedRun],
     stop: StopSignals,
     *,
     sweep: Sweep | None = None,
@@ -86,7 +84,7 @@ def run_all(
     """Execute the runs one after another on one Ray.
 
     Args:
-        candidates: what :func:`check_all` returned.
+        checked_runs: what :func:`check_all` returned.
         stop: handles the signals.
         sweep: the sweep that the runs belong to.
         part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
@@ -106,26 +104,26 @@ def run_all(
     started_at = time.time() if started_at is None else started_at
     if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with CodeCache() as codes, _ray(candidates, sweep, codes) as (nodes, planned):
+    with CodeCache() as codes, _ray(checked_runs, sweep, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
-        if candidates[0].config.plan:
+        if checked_runs[0].config.plan:
             return _print_plans(launch, planned, sweep)
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
-        resumed = [c.resume.run_dir for c in candidates if c.resume is not None]
-        recover_orphans(output_dir(candidates[0].config), resumed=resumed)
+        resumed = [c.resume.run_dir for c in checked_runs if c.resume is not None]
+        recover_orphans(output_dir(checked_runs[0].config), resumed=resumed)
         if sweep is not None:
-            if (parallel := candidates[0].config.sweep.parallel) == "auto":
+            if (parallel := checked_runs[0].config.sweep.parallel) == "auto":
                 plans = [sizes.initial for _, sizes in planned]
-                parallel = 1 if candidates[0].embeds_ray else num_at_once(plans, nodes)
+                parallel = 1 if checked_runs[0].embeds_ray else num_at_once(plans, nodes)
             sweep.at_once = parallel
-            sweep.begin([candidate.overrides for candidate, _ in planned])
+            sweep.begin([checked_run.overrides for checked_run, _ in planned])
         if sweep is not None and sweep.at_once > 1:
-            return run_side_by_side([candidate.overrides for candidate, _ in planned], sweep, stop)
+            return run_side_by_side([checked_run.overrides for checked_run, _ in planned], sweep, stop)
         if sweep is None:
-            ((candidate, sizes),) = planned
-            return [_execute(launch, candidate, sizes, sweep=part_of, started_at=started_at)]
+            ((checked_run, sizes),) = planned
+            return [_execute(launch, checked_run, sizes, sweep=part_of, started_at=started_at)]
         runs = [
             (c.overrides, functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at))
             for number, (c, sizes) in enumerate(planned)
@@ -133,32 +131,32 @@ def run_all(
         return sweep.run_in_turn(runs, stop)
 
 
-def _print_plans(launch: _Launch, planned: Sequence[tuple[Candidate, Sizes]], sweep: Sweep | None) -> list[RunResult]:
+def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> list[RunResult]:
     """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction.
 
     Returns:
         The run that should have measured a job, if it did not finish.
     """
-    for candidate, sizes in planned:
+    for checked_run, sizes in planned:
         if sweep is not None:
-            sweep.say(f"\n{sweep.title_of(candidate.overrides)}")
-        if candidate.is_auto:
+            sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
+        if checked_run.is_auto:
             try:
-                decision = _chooser(launch, candidate, sizes.initial).choose(measure=False)
+                decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
             except NotMeasuredError as e:
                 return [e.result]
             print(decision.text)
             sizes = decision.sizes
         print(plan_table(sizes.initial, launch.nodes))
-        for note in tracking_note(candidate.config):
+        for note in tracking_note(checked_run.config):
             print(f"  note: {note}")
-        for warning in candidate.warnings:
+        for warning in checked_run.warnings:
             print(f"  warning: {warning}")
     return []
 
 
-def _chooser(launch: _Launch, candidate: Candidate, plan: Plan) -> Chooser:
-    """Return what chooses the strategy of ``candidate``; ``plan`` is for the run which measures the job."""
+def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
+    """Return what chooses the strategy of ``checked_run``; ``plan`` is for the run which measures the job."""
     from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
     def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
@@ -168,44 +166,44 @@ def _chooser(launch: _Launch, candidate: Candidate, plan: Plan) -> Chooser:
             raise ConfigError(errors)
         what = "the job" if show_failure else f"strategy={plan.strategy}"
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
-        brief = replace(candidate, config=config, job=job, given=given, resume=None, source=None, warnings=())
+        brief = replace(checked_run, config=config, job=job, given=given, resume=None, source=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
         return _execute(launch, brief, Sizes.of(plan), sweep=None, started_at=None, console=console)
 
     return Chooser(
-        candidate.config,
-        candidate.job,
+        checked_run.config,
+        checked_run.job,
         plan,
         launch.nodes,
         run,
-        redactor=candidate.redactor,
-        oversubscribe_cpus=candidate.embeds_ray,
+        redactor=checked_run.redactor,
+        oversubscribe_cpus=checked_run.embeds_ray,
     )
 
 
-def _chosen(launch: _Launch, candidate: Candidate, plan: Plan) -> tuple[Candidate, Sizes]:
+def _chosen(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> tuple[CheckedRun, Sizes]:
     """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
-    decision = _chooser(launch, candidate, plan).choose()
+    decision = _chooser(launch, checked_run, plan).choose()
     print(decision.text, flush=True)
-    overrides = with_choice(candidate.overrides, candidate.config, decision.overrides)
-    return replace(candidate, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+    overrides = with_choice(checked_run.overrides, checked_run.config, decision.overrides)
+    return replace(checked_run, overrides=overrides, config=decision.config, decision=decision), decision.sizes
 
 
 @contextlib.contextmanager
 def _ray(
-    candidates: Sequence[Candidate], sweep: Sweep | None, codes: CodeCache
-) -> Iterator[tuple[tuple[Node, ...], list[tuple[Candidate, Sizes]]]]:
+    checked_runs: Sequence[CheckedRun], sweep: Sweep | None, codes: CodeCache
+) -> Iterator[tuple[tuple[Node, ...], list[tuple[CheckedRun, Sizes]]]]:
     """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
     Without a cluster, a Ray is embedded. ``plan=true`` joins none, unless ``strategy=auto`` measures the job.
     """
-    config = candidates[0].config
+    config = checked_runs[0].config
     address = cluster.target_address(config.cluster)
-    metadata = job_metadata([c.config for c in candidates], candidates[0].redactor)
-    only_plans = config.plan and not any(c.is_auto for c in candidates)
+    metadata = job_metadata([c.config for c in checked_runs], checked_runs[0].redactor)
+    only_plans = config.plan and not any(c.is_auto for c in checked_runs)
     if address is not None and only_plans:
         nodes = nodes_to_plan_on(config.cluster, address)
-        yield nodes, planned_on(nodes, candidates, sweep)
+        yield nodes, planned_on(nodes, checked_runs, sweep)
         return
     if address is not None:
         with cluster.connected(address, metadata=metadata):
@@ -214,14 +212,14 @@ def _ray(
                     print(choice, flush=True)
                 _warn_of_strangers(ray.get_runtime_context().gcs_address)
             nodes = cluster.allowed_nodes(config.cluster)
-            modules = {module for c in candidates for module in c.config.modules(with_job=c.given is None)}
+            modules = {module for c in checked_runs for module in c.config.modules(with_job=c.given is None)}
             nodes = fit_nodes(
-                nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, candidates[0].scripts)
+                nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, checked_runs[0].scripts)
             )
-            yield nodes, planned_on(nodes, candidates, sweep)
+            yield nodes, planned_on(nodes, checked_runs, sweep)
         return
     machine = this_machine()
-    planned = [(c, c.sizes) for c in candidates if c.sizes is not None]
+    planned = [(c, c.sizes) for c in checked_runs if c.sizes is not None]
     if only_plans:
         yield (machine,), planned
         return
@@ -255,7 +253,7 @@ class _Opened:
 
 def _execute(
     launch: _Launch,
-    candidate: Candidate,
+    checked_run: CheckedRun,
     sizes: Sizes,
     *,
     sweep: Mapping[str, str] | None,
@@ -266,7 +264,7 @@ def _execute(
 
     Args:
         launch: what it shares with the other runs.
-        candidate: the run.
+        checked_run: the run.
         sizes: the sizes that it may have.
         sweep: the sweep that it belongs to.
         started_at: when it was requested, in seconds since the epoch; None for now.
@@ -278,12 +276,12 @@ def _execute(
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     started_at = time.time() if started_at is None else started_at
-    if candidate.is_auto and console is None:
+    if checked_run.is_auto and console is None:
         try:
-            candidate, sizes = _chosen(launch, candidate, sizes.initial)
+            checked_run, sizes = _chosen(launch, checked_run, sizes.initial)
         except NotMeasuredError as e:
             return e.result
-    with _opened(launch, candidate, sizes, sweep=sweep, started_at=started_at, console=console) as run:
+    with _opened(launch, checked_run, sizes, sweep=sweep, started_at=started_at, console=console) as run:
         try:
             with StopRequests(run.context.spec.run_dir, launch.stop):
                 result = Run(run.context, run.code, run.uploader, run.records).execute()
@@ -303,7 +301,7 @@ def _execute(
 @contextlib.contextmanager
 def _opened(
     launch: _Launch,
-    candidate: Candidate,
+    checked_run: CheckedRun,
     sizes: Sizes,
     *,
     sweep: Mapping[str, str] | None,
@@ -314,15 +312,15 @@ def _opened(
 
     The arguments, and what it raises, are as for :func:`_execute`.
     """
-    config, resume, plan, redactor = candidate.config, candidate.resume, sizes.initial, candidate.redactor
-    source = candidate.source
+    config, resume, plan, redactor = checked_run.config, checked_run.resume, sizes.initial, checked_run.redactor
+    source = checked_run.source
     start = source or resume
-    code = launch.codes.get(config.cluster, candidate.scripts)
+    code = launch.codes.get(config.cluster, checked_run.scripts)
     origin = this_origin()
-    as_job = candidate.given.display if candidate.given is not None else ""
-    command = command_line(candidate.overrides, redactor, job=as_job, origin=origin)
+    as_job = checked_run.given.display if checked_run.given is not None else ""
+    command = command_line(checked_run.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(
-        config, candidate.job, plan, resume, seen=candidate.seen, command=command, sweep=sweep, redactor=redactor
+        config, checked_run.job, plan, resume, seen=checked_run.seen, command=command, sweep=sweep, redactor=redactor
     )
     start_dir = run_dir if source is None else source.run_dir
     if source is not None:
@@ -331,8 +329,8 @@ def _opened(
         run_dir.update_record(**{key: redactor.data(found, by_key=False)})
     add_job_metadata({"run_dir": run_dir.location})
     enter_output(run_dir, redactor)
-    if candidate.decision is not None:
-        candidate.decision.write_to(run_dir)
+    if checked_run.decision is not None:
+        checked_run.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     shown = launch.stop.console = console or make_console(steps=plan.steps, world_size=plan.world_size)
@@ -353,9 +351,9 @@ def _opened(
         resumed_from_step=None if start is None else start.step,
         source=None if source is None else source.run_dir,
         started_at=started_at,
-        tokens_per_sample=candidate.job.tokens_per_sample,
+        tokens_per_sample=checked_run.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),
-        pickled_job=None if candidate.given is None else candidate.given.data,
+        pickled_job=None if checked_run.given is None else checked_run.given.data,
         queue_entry=redactor.data(queued, by_key=False),
         checked_nodes=frozenset(node.node_id for node in launch.nodes),
         known_namesakes=frozenset(namesakes),
@@ -363,7 +361,7 @@ def _opened(
     runs_script = registry.load(config.strategy.name).runs_script
     uploader = Uploader.start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
     resume_command = command_line(
-        (*candidate.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
+        (*checked_run.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
     )
     ending = RunEnding(
         plan=plan,
@@ -388,7 +386,7 @@ def _opened(
         at_end.enter_context(lease)  # until others can read how the run ended, however long that takes
         others = [namesake_warning(config.run_name, location) for location in namesakes.values()]
         short = None if submission_id() is None else stop_wait_warning(config.cluster.stop_grace_s, os.environ)
-        for warning in (*candidate.warnings, *others, *filter(None, [short])):
+        for warning in (*checked_run.warnings, *others, *filter(None, [short])):
             events.show(Warned(message=warning))
         for note in tracking_note(config):
             events.show(Noted(message=note))

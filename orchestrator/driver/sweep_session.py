@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from orchestrator.driver.candidates import Candidate, check_all
+from orchestrator.driver.checked_runs import CheckedRun, check_all
 from orchestrator.driver.ending import commands_for_page
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
@@ -14,12 +14,12 @@ from orchestrator.driver.session import run_all
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.protocol.events import Sink
-from orchestrator.records.process import process_started_at
+from orchestrator.records.process_identity import process_started_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import report_sweep
 
 
-def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
+def run_sweep(checked_runs: Sequence[CheckedRun], sweep: Sweep) -> int:
     """Execute the runs of a sweep, compare them at the end, and upload the comparison. Raises like :func:`run_all`.
 
     Returns:
@@ -28,11 +28,11 @@ def run_sweep(candidates: Sequence[Candidate], sweep: Sweep) -> int:
     results: list[RunResult] = []
     try:
         with StopSignals(owns_process=True) as stop:
-            results = run_all(candidates, stop, sweep=sweep, started_at=process_started_at())
+            results = run_all(checked_runs, stop, sweep=sweep, started_at=process_started_at())
     finally:
         sweep.end()
     if results:
-        _publish(sweep, candidates[0], results[-1])
+        _publish(sweep, checked_runs[0], results[-1])
     return sweep.exit_code
 
 
@@ -45,13 +45,13 @@ def run_search(search: Search) -> int:
     Raises:
         ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
     """
-    ran: list[tuple[Candidate, RunResult]] = []
+    ran: list[tuple[CheckedRun, RunResult]] = []
 
     def execute(overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult:
         started_at = time.time() if ran else process_started_at()
-        (candidate,) = check_all([overrides], search.sweep.redactor)
-        (result,) = run_all([candidate], stop, part_of=sweep, started_at=started_at, watcher=watcher)
-        ran.append((candidate, result))
+        (checked_run,) = check_all([overrides], search.sweep.redactor)
+        (result,) = run_all([checked_run], stop, part_of=sweep, started_at=started_at, watcher=watcher)
+        ran.append((checked_run, result))
         return result
 
     with StopSignals(owns_process=True) as stop:
@@ -61,13 +61,13 @@ def run_search(search: Search) -> int:
     return exit_code
 
 
-def _publish(sweep: Sweep, candidate: Candidate, last: RunResult) -> None:
-    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``candidate`` or of a later run."""
+def _publish(sweep: Sweep, checked_run: CheckedRun, last: RunResult) -> None:
+    """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``checked_run`` or of a later run."""
     try:
-        report_sweep(RunDir(last.run_dir), candidate.config.tracking, tuple(candidate.redactor.secrets))
+        report_sweep(RunDir(last.run_dir), checked_run.config.tracking, tuple(checked_run.redactor.secrets))
     except ValueError as e:
         sweep.say(f"warning: the comparison is not uploaded: {e}")
-    for command in commands_for_page(candidate.config.tracking, this_origin()):
+    for command in commands_for_page(checked_run.config.tracking, this_origin()):
         sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):
         sweep.say(f"charts: {page}")

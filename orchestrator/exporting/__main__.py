@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import as_bytes, pytree
-from orchestrator.config.compose import recorded_job
 from orchestrator.config.job_loader import load_job, unmasked
+from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.redact import MASK
 from orchestrator.config.schema import JobSpec
-from orchestrator.exporting.program import NotExportedError, export_program, prediction_inputs
+from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
@@ -46,7 +46,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.model_state import LEFT_OUT, own_tensors
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream, known_length
-from orchestrator.user_code.exits import error_text, exits_refused
+from orchestrator.user_code.errors import error_text, exits_refused
 
 MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""

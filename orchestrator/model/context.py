@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from orchestrator.compat.attention import causal_to_the_end
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
-from orchestrator.model.blocks import Block
+from orchestrator.model.repeated_blocks import Block
 from orchestrator.model.tensor.peers import Peers
 
 Axes = tuple[int | None, ...]

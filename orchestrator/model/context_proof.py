@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import map_tensors, tensors_in
-from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.context import Axes, ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor_slots import tensor_slots

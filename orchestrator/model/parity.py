@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ def compare(
         free_bytes: the memory of ``device`` that may be used.
         examine: called with the whole model before its first pass, if there is memory for its initial values.
     """
-    size = _bytes_of(sequence.whole.model.parameters())
+    size = sum(parameter.nbytes for parameter in sequence.whole.model.parameters())
     variants = _VariantBuilder(build=build, sequence=sequence, device=device, seed=seed, precision=precision)
     with kept_generators():
         if sequence.trains_as_the_whole:
@@ -144,7 +144,11 @@ class _VariantBuilder:
         """Return the whole model with its initial values."""
         seed_generators(self.seed)
         model = self.build().to(self.device)
-        return _Variant(module=model, tensors=lambda: _named_tensors(model), precision=self.precision)
+
+        def tensors() -> dict[str, Tensor]:
+            return dict((*model.named_parameters(), *model.named_buffers()))
+
+        return _Variant(module=model, tensors=tensors, precision=self.precision)
 
     def pieces(self) -> _Variant:
         """Return its pieces with their initial values."""
@@ -153,15 +157,8 @@ class _VariantBuilder:
         def tensors() -> dict[str, Tensor]:
             return {n: t for index, layer in layers.items() for n, t in self.sequence.tensors_of(index, layer).items()}
 
-        return _Variant(module=_chain(layers).to(self.device), tensors=tensors, precision=self.precision)
-
-
-def _chain(layers: Mapping[int, nn.Module]) -> nn.Module:
-    return nn.Sequential(*(layers[index] for index in range(len(layers))))
-
-
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict((*model.named_parameters(), *model.named_buffers()))
+        module = nn.Sequential(*(layers[index] for index in range(len(layers))))
+        return _Variant(module=module.to(self.device), tensors=tensors, precision=self.precision)
 
 
 def _difference(
@@ -228,7 +225,3 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if dense[0].shape != dense[1].shape or dense[0].dtype != dense[1].dtype:
         return False
     return torch.allclose(dense[0], dense[1], rtol=RTOL, atol=ATOL, equal_nan=True)
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import derived_seed, kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
-from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
-from orchestrator.model.tensor_slots import move, random_like, tensor_slots
+from orchestrator.model.tensor_slots import move, overlap_in, random_like, tensor_slots
 from orchestrator.planning.boxes import Index
 
 

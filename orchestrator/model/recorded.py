@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import leaves, map_tensors, tensors_in
-from orchestrator.model.calls import first_modules
-from orchestrator.model.fake_calls import fake_calls
-from orchestrator.model.glue_state import glue_state
+from orchestrator.model.fake_calls import fake_calls, first_modules
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.python_state import python_state
 from orchestrator.model.sequence import LayerSequence, saved_tensors
 from orchestrator.model.tape import HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import new_tensors_dropped, tensor_slots
@@ -61,7 +60,7 @@ class RecordedLayers(LayerSequence):
             whole: the model, of fake tensors.
             inputs: a real micro-batch on the device of the fake model.
             split: the names of layers at which stages are to begin.
-            largest_share, closed: see :func:`~orchestrator.model.calls.first_modules`.
+            largest_share, closed: see :func:`~orchestrator.model.fake_calls.first_modules`.
 
         Raises:
             TapeError: the forward pass cannot be recorded.
@@ -245,13 +244,13 @@ class TapePiece(nn.Module):
 def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     opened = [whole.model, *map(whole.model.get_submodule, sorted(parents))]
-    before = [glue_state(module) for module in opened]
+    before = [python_state(module) for module in opened]
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
     with mode, whole.mode, new_tensors_dropped(whole.model), fake_calls(whole, opened=opened):
         tape = record(whole.model, map_tensors(whole.fake_input, inputs), opened=parents)
     # An earlier forward pass has set what is set only once, such as a cached shape.
     for module, state in zip(opened, before, strict=True):
-        after = glue_state(module)
+        after = python_state(module)
         if changed := [name for name, v in after.items() if state.get(name) is not v and state.get(name) != v]:
             raise TapeError(
                 f"{type(module).__name__}: each forward pass changes {changed[0]}, and a recorded one would not; move "

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import own_children
+from orchestrator.compat.modules import own_children
 from orchestrator.model.cut import Layer
 from orchestrator.model.partial_init import FakeModel, build_part
 from orchestrator.model.tensor_slots import tensor_slots

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import is_plain_sequential, own_buffers, own_children, own_parameters
+from orchestrator.compat.modules import is_plain_sequential, own_buffers, own_children, own_parameters
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from orchestrator.compat.torch import calls_through, pytree
+from orchestrator.compat.modules import calls_through
+from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor_slots import tensor_slots
 

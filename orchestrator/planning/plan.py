@@ -13,8 +13,8 @@ from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
 from orchestrator.planning.mesh import Mesh, even_shares
-from orchestrator.planning.room import Resources, node_room, total_room
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.planning.worker_capacity import Resources, workers_on_node, workers_on_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ def _room(
     if oversubscribe_cpus:
         return [num_workers]
     each = {"CPU": config.cluster.cpus_per_worker, "GPU": float(device == "cuda")}
-    room = [node_room(each, node.resources) for node in nodes]
+    room = [workers_on_node(each, node.resources) for node in nodes]
     largest = max(room, default=0) or num_workers
     missing = max(0, num_workers - sum(room))
     return room + [largest] * math.ceil(missing / largest)
@@ -407,7 +407,7 @@ def _device_errors(
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
     needed = num_workers + config.recovery.spares
-    room = total_room({"CPU": cpus}, [node.resources for node in nodes], one_node=True)
+    room = workers_on_nodes({"CPU": cpus}, [node.resources for node in nodes], one_node=True)
     if oversubscribe_cpus or room >= needed:
         return []
     return [
@@ -423,7 +423,7 @@ def _capacity_errors(
     needed, cpus = mesh.world_size + config.recovery.spares, config.cluster.cpus_per_worker * devices
     resources = [node.resources for node in nodes]
     keys = _requested(config, mesh.num_workers * devices, num_servers=mesh.num_servers)
-    if gpus_per_worker and total_room({"GPU": gpus_per_worker}, resources) < needed:
+    if gpus_per_worker and workers_on_nodes({"GPU": gpus_per_worker}, resources) < needed:
         gpus = f"{needed * gpus_per_worker} GPUs"
         if devices > 1:
             gpus = f"{gpus} on one node" if needed == 1 else f"{needed} groups of {devices} GPUs, each on one node"
@@ -431,7 +431,7 @@ def _capacity_errors(
             f"{keys}: needs {gpus}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
-    room = total_room({"CPU": cpus, "GPU": gpus_per_worker}, resources)
+    room = workers_on_nodes({"CPU": cpus, "GPU": gpus_per_worker}, resources)
     if room < needed and not oversubscribe_cpus:
         where = " on the nodes of the GPUs" if gpus_per_worker else ""
         return [

@@ -51,9 +51,14 @@ class RecoveryPlan:
 
 
 @dataclass(frozen=True)
-class GiveUp:
-    """End the run. ``why`` is empty if the failure itself explains it."""
+class Failed:
+    """The run ends because ``rank`` has failed.
 
+    Attributes:
+        why: why it does not recover; empty if the failure explains it.
+    """
+
+    rank: int
     why: str = ""
 
 
@@ -64,7 +69,7 @@ def decide(
     world_size: int,
     config: RecoveryConfig,
     always_restarts: bool = False,
-) -> RecoveryPlan | GiveUp:
+) -> RecoveryPlan | Failed:
     """Decide what to do about the last of ``failures``.
 
     Args:
@@ -77,14 +82,14 @@ def decide(
     """
     last = failures[-1]
     if config.max_failures == 0 or last.final:
-        return GiveUp()
-    if not always_restarts and (hopeless := _hopeless(failures)) is not None:
-        return hopeless
+        return Failed(last.rank)
+    if not always_restarts and (why := _why_hopeless(failures)) is not None:
+        return Failed(last.rank, why)
     if len(failures) > config.max_failures:
-        return GiveUp(f"{len(failures)} failures, recovery.max_failures={config.max_failures}")
+        return Failed(last.rank, f"{len(failures)} failures, recovery.max_failures={config.max_failures}")
     repeats = _failures_without_progress(failures)
     if not always_restarts and repeats + 1 >= GENERATIONS_WITHOUT_PROGRESS:
-        return GiveUp(f"{GENERATIONS_WITHOUT_PROGRESS} failures in a row without progress")
+        return Failed(last.rank, f"{GENERATIONS_WITHOUT_PROGRESS} failures in a row without progress")
     pause_s = min(MAX_BACKOFF_S, config.backoff_s * 2 ** (repeats - 1)) if repeats else 0.0
     step, sources = newest_state(survivors, range(world_size))
     lost = tuple(rank for rank in range(world_size) if rank not in survivors)
@@ -133,13 +138,13 @@ def _holder(survivors: Mapping[int, RecoverableSteps], rank: int, step: int, of_
     return min((survivor for survivor, states in survivors.items() if step in states.get(rank, ())), default=None)
 
 
-def _hopeless(failures: Sequence[FailureRecord]) -> GiveUp | None:
-    """Return why the last failure will most likely come again; None if it may not."""
+def _why_hopeless(failures: Sequence[FailureRecord]) -> str | None:
+    """Return why the last failure will most likely come again, empty if it explains that; None if it may not."""
     last = failures[-1]
     if last.raised and len(failures) == 1 and last.step == 0:
-        return GiveUp()  # the job has never completed a step: a bug in its code is more likely than a bad machine
+        return ""  # the job has never completed a step: a bug in its code is more likely than a bad machine
     if len(failures) > 1 and _is_repeated(last, failures[-2]):
-        return GiveUp("the same error occurred twice at the same step")
+        return "the same error occurred twice at the same step"
     return None
 
 

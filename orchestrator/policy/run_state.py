@@ -1,15 +1,15 @@
-"""The state of a run: what follows a generation, as one function of what happened in it. Pure."""
+"""The state of a run: what follows a generation, as one function of what happened in it, and the verdict. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from orchestrator.config.schema import RecoveryConfig
 from orchestrator.policy.failure import Outcomes
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, plan_after_pause
-from orchestrator.protocol.events import EndReason, PauseReason, RunState
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, plan_after_pause
+from orchestrator.protocol.events import EndReason, PauseReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,62 +54,19 @@ class GenerationEnd:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The run has done all of its steps."""
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The run ends because a stop was requested."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The run ends because ``rank`` has failed.
+class Continuing:
+    """The workers change, and the next generation begins as the ``plan`` says.
 
     Attributes:
-        why: why it does not recover; empty if the failure explains it.
+        state: the state of the run until it trains again.
     """
 
-    rank: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Yielding:
-    """All workers are released for another run, and the run waits for its turn."""
-
-    name: ClassVar[RunState] = "yielding"
-
-
-@dataclass(frozen=True)
-class Recovering:
-    """The run goes on after the failure of ``rank``."""
-
-    rank: int
+    state: Literal["recovering", "replacing", "growing"]
     plan: RecoveryPlan
-    name: ClassVar[RunState] = "recovering"
 
 
-@dataclass(frozen=True)
-class Replacing:
-    """The run goes on with new workers in the place of those that must leave."""
-
-    plan: RecoveryPlan
-    name: ClassVar[RunState] = "replacing"
-
-
-@dataclass(frozen=True)
-class Growing:
-    """The run goes on with more workers."""
-
-    plan: RecoveryPlan
-    name: ClassVar[RunState] = "growing"
-
-
-GoingOn = Recovering | Replacing | Growing
-"""The states in which the workers change, and the next generation begins as the ``plan`` says."""
-NextState = Done | Stopped | Failed | Yielding | GoingOn
+NextState = Literal["done", "stopped", "yielding"] | Failed | Continuing
+"""``done``: after all steps; ``stopped``: a stop was requested; ``yielding``: for a run that goes first."""
 
 
 def what_follows(
@@ -134,17 +91,96 @@ def what_follows(
     if (failure := end.failure) is not None:
         failures = [*earlier_failures, failure]
         decision = decide(failures, survivors, world_size=world_size, config=recovery, always_restarts=always_restarts)
-        if isinstance(decision, GiveUp):
-            return Stopped() if end.asked == "stopped" else Failed(failure.rank, decision.why)
+        if isinstance(decision, Failed):
+            return "stopped" if end.asked == "stopped" else decision
         if end.stopped_ago_s is not None and (decision.sources is None or end.stopped_ago_s >= stop_grace_s):
-            return Stopped()  # otherwise the survivors save what they hold
-        return Recovering(failure.rank, decision)
+            return "stopped"  # otherwise the survivors save what they hold
+        return Continuing("recovering", decision)
     if end.paused == "growing":  # it may have saved nothing, so that a stop waits for it
-        return Growing(plan_after_pause(survivors, (), world_size=world_size))
+        return Continuing("growing", plan_after_pause(survivors, (), world_size=world_size))
     if is_stopping and not end.outcomes.all_ended("done"):
-        return Stopped()
+        return "stopped"
     if end.paused == "yielded":
-        return Yielding()
+        return "yielding"
     if end.paused == "preempted":
-        return Replacing(plan_after_pause(survivors, end.draining, world_size=world_size))
-    return Done()
+        return Continuing("replacing", plan_after_pause(survivors, end.draining, world_size=world_size))
+    return "done"
+
+
+REFUSED = 2
+"""The exit code of a run that could not begin because of what it asks for."""
+RESULT_LOST = 3
+"""The exit code of a run that has completed its steps without saving the result, or all of its records."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended.
+
+    Attributes:
+        reason: why it ended; empty if it has done all its steps.
+    """
+
+    status: Literal["FINISHED", "PRUNED", "FAILED", "KILLED"]
+    exit_code: int
+    reason: str = ""
+
+
+def completed(step: int, *, ended_early: str | None = None, checkpoint_missing: str | None) -> Verdict:
+    """Return the verdict on a run that has done all its steps, the last of them ``step``, or has ended early.
+
+    Args:
+        step: the last step.
+        ended_early: why there are no further steps; None if there were to be none.
+        checkpoint_missing: why the last checkpoint is missing, as a predicate; None if it is there.
+    """
+    if checkpoint_missing is None:
+        return Verdict("FINISHED", 0, "" if ended_early is None else f"ended early: {ended_early}")
+    done = f"all {step} steps are done" if ended_early is None else f"{step} steps are done ({ended_early})"
+    lost = f"{done}, but their result is lost: the checkpoint of step {step} {checkpoint_missing}"
+    return Verdict("FAILED", RESULT_LOST, lost)
+
+
+def pruned(step: int) -> Verdict:
+    """Return the verdict on a run that a search has ended after ``step``, because others were better there."""
+    return Verdict("PRUNED", 0, f"pruned at step {step}")
+
+
+def failed(reason: str) -> Verdict:
+    """Return the verdict on a run that could not go on because of ``reason``."""
+    return Verdict("FAILED", 1, reason)
+
+
+def refused(reason: str) -> Verdict:
+    """Return the verdict on a run that has not begun because of ``reason``, and must be changed to do so."""
+    return Verdict("FAILED", REFUSED, reason)
+
+
+def stopped(
+    signal_number: int,
+    cause: str,
+    *,
+    at_step: int | None,
+    trained: bool,
+    checkpoint_missing: str | None = None,
+    runs_script: bool = False,
+) -> Verdict:
+    """Return the verdict on a run that was stopped by a signal.
+
+    Args:
+        signal_number: the signal.
+        cause: who sent it, in words.
+        at_step: the step after which all ranks have stopped; None if they have not.
+        trained: whether any step was done.
+        checkpoint_missing: why there is no checkpoint of ``at_step``, as a predicate; None if there is one.
+        runs_script: whether a script trains, which need not report steps and saves what it needs itself.
+    """
+    if runs_script:
+        when = f"at step {at_step}" if at_step else "while its script ran" if trained else "before its first report"
+    elif at_step is not None:
+        when = f"at step {at_step}" + (f"; its checkpoint {checkpoint_missing}" if checkpoint_missing else "")
+    elif trained:
+        when = "without a last checkpoint"
+    else:
+        when = "before training began"
+    return Verdict("KILLED", 128 + signal_number, f"stopped by {cause} {when}")

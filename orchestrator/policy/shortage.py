@@ -1,14 +1,15 @@
-"""Why a run waits for resources: what it needs, what is free, and who holds the rest. Pure."""
+"""Why a run waits for resources: what it needs, what is free, who holds the rest. How long a start may take. Pure."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
-from orchestrator.planning.room import UNITS, Resources, node_room, total_room
+from orchestrator.planning.worker_capacity import UNITS, Resources, workers_on_node, workers_on_nodes
 
 MAX_NODES_LISTED = 4
 MAX_HOLDERS_LISTED = 3
@@ -61,7 +62,7 @@ class ClusterState:
 def room(request: Request, state: ClusterState) -> int:
     """Return how many of the requested workers could be placed at once."""
     usable = [node.free for node in state.nodes if not node.trouble]
-    return total_room(request.each, usable, one_node=request.one_node)
+    return workers_on_nodes(request.each, usable, one_node=request.one_node)
 
 
 def can_ever_fit(request: Request, state: ClusterState) -> bool:
@@ -109,12 +110,12 @@ def explain(
 
 def _capacity(request: Request, state: ClusterState) -> int:
     usable = [node.total for node in state.nodes if not node.trouble]
-    return total_room(request.each, usable, one_node=request.one_node)
+    return workers_on_nodes(request.each, usable, one_node=request.one_node)
 
 
 def _occupied(each: Resources, node: NodeState) -> int:
     """Return how many workers the node has no room for although it is large enough."""
-    return node_room(each, node.total) - (0 if node.trouble else node_room(each, node.free))
+    return workers_on_node(each, node.total) - (0 if node.trouble else workers_on_node(each, node.free))
 
 
 def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now: float) -> str:
@@ -122,7 +123,7 @@ def _describe(node: NodeState, each: Resources, holdings: Sequence[Holding], now
     where = f"node {node.name} ({node.address})"
     if node.trouble:
         return f"{where} {node.trouble}"
-    scarce = min(each, key=lambda name: (node_room({name: each[name]}, node.free), name != "GPU"))
+    scarce = min(each, key=lambda name: (workers_on_node({name: each[name]}, node.free), name != "GPU"))
     unit = f" {scarce}s" if node.total[scarce] != 1 else f" {scarce}"
     held = node.total[scarce] - node.free.get(scarce, 0.0)
     text = f"{where}: {held:g} of {node.total[scarce]:g}{unit} held"
@@ -151,3 +152,20 @@ def _holders(name: str, holdings: Sequence[Holding], held: float, now: float) ->
 def _clock(since: float, now: float) -> str:
     form = "%H:%M" if now - since < _DAY_S else "%b %d %H:%M"
     return time.strftime(form, time.localtime(since))
+
+
+def with_shared_cores(config: Config, *, processes_per_core: float) -> Config:
+    """Return ``config`` with as much more time to start as there are processes of the run for each core.
+
+    The processes import the same libraries at the same time, so each takes as many times longer as share its core.
+    """
+    factor = max(1.0, processes_per_core)
+    cluster = config.cluster
+    return replace(
+        config,
+        cluster=replace(
+            cluster,
+            start_timeout_s=factor * cluster.start_timeout_s,
+            rendezvous_timeout_s=factor * cluster.rendezvous_timeout_s,
+        ),
+    )

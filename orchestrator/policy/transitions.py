@@ -10,77 +10,69 @@ from orchestrator.protocol.events import PauseReason, Recovered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interruption:
-    """What ended the training of a generation.
+class Transition:
+    """What ended the training of a generation, and how the next one begins.
 
     Attributes:
         began: seconds since the epoch.
         reached: the last step that any rank completed.
-        num_workers: the workers of the generation that ended.
+        num_workers_before: the workers of the generation that ended.
         planned: why the run paused; None after a failure.
+        plan: how the next generation begins; None until that is known.
+        step: the step that training continues from; None if a script decides that.
+        num_workers: the workers of the next generation.
     """
 
     began: float
     reached: int
-    num_workers: int
+    num_workers_before: int
     planned: PauseReason | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Continuation:
-    """How the next generation begins.
-
-    Attributes:
-        step: the step that training continues from; None if a script decides that.
-    """
-
-    step: int | None
-    decision: RecoveryPlan
-    num_workers: int
+    plan: RecoveryPlan | None = None
+    step: int | None = None
+    num_workers: int = 0
 
 
 class TransitionLog:
     """The transitions of a run. Each ends when the next step completes, or the training if no step is left."""
 
     def __init__(self) -> None:
-        self._interruption: Interruption | None = None
-        self._continuation: Continuation | None = None
+        self._open: Transition | None = None
         self._done: list[Recovered] = []
 
-    def begin(self, interruption: Interruption) -> None:
+    def begin(self, transition: Transition) -> None:
         """Record the start of a transition.
 
         One that begins before the last has ended is merged into it: both count as one, from the first failure on.
         """
-        if (earlier := self._interruption) is not None:
-            interruption = replace(
-                interruption,
+        if (earlier := self._open) is not None:
+            transition = replace(
+                transition,
                 began=earlier.began,
-                reached=max(earlier.reached, interruption.reached),
-                num_workers=earlier.num_workers,
+                reached=max(earlier.reached, transition.reached),
+                num_workers_before=earlier.num_workers_before,
             )
-        self._interruption = interruption
+        self._open = transition
 
-    def continue_with(self, continuation: Continuation) -> None:
-        """Record how the transition that has begun goes on."""
-        self._continuation = continuation
+    def continue_with(self, plan: RecoveryPlan, *, step: int | None, num_workers: int) -> None:
+        """Record how the transition that has begun goes on; arguments as of :class:`Transition`."""
+        assert self._open is not None
+        self._open = replace(self._open, plan=plan, step=step, num_workers=num_workers)
 
     def end(self, generation: int, time: float) -> Recovered | None:
         """Record that ``generation`` trains since ``time``; None if no transition led to it."""
-        before, after = self._interruption, self._continuation
-        self._interruption = self._continuation = None
-        if before is None or after is None:
+        ended, self._open = self._open, None
+        if ended is None or ended.plan is None:
             return None
         recovered = Recovered(
             generation=generation,
-            step=before.reached if after.step is None else after.step,
-            steps_lost=None if after.step is None else max(0, before.reached - after.step),
-            replaced=after.decision.lost,
-            in_place=after.decision.sources is not None,
-            seconds=max(0.0, time - before.began),  # the clock may have been set back
-            planned=before.planned,
-            num_workers=after.num_workers,
-            num_workers_before=before.num_workers,
+            step=ended.reached if ended.step is None else ended.step,
+            steps_lost=None if ended.step is None else max(0, ended.reached - ended.step),
+            replaced=ended.plan.lost,
+            in_place=ended.plan.sources is not None,
+            seconds=max(0.0, time - ended.began),  # the clock may have been set back
+            planned=ended.planned,
+            num_workers=ended.num_workers,
+            num_workers_before=ended.num_workers_before,
         )
         self._done.append(recovered)
         return recovered
@@ -109,6 +101,6 @@ class TransitionLog:
         of one step.
         """
         lost_s = sum(r.seconds + (r.steps_lost or 0) * step_s for r in self._done)
-        if self._interruption is not None:
-            lost_s += max(0.0, now - self._interruption.began)
+        if self._open is not None:
+            lost_s += max(0.0, now - self._open.began)
         return 100 * max(0.0, 1 - lost_s / max(elapsed_s, 1e-9))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from orchestrator.config.evaluated import VAL, metric_prefix
+from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.protocol.metrics import Column, MetricSpec, Summary
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from orchestrator.config.evaluated import VAL
+from orchestrator.config.eval_splits import VAL
 from orchestrator.config.schema import Config
 from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan

@@ -32,8 +32,8 @@ from orchestrator.protocol.events import (
     SampleSaved,
     SystemMetricsLogged,
 )
-from orchestrator.records.names import metric_name
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.storable_names import metric_name
 
 MAX_LINES_WAITING = 10_000
 """Lines kept in memory while the disk is full; beyond that, the oldest are lost."""

@@ -22,7 +22,7 @@ from typing import Any
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import write_atomically
 from orchestrator.records.lock import locked
-from orchestrator.records.process import is_visible
+from orchestrator.records.process_identity import is_visible
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.storage.mirror import NOT_COPIED, make_private, staging_path
 from orchestrator.storage.remote import Remote, is_url, store_locked

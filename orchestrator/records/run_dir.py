@@ -16,7 +16,7 @@ from typing import Any, get_args
 from orchestrator.protocol.events import RunState
 from orchestrator.records.json_file import Types, read_json, write_json
 from orchestrator.records.lock import changed_at, locked, now_on
-from orchestrator.records.process import is_alive, is_visible
+from orchestrator.records.process_identity import is_alive, is_visible
 from orchestrator.storage.remote import Remote
 
 

@@ -10,7 +10,7 @@ import uuid
 from orchestrator.records.json_file import write_json
 from orchestrator.records.lock import locked
 from orchestrator.records.output_dir import OutputDir, name_of
-from orchestrator.records.process import is_alive, is_visible
+from orchestrator.records.process_identity import is_alive, is_visible
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.mirror import NOT_COPIED, make_private
 

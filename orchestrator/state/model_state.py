@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import has_loading_code, own_parameters, persistent_buffers
+from orchestrator.compat.modules import has_loading_code, own_parameters, persistent_buffers
 from orchestrator.planning.boxes import Box
 from orchestrator.state.optimizer_state import pack_values, unpack_values
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestrator.state.joint import AnyOptimizer, JointOptimizer
-from orchestrator.state.json_values import from_json, to_json
-from orchestrator.state.optimizer_casts import load_without_casts
+from orchestrator.state.optimizers import AnyOptimizer, JointOptimizer, from_json, load_without_casts, to_json
 
 FURTHER = "optimizer_further"
 """The entry of ``meta`` with what optimizers say beside the state of each parameter and the parameter groups."""

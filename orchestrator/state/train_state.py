@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from orchestrator.planning.boxes import Box
-from orchestrator.state.joint import AnyOptimizer, AnyScheduler, label_of
-from orchestrator.state.json_values import from_json, to_json
 from orchestrator.state.manifest import Kind
 from orchestrator.state.model_state import (
     LEFT_OUT,
@@ -31,7 +29,7 @@ from orchestrator.state.model_state import (
     pack_further,
 )
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
-from orchestrator.state.shard import Shard
+from orchestrator.state.optimizers import AnyOptimizer, AnyScheduler, Shard, from_json, label_of, to_json
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.state.tensor_memory import host_copies, with_own_memory
 

@@ -13,10 +13,10 @@ from torch import nn
 from orchestrator.compat.torch import setting_fake_data
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
-from orchestrator.model.blocks import with_blocks
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
+from orchestrator.model.repeated_blocks import with_blocks
 from orchestrator.strategies.transforms.blocks import uses_blocks
 from orchestrator.user_code.errors import JobError
 

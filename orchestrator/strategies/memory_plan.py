@@ -15,8 +15,8 @@ from orchestrator.compat.attention import FusedAttention
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.blocks import Block, blocks_of
-from orchestrator.model.kept import Kept, kept_tensors
+from orchestrator.model.layers import Kept, kept_tensors
+from orchestrator.model.repeated_blocks import Block, blocks_of
 from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import (
     Division,

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from orchestrator.model.blocks import blocks_of
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.work_counter import WorkCounter

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_on_cpu
-from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import adopt_user_state
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.stages import module_of
 from orchestrator.planning.plan import Plan
-from orchestrator.state.joint import AnyOptimizer, label_of
 from orchestrator.state.merge import merge
 from orchestrator.state.optimizer_state import FURTHER, optimizers_in
+from orchestrator.state.optimizers import AnyOptimizer, label_of
 from orchestrator.state.train_state import TrainState, capture, restore
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part

@@ -6,7 +6,7 @@ import abc
 
 import torch
 
-from orchestrator.compat.torch import own_buffers
+from orchestrator.compat.modules import own_buffers
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job, has_training_step

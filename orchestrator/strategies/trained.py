@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import copies_of, copy_all, multiply, own_buffers
+from orchestrator.compat.modules import own_buffers
+from orchestrator.compat.torch import copies_of, copy_all, multiply
 from orchestrator.config.text import first_few
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.tensor_slots import sparse_error

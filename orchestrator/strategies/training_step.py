@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_loss
-from orchestrator.state.joint import AnyOptimizer, JointOptimizer
+from orchestrator.state.optimizers import AnyOptimizer, JointOptimizer
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.job_metrics import checked_metrics
 from orchestrator.user_code.errors import JobError

@@ -74,7 +74,7 @@ def step_parts(traces: Iterable[Trace]) -> StepParts | None:
 
 def _parts_of_rank(trace: Trace) -> tuple[float, ...] | None:
     """Return the number of steps, their mean time in ms, and the percentages of the first four parts."""
-    steps = _intervals(trace, _is_step)
+    steps = _intervals(trace, lambda e: str(e["name"]).startswith(_STEP))
     total_us = _length(steps)
     if not total_us:
         return None
@@ -90,10 +90,6 @@ def _parts_of_rank(trace: Trace) -> tuple[float, ...] | None:
         taken = _union([*taken, *part])
     optimizer_pct, computation_pct, communication_pct, data_pct = shares
     return len(steps), total_us / len(steps) / 1e3, computation_pct, optimizer_pct, communication_pct, data_pct
-
-
-def _is_step(event: Mapping[str, Any]) -> bool:
-    return str(event["name"]).startswith(_STEP)
 
 
 def _is_collective(event: Mapping[str, Any]) -> bool:

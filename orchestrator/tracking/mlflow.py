@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.journal import Ending, Sample
 from orchestrator.records.lock import locked
-from orchestrator.records.names import storable_name
+from orchestrator.records.storable_names import storable_name
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point

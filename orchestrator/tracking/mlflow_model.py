@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records.names import storable
+from orchestrator.records.storable_names import storable
 from orchestrator.tracking.tags import MAX_LENGTH
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Where else the follower writes a run: TensorBoard, and sinks of the user.
+"""Where else the follower writes a run: TensorBoard, which imports torch when a sink is made, and sinks of the user.
 
 A sink has no position to keep. Each process that feeds it, and each attempt after an error, makes a new one in an
 empty folder and gives it the journal from the start; so does a run that repeats steps. No step is there twice.
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.config.redact import Redactor
+from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import Ending, Sample, discards_before, read_points, read_samples
 from orchestrator.records.json_file import read_json, write_json
-from orchestrator.records.names import storable
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.storable_names import storable
 from orchestrator.tracking.backend import Point
 from orchestrator.tracking.transfer import masked_copies
 
@@ -173,3 +174,43 @@ class _Feed:
 def folder_of(path: str) -> str:
     """Return the name of the folder of the sink with this import path."""
     return path.rpartition(".")[2].lower()
+
+
+class TensorBoard:
+    """The :class:`TrackingSink` that writes event files into ``folder``."""
+
+    def __init__(self, run: Mapping[str, Any], folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter
+        # A page that is open forgets what an earlier process has written.
+        self._writer = writer(str(folder), purge_step=0)
+        self._params = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in run.get("params", {}).items()
+        }
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._writer.add_scalar(point.name, point.value, point.step, walltime=point.time)
+        self._writer.flush()
+
+    def log_sample(self, sample: Sample) -> None:
+        """An image or a text; the numbers of histograms (``.json``) stay in the run directory."""
+        name, step, time = sample.name, sample.step, sample.time
+        if sample.path.suffix == ".png":
+            import numpy as np
+            from PIL import Image
+
+            with Image.open(sample.path) as image:
+                pixels = np.asarray(image.convert("RGB"))
+            self._writer.add_image(name, pixels, step, walltime=time, dataformats="HWC")
+        elif sample.path.suffix == ".txt":
+            self._writer.add_text(name, sample.path.read_text(errors="replace"), step, walltime=time)
+        self._writer.flush()
+
+    def close(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Write the parameters, with the numbers of the summary as their results."""
+        results = {f"summary/{key}": v for key in summary if (v := summary_value(summary, key)) is not None}
+        self._writer.add_hparams({**self._params, "status": status}, results, run_name=".")
+        self._writer.close()

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from orchestrator.config.text import code
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.records.names import storable_name
+from orchestrator.records.storable_names import storable_name
 
 SWEEP_ID = "sweep_id"
 """The tag of all runs of a sweep, and of the sweep's own run."""

@@ -26,9 +26,9 @@ from orchestrator.records.journal import (
 )
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked_if_free
-from orchestrator.records.names import storable
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
+from orchestrator.records.storable_names import storable
 from orchestrator.records.sweep_dir import SweepDir
 from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.pending_uploads import clear_pending
@@ -142,7 +142,7 @@ class Transfer:
                 clear_pending(self._run_dir)
         except Exception as e:
             self._opened = False  # the run may have been deleted on the server
-            self._advance(error=self._describe(e))
+            self._advance(error=self._redactor.text(self._backend.describe(e)).splitlines()[0][:500])
             raise
 
     def push_model(self, folder: Path, ending: Ending) -> None:
@@ -266,9 +266,6 @@ class Transfer:
         self.cursor = replace(self.cursor, **changes)
         with contextlib.suppress(OSError):  # a full disk: at worst, points are uploaded again
             write_json(self._run_dir.tracking_file, asdict(self.cursor))
-
-    def _describe(self, error: Exception) -> str:
-        return self._redactor.text(self._backend.describe(error)).splitlines()[0][:500]
 
 
 @contextlib.contextmanager

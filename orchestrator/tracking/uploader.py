@@ -23,7 +23,7 @@ from typing import Any
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.records.output_dir import OutputDir, is_present, push_records
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.pending_uploads import note_pending, pending_runs

@@ -35,7 +35,7 @@ from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.fault_injection import inject_fault
 from orchestrator.worker.control.rendezvous import Teardown
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process import memory
+from orchestrator.worker.process import process_memory
 from orchestrator.worker.process.stacks import all_stacks, flight_record_of
 from orchestrator.worker.script_actor import ScriptWorker
 
@@ -101,7 +101,7 @@ class Worker(BaseWorker):
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         config = environment.config
-        memory.set_allocator(gathers=config.strategy.gathers)
+        process_memory.set_allocator(gathers=config.strategy.gathers)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -144,7 +144,7 @@ class Worker(BaseWorker):
         if self.loop is not None:
             self.loop.discard(DISCARD_TIMEOUT_S)
             self.loop = None
-            memory.free_unreachable(self.device)
+            process_memory.free_unreachable(self.device)
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name

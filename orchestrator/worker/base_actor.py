@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import ray
 
-from orchestrator.compat.ray.process import keep_process_title
+from orchestrator.compat.ray.side_effects import keep_process_title
 from orchestrator.config.job_loader import load_callbacks, load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
@@ -41,12 +41,11 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.user_code.callbacks import Callback
-from orchestrator.user_code.exits import exits_refused, readable
+from orchestrator.user_code.errors import exits_refused, readable
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.spool import Spool
-from orchestrator.worker.measure.gpu_meter import GpuMeter
-from orchestrator.worker.measure.machine_meter import CpuMeter, system_metrics
-from orchestrator.worker.process import network, packages
+from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
+from orchestrator.worker.process import network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
 from orchestrator.worker.process.output import Output
 from orchestrator.worker.process.shared_directory import check_shared
@@ -87,7 +86,7 @@ class BaseWorker(abc.ABC):
     ):
         os.environ.update({**variables.defaults, **os.environ, **variables.values})
         self.label = label  # which Ray reads if the following fails
-        packages.use(requirements, timeout_s=install_timeout_s)
+        pip_packages.use(requirements, timeout_s=install_timeout_s)
         self.redactor = Redactor.of_process()
         self.output = Output(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
         self.outbox = Outbox(self.redactor)

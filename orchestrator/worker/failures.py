@@ -21,8 +21,7 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.device_precision import PrecisionError
 from orchestrator.strategies.measure.memory import TensorKind, TensorSize
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.data.loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError

@@ -32,9 +32,15 @@ from orchestrator.worker.control.fault_injection import inject_fault
 from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.measure.flops import FlopMeter
-from orchestrator.worker.measure.metrics import CompileMeter, NonFiniteError, NoUpdateError, Window, lr_of_groups
-from orchestrator.worker.measure.profiling import profiled_steps
-from orchestrator.worker.process import memory
+from orchestrator.worker.measure.metrics import (
+    CompileMeter,
+    NonFiniteError,
+    NoUpdateError,
+    Window,
+    lr_of_groups,
+    profiled_steps,
+)
+from orchestrator.worker.process import process_memory
 from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
@@ -269,7 +275,7 @@ class Loop:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                     if self.config.strategy.gathers:
-                        memory.keep_if_plentiful(self.assignment.plan.world_size)
+                        process_memory.keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:

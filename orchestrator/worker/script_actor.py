@@ -17,13 +17,12 @@ from orchestrator.protocol.messages import Assignment, Failure, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.process import network
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.process.stacks import all_stacks
-from orchestrator.worker.script.run import ScriptRun
+from orchestrator.worker.script.script_run import ScriptRun
 
 _EXPLAINED = (JobError, NotSharedError)
 """Errors whose text says what the user has to change."""

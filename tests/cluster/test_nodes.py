@@ -25,7 +25,7 @@ from helpers.ranks.script_runs import SCRIPTS
 from helpers.records.runs import events_below, last_step, wait_for, wait_for_step
 from orchestrator import stop
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT
-from orchestrator.compat.ray.process import without_services
+from orchestrator.compat.ray.side_effects import without_services
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals

@@ -27,7 +27,7 @@ from helpers.servers.object_store import (  # noqa: F401 - s3 is a fixture
 )
 from orchestrator import compare
 from orchestrator.config.compose import compose
-from orchestrator.driver.preflight.paths import environment_errors
+from orchestrator.driver.preflight.run_config import environment_errors
 from orchestrator.records.journal import read_points
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir

@@ -25,7 +25,7 @@ from helpers.machines.unfit import other_torch
 from helpers.records.recorder import Recorder
 from helpers.records.runs import events, last_step, losses, wait_for
 from orchestrator import stop
-from orchestrator.compat.ray.process import without_services
+from orchestrator.compat.ray.side_effects import without_services
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.run_context import EventStream
@@ -35,7 +35,7 @@ from orchestrator.driver.queue import queue_place
 from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.driver.queue.run_queue import QueueControl, QueueError, find_queue
 from orchestrator.protocol.events import WaitingInQueue, Warned
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.protocol.queue_entries import QueueEntry
 from orchestrator.queue import main
 from orchestrator.records.run_dir import RunDir, state_of
 

@@ -21,7 +21,7 @@ from helpers.machines import commands
 from helpers.machines.unfit import other_torch
 from helpers.records.runs import events_below
 from orchestrator.compat.ray.internals import find_internal
-from orchestrator.compat.ray.process import without_services
+from orchestrator.compat.ray.side_effects import without_services
 
 RUN = ("strategy=ddp", "strategy.num_workers=1", "train.steps=5", "tracking=none")
 OTHER = "127.0.0.2"

@@ -14,7 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from helpers.records.runs import events_below
-from orchestrator.compat.ray.process import without_services
+from orchestrator.compat.ray.side_effects import without_services
 
 WORDS = ("tracking=none", "train.steps=2", "cluster.env.GLOO_SOCKET_IFNAME=lo", "cluster.env.NCCL_SOCKET_IFNAME=lo")
 OTHER = "127.0.0.2"

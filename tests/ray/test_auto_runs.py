@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from helpers.records.runs import losses
-from orchestrator.tuning.choose import WORTH_A_WORKER
+from orchestrator.tuning.choice import WORTH_A_WORKER
 
 JOB = ("job.hidden=8", "train.eval_every=0", "checkpoint.every=4")
 CHOICE = ("strategy=auto", "strategy.candidates=[single,ddp]", "strategy.measured_steps=5")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from orchestrator.compat.ray.cluster import add_job_metadata
+from orchestrator.compat.ray.gcs import add_job_metadata
 
 
 def test_a_ray_that_does_not_know_the_job_gets_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import ray
 
 from helpers.records.runs import series, wait_for
 from orchestrator.config.overrides import quote_text
-from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE
+from orchestrator.driver.reporting import GAUGES, LABELS, NAMESPACE
 
 
 def exported(run_name: str) -> dict[str, float]:

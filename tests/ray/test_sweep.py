@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from helpers.records.runs import wait_for
 from orchestrator import compare, launch
 from orchestrator.records.run_dir import RunDir
-from orchestrator.worker.measure.profiling import PROFILED_STEPS
+from orchestrator.worker.measure.metrics import PROFILED_STEPS
 
 
 def test_the_runs_of_a_sweep_are_side_by_side(

@@ -23,9 +23,9 @@ from orchestrator.protocol.events import (
     Warned,
 )
 from orchestrator.records.journal import Journal, read_ending, read_metrics, read_samples
-from orchestrator.records.names import metric_name
-from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import progress_of
+from orchestrator.records.storable_names import metric_name
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.records.output_dir import OutputDir

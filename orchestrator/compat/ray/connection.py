@@ -12,7 +12,7 @@ import grpc
 import psutil
 
 from orchestrator.compat.ray.internals import Internal, find_internal, replaced
-from orchestrator.compat.ray.process import ray_logs_errors_only
+from orchestrator.compat.ray.side_effects import ray_logs_errors_only
 
 RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """The environment variable that says after how many seconds without the GCS server Ray ends a process."""

@@ -25,25 +25,23 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
 from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
-from orchestrator.driver.preflight.params import plain_fields
-from orchestrator.driver.preflight.paths import output_dir
+from orchestrator.driver.preflight.run_config import output_dir, plain_fields
 from orchestrator.driver.process.result import RunResult
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.output_dir import remove, staged_run
-from orchestrator.records.process import processor
+from orchestrator.records.process_identity import processor
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline.ideal import Action
-from orchestrator.tuning.choose import Contender, best, next_to_measure
+from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
 from orchestrator.tuning.predict import memory_error, predict
 from orchestrator.tuning.profile import Profile
-from orchestrator.tuning.proposals import proposals, stage_counts
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, the past errors, and the runs that measure."""

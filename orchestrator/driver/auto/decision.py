@@ -7,14 +7,14 @@ import sys
 from dataclasses import dataclass
 
 from orchestrator.config.schema import Config
-from orchestrator.display.text import TableColumn, takes_unicode, text_lines, without_least, writable
+from orchestrator.display.plain_text import TableColumn, takes_unicode, text_lines, without_least, writable
 from orchestrator.driver.process.result import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.records.json_file import read_json, write_atomically, write_json
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tuning import report
-from orchestrator.tuning.choose import Contender
+from orchestrator.tuning import choice
+from orchestrator.tuning.choice import Contender
 
 _WIDTH_WITHOUT_TERMINAL = 160
 
@@ -62,19 +62,19 @@ class Decision:
                 heading=heading,
                 cells=cells,
                 justify="right" if place else "left",
-                priority=report.DISPENSABLE.index(heading) if heading in report.DISPENSABLE else None,
+                priority=choice.DISPENSABLE.index(heading) if heading in choice.DISPENSABLE else None,
             )
-            for place, (heading, *cells) in enumerate(report.columns(self.contenders))
+            for place, (heading, *cells) in enumerate(choice.columns(self.contenders))
         ]
         width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
         table = text_lines(without_least(columns, width), unicode=takes_unicode(sys.stdout))
-        return writable(report.with_table(self.contenders, table), sys.stdout)
+        return writable(choice.with_table(self.contenders, table), sys.stdout)
 
     def write_to(self, run_dir: RunDir) -> None:
         """Keep the table and the choice in the directory of the run, and mark its record."""
         durations = {"planning_s": self.planning_s, "measuring_s": self.measuring_s}
-        write_json(run_dir.choice_record, {"overrides": self.overrides, **durations, **report.record(self.contenders)})
-        write_atomically(run_dir.choice_report, f"{report.markdown(self.contenders)}\n".encode())
+        write_json(run_dir.choice_record, {"overrides": self.overrides, **durations, **choice.record(self.contenders)})
+        write_atomically(run_dir.choice_report, f"{choice.markdown(self.contenders)}\n".encode())
         tags = run_dir.read_record().get("tags", {})
         run_dir.update_record(tags={**tags, "strategy.chosen_by": "auto"})
 

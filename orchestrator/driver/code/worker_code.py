@@ -17,12 +17,18 @@ import ray
 import ray.cloudpickle as cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray.packages import PIN_S, make_package, max_package_bytes, upload_package
+from orchestrator.compat.ray.code_packages import PIN_S, make_package, max_package_bytes, upload_package
 from orchestrator.config.arguments import GivenJob
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import quote_text
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.code.packages import loaded_files, module_paths, module_size_errors, requirements, size_errors
+from orchestrator.driver.code.shipped_code import (
+    loaded_files,
+    module_paths,
+    module_size_errors,
+    requirements,
+    size_errors,
+)
 from orchestrator.driver.process.cluster import allowed_nodes
 from orchestrator.driver.process.waiting import node_answers
 from orchestrator.job import Job

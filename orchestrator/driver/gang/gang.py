@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray.cluster import all_nodes
+from orchestrator.compat.ray.gcs import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.slots import Slots, kill_process, wait_for_actors
@@ -29,9 +29,9 @@ from orchestrator.driver.process.calls import (
 )
 from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
-from orchestrator.policy.devices import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.shortage import Request, room
+from orchestrator.policy.worker_gpus import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
 HEARTBEATS_PER_ROUND, MOST_ROUNDS = 64, 64

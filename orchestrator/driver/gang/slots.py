@@ -27,7 +27,7 @@ from orchestrator.driver.process.waiting import MESSAGE_EVERY_S, ResourceWait, W
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import Variables, WorkerInfo
 from orchestrator.worker.actor import remote_worker
-from orchestrator.worker.process.packages import InstallError
+from orchestrator.worker.process.pip_packages import InstallError
 
 RELEASE_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"

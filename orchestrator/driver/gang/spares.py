@@ -15,7 +15,7 @@ from orchestrator.driver.gang.slots import Slots
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.calls import answers_in_time, describe_error
 from orchestrator.driver.process.waiting import WaitMonitor
-from orchestrator.policy.devices import can_join
+from orchestrator.policy.worker_gpus import can_join
 from orchestrator.protocol.messages import WorkerEnvironment, WorkerInfo
 
 START_ATTEMPTS = 3

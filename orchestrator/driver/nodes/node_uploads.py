@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.records import staging
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.mirror import LOGS, Mirror
 

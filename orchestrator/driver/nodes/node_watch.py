@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.compat.ray.cluster import all_nodes, draining_nodes
+from orchestrator.compat.ray.gcs import all_nodes, draining_nodes
 from orchestrator.protocol.messages import WorkerInfo
 
 DRAINING_CHECK_EVERY_S = 1.0

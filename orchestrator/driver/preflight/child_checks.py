@@ -25,11 +25,11 @@ from orchestrator.compat import deferred_dynamo
 from orchestrator.config.schema import Config
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
-from orchestrator.records.process import end_with_parent
+from orchestrator.records.process_identity import end_with_parent
 from orchestrator.state.checkpoint import load, step_of
-from orchestrator.state.joint import AnyOptimizer, label_of
 from orchestrator.state.model_state import LEFT_OUT, further_entries, mismatches, own_tensors
 from orchestrator.state.optimizer_state import optimizers_in
+from orchestrator.state.optimizers import AnyOptimizer, label_of
 from orchestrator.state.schedule import ScheduleError, made_for
 from orchestrator.state.train_state import TrainState, outline, restore
 from orchestrator.strategies.constructor import Outline
@@ -37,7 +37,7 @@ from orchestrator.strategies.data.datasets import opened_dataset, size_error
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 T = TypeVar("T")
 

@@ -15,19 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import to_yaml
 from orchestrator.config.overrides import masked
+from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.params import params_of, recorded_config
-from orchestrator.driver.preflight.paths import output_dir, unwritable
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
+from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config, unwritable
 from orchestrator.driver.process.origin import HERE, Origin
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process import machine_facts, this_process
+from orchestrator.records.process_identity import machine_facts, this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.staging import announce, take_over
 

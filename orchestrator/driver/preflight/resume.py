@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.recorded import why_no_checkpoint
+from orchestrator.config.recorded_config import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.child_checks import continuation_errors
-from orchestrator.driver.preflight.params import params_of, recorded_config
-from orchestrator.driver.preflight.paths import output_dir
-from orchestrator.driver.process.reports import left_run
+from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
+from orchestrator.driver.process.parent_reports import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
-from orchestrator.records.progress import progress_of
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.records.run_search import NEWEST
+from orchestrator.records.run_search import NEWEST, progress_of
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore

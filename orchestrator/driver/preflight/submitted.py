@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.compat.ray.packages import max_upload_bytes
+from orchestrator.compat.ray.code_packages import max_upload_bytes
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.compose import compose, own_files, preset_sweep
 from orchestrator.config.files import DEFAULT_DIR, DIR_OPTION, conf_dir
@@ -18,7 +18,7 @@ from orchestrator.config.overrides import example, expand_sweep, is_search, valu
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, JobSpec
 from orchestrator.config.secret_names import is_secret
-from orchestrator.driver.code.packages import ignored_errors, loaded_files, module_size_errors, size_errors
+from orchestrator.driver.code.shipped_code import ignored_errors, loaded_files, module_size_errors, size_errors
 from orchestrator.job import Job
 from orchestrator.strategies import registry
 

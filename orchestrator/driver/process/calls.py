@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray.cluster import died_with_node
 from orchestrator.compat.ray.connection import RECONNECT_TIMEOUT, own_ray_has_died, probe_gcs, reconnect_timeout_s
+from orchestrator.compat.ray.gcs import died_with_node
 from orchestrator.policy.failure import CauseOfDeath
 
 LOST_AFTER = 0.8

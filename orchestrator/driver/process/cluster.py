@@ -19,7 +19,6 @@ import ray.exceptions
 from ray.job_config import JobConfig
 
 from orchestrator.compat.ray import early_node
-from orchestrator.compat.ray.cluster import all_nodes
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
     addresses_here,
@@ -33,7 +32,8 @@ from orchestrator.compat.ray.connection import (
     read_environment,
     use_token_of_user,
 )
-from orchestrator.compat.ray.process import (
+from orchestrator.compat.ray.gcs import all_nodes
+from orchestrator.compat.ray.side_effects import (
     environment_defaults,
     process_kept_from_ray,
     raylet_messages_muted,

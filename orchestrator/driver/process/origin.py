@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from orchestrator.compat.ray_job import submission_id
-from orchestrator.records.process import user_name
+from orchestrator.records.process_identity import user_name
 from orchestrator.records.rank_log import newest_part
 from orchestrator.records.run_dir import RunDir
 

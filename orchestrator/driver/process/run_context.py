@@ -20,7 +20,7 @@ from orchestrator.protocol.events import (
     Warned,
     WorkerFailed,
 )
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.protocol.queue_entries import QueueEntry
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray.cluster import all_nodes, free_resources, placed_actors, placed_bundles
+from orchestrator.compat.ray.gcs import all_nodes, free_resources, placed_actors, placed_bundles
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.config.text import first_few
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError, answers_in_time, check_ray

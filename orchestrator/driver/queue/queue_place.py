@@ -23,10 +23,10 @@ from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import TurnLostError, UnfitLimit, cluster_state
 from orchestrator.driver.queue.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.queue import why_waiting
+from orchestrator.policy.queue_order import why_waiting
 from orchestrator.protocol.events import WaitingInQueue
-from orchestrator.protocol.queue import ID_LENGTH, QueueAnswer, QueueEntry, QueueState
-from orchestrator.records.process import user_name
+from orchestrator.protocol.queue_entries import ID_LENGTH, QueueAnswer, QueueEntry, QueueState
+from orchestrator.records.process_identity import user_name
 from orchestrator.records.run_dir import RunDir
 
 ANSWER_TIMEOUT_S = 5.0

@@ -1,7 +1,7 @@
 """The queue of the runs on a cluster: a detached actor that their drivers share.
 
-It holds what the drivers report, and answers by the decisions of :mod:`orchestrator.policy.queue`. Each poll carries
-the whole entry of a run, so that a queue that was killed has all entries again after one poll of each driver.
+It holds what the drivers report, and answers by the decisions of :mod:`orchestrator.policy.queue_order`. Each poll
+carries the whole entry of a run, so that a queue that was killed has all entries again after one poll of each driver.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.compat.ray.cluster import free_resources, on_head
+from orchestrator.compat.ray.gcs import free_resources, on_head
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.driver.process.waiting import cluster_state
-from orchestrator.policy.queue import (
+from orchestrator.policy.queue_order import (
     find_entries,
-    free_room,
     line,
     marked_over_share,
     marked_unfit,
     may_reserve,
     namesakes,
     stale,
+    unreserved_by_node,
     victims,
     why_waiting,
 )
-from orchestrator.protocol.queue import NodeResources, QueueAnswer, QueueEntry
+from orchestrator.protocol.queue_entries import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
 POLL_EVERY_S = 1.0
@@ -105,9 +105,9 @@ class RunQueue:
         waiting = line(entries)
         admitted, leaving = entry.state == "reserving", []
         if waiting and now >= self._settled_at:
-            room = free_room(nodes, entries)
-            admitted = entry in waiting and may_reserve(entry, entries, room)
-            leaving = victims(entries, room)
+            free = unreserved_by_node(nodes, entries)
+            admitted = entry in waiting and may_reserve(entry, entries, free)
+            leaving = victims(entries, free)
         ahead = waiting[: waiting.index(entry)] if entry in waiting else []
         passed = tuple(e.uid for e in ahead if e.state == "waiting")  # the others reserve too
         overtakes = passed if admitted and entry.state == "waiting" else entry.overtook

@@ -15,18 +15,17 @@ from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitEr
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import Interrupted
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
 from orchestrator.driver.run.run_recorder import RunRecorder, worker_failed, worker_lost
 from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
-from orchestrator.policy import run_state, verdict
-from orchestrator.policy.recovery import FailureRecord, RecoveryPlan
-from orchestrator.policy.run_state import GenerationEnd, what_follows
-from orchestrator.policy.transitions import Interruption
-from orchestrator.policy.verdict import Verdict
+from orchestrator.policy import run_state
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan
+from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, Verdict, what_follows
+from orchestrator.policy.transitions import Transition
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
@@ -88,22 +87,21 @@ class Run:
                     generation.begin()
                     end = self._watch(generation)
                     recoverable = end.outcomes.survivors()
-                    state = self._what_follows(end)
-                    match state:
-                        case run_state.Done():
+                    match self._what_follows(end):
+                        case "done":
                             return self._complete(end)
-                        case run_state.Stopped():
+                        case "stopped":
                             self._reports.finish_workers(end.outcomes)
                             return self._stopped(end)
-                        case run_state.Failed(rank, why):
+                        case Failed(rank, why):
                             return self._fail(end, rank, why)
-                        case run_state.Yielding():
+                        case "yielding":
                             released_after = end
                             plan, recoverable = self._yield(end), {}
                             released_after = None
-                        case run_state.Recovering() | run_state.Replacing() | run_state.Growing():
-                            if isinstance(state, run_state.Recovering):
-                                self._report_loss(generation, state.rank)
+                        case Continuing() as state:
+                            if end.failure is not None:
+                                self._report_loss(generation, end.failure.rank)
                             try:
                                 plan, recoverable = self._transition(end, state, recoverable)
                             except (NoWorkersError, Interrupted) as e:
@@ -112,7 +110,7 @@ class Run:
             if self._stop.received is not None:
                 return self._stopped(released_after)
             refused = isinstance(e, UnfitError) and not self._reports.has_trained
-            return verdict.refused(str(e)) if refused else verdict.failed(str(e))
+            return run_state.refused(str(e)) if refused else run_state.failed(str(e))
         except Interrupted:
             return self._stopped(released_after)
         raise AssertionError("a generation leads to another one, or to a verdict")
@@ -182,7 +180,7 @@ class Run:
             self._reports.collect_last(outcomes)
         return generation.end()
 
-    def _what_follows(self, end: GenerationEnd) -> run_state.NextState:
+    def _what_follows(self, end: GenerationEnd) -> NextState:
         config = self.spec.config
         state = what_follows(
             end,
@@ -196,16 +194,16 @@ class Run:
         return state
 
     def _transition(
-        self, end: GenerationEnd, state: run_state.GoingOn, recoverable: RecoverableByRank
+        self, end: GenerationEnd, state: Continuing, recoverable: RecoverableByRank
     ) -> tuple[RecoveryPlan, RecoverableByRank]:
         """Prepare the workers for the next generation; returns how it starts, and the state that they hold."""
         failure = end.failure
-        self._recorder.enter(state.name)
+        self._recorder.enter(state.state)
         self._recorder.begin_transition(
-            Interruption(
+            Transition(
                 began=end.asked_at if failure is None else end.outcomes.failure(failure.rank).time,
                 reached=end.last_step,
-                num_workers=self._workers.plan.mesh.num_workers,
+                num_workers_before=self._workers.plan.mesh.num_workers,
                 planned=end.paused,
             )
         )
@@ -236,7 +234,7 @@ class Run:
         self._acquire()
         began = end.asked_at + workers.waited_s - waited_s
         self._recorder.begin_transition(
-            Interruption(began=began, reached=step, num_workers=num_workers, planned="yielded")
+            Transition(began=began, reached=step, num_workers_before=num_workers, planned="yielded")
         )
         plan = RecoveryPlan(lost=tuple(range(workers.plan.world_size)), sources=None, step=0, pause_s=0.0)
         self._continue_with(plan)
@@ -268,7 +266,7 @@ class Run:
         self._reports.handle(generation.watch())
         end = generation.end()
         self._reports.finish_workers(end.outcomes)
-        return verdict.failed(str(error)) if self._stop.received is None else self._stopped(end)
+        return run_state.failed(str(error)) if self._stop.received is None else self._stopped(end)
 
     def _report_loss(self, generation: Generation, rank: int) -> None:
         """Report a failure from which the run recovers."""
@@ -288,7 +286,7 @@ class Run:
         saves = not self._runs_script and self.spec.config.evaluate is None
         if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
-        return verdict.failed(what + (f" ({why})" if why else ""))
+        return run_state.failed(what + (f" ({why})" if why else ""))
 
     def _complete(self, end: GenerationEnd) -> Verdict:
         """End the run after its last step."""
@@ -300,16 +298,16 @@ class Run:
         saves_nothing = self.spec.config.evaluate is not None or self._runs_script
         step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
         missing = None if saves_nothing else self._checkpoints.why_missing(step)
-        return verdict.completed(step, ended_early=ended_early, checkpoint_missing=missing)
+        return run_state.completed(step, ended_early=ended_early, checkpoint_missing=missing)
 
     def _stopped(self, end: GenerationEnd | None) -> Verdict:
         """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
         assert self._stop.received is not None
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
         if self._stop.is_pruned:
-            return verdict.pruned(at_step or max(self._reports.telemetry.last_step.values()))
+            return run_state.pruned(at_step or max(self._reports.telemetry.last_step.values()))
         missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
-        return verdict.stopped(
+        return run_state.stopped(
             int(self._stop.received),
             self._stop.cause,
             at_step=at_step,

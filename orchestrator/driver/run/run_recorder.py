@@ -12,7 +12,7 @@ from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.run_state import GenerationEnd
-from orchestrator.policy.transitions import Continuation, Interruption, TransitionLog
+from orchestrator.policy.transitions import Transition, TransitionLog
 from orchestrator.protocol.events import (
     FirstStepDone,
     MetricsLogged,
@@ -89,14 +89,13 @@ class RunRecorder:
             self.startup_s |= event.startup
         self.end_transition(event.generation, event.time)
 
-    def begin_transition(self, interruption: Interruption) -> None:
+    def begin_transition(self, transition: Transition) -> None:
         """Record what has ended a generation that another one follows."""
-        self._transitions.begin(interruption)
+        self._transitions.begin(transition)
 
-    def continue_with(self, decision: RecoveryPlan, *, step: int | None) -> None:
-        """Record how the transition that has begun goes on: see :class:`Continuation`."""
-        workers = self._workers.plan.mesh.num_workers
-        self._transitions.continue_with(Continuation(step=step, decision=decision, num_workers=workers))
+    def continue_with(self, plan: RecoveryPlan, *, step: int | None) -> None:
+        """Record how the transition that has begun goes on: see :class:`Transition`."""
+        self._transitions.continue_with(plan, step=step, num_workers=self._workers.plan.mesh.num_workers)
 
     def end_transition(self, generation: int, at: float) -> None:
         """Record that ``generation`` trains since ``at``, in seconds since the epoch, if a transition led to it."""

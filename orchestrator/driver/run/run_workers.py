@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from orchestrator.display.text import count
+from orchestrator.display.plain_text import count
 from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
 from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.gang import Gang
@@ -20,11 +20,11 @@ from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
 from orchestrator.driver.queue.queue_place import QueuePlace
-from orchestrator.policy.devices import placement_note, with_common_precision
 from orchestrator.policy.elastic import RankAssignment, find_rank_assignment, find_rescue, reassigned
 from orchestrator.policy.recovery import RecoveryPlan
+from orchestrator.policy.worker_gpus import placement_note, with_common_precision
 from orchestrator.protocol.messages import RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.queue import run_label
+from orchestrator.protocol.queue_entries import run_label
 from orchestrator.strategies import registry
 
 RecoverableByRank = Mapping[int, RecoverableSteps]

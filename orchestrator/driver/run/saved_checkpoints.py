@@ -98,7 +98,9 @@ class SavedCheckpoints:
                 progressed_at = time.monotonic()
             if time.monotonic() - progressed_at > limit_s:
                 for pending in writing.values():
-                    self._give_up(CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})"))
+                    event = CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})")
+                    self._context.events.emit(event)
+                    self.record(event)
                 return
             self._context.lease.check()
 
@@ -106,7 +108,3 @@ class SavedCheckpoints:
         """Let the run's own checkpoint ``path`` be the newest one, in place of one of another run."""
         self.newest, self.step = path, step
         self.remote = self._context.spec.run_dir.remote_checkpoints
-
-    def _give_up(self, event: CheckpointFailed) -> None:
-        self._context.events.emit(event)
-        self.record(event)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from orchestrator.driver.gang.gang import Gang, Member
 from orchestrator.driver.process.run_context import RunContext
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.policy.straggler import SharedMachine, StragglerWatch

@@ -19,8 +19,7 @@ from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext
-from orchestrator.driver.reporting.cluster_records import add_tracking_page
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload, add_tracking_page
 from orchestrator.driver.run.run_recorder import RunRecorder
 from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints

@@ -20,18 +20,18 @@ from typing import Any, TextIO, cast
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 import orchestrator
+from orchestrator.compat.ray.code_packages import never_packaged, upload_file
 from orchestrator.compat.ray.connection import use_token_of_user
-from orchestrator.compat.ray.packages import never_packaged, upload_file
-from orchestrator.compat.ray.process import ray_logs_errors_only
+from orchestrator.compat.ray.side_effects import ray_logs_errors_only
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.marked_output import MarkedLog
-from orchestrator.driver.code.packages import module_paths
+from orchestrator.driver.code.shipped_code import module_paths
 from orchestrator.driver.process.origin import NO_PY_MODULES, PY_MODULES, Origin, origin_of_submission
 from orchestrator.driver.process.signals import STOP_WAIT_VARIABLE, needed_stop_wait_s
-from orchestrator.driver.reporting.cluster_records import job_metadata, launch_name
+from orchestrator.driver.reporting import job_metadata, launch_name
 from orchestrator.records.git import GitFacts, carried
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"

@@ -19,7 +19,7 @@ from types import FrameType
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override
-from orchestrator.driver.process.reports import ReportedRun, read_reports, variables
+from orchestrator.driver.process.parent_reports import ReportedRun, read_reports, variables
 from orchestrator.driver.process.signals import stop_signals
 
 DRIVER = (sys.executable, "-m", "orchestrator.launch")

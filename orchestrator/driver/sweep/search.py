@@ -19,8 +19,8 @@ from orchestrator.config.overrides import Choices, Interval, Space, choosing, ma
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import SweepConfig
 from orchestrator.config.text import first_few
+from orchestrator.display.plain_text import count
 from orchestrator.display.report import errors_text
-from orchestrator.display.text import count
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep, output_of, resume_override

@@ -23,9 +23,9 @@ from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
 from orchestrator.display.comparison_table import markdown, table
+from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
-from orchestrator.display.text import count, duration, writable
-from orchestrator.driver.preflight.paths import absolute_paths, output_dir
+from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.signals import StopSignals
@@ -35,7 +35,7 @@ from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.storage.remote import StorageError
 from orchestrator.strategies import registry
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import exits_refused
 
 NOT_STARTED = 2
 """The exit code of a run whose configuration or directory is wrong."""

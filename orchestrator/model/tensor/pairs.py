@@ -46,7 +46,7 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
     def hook(name: str) -> Any:
         def cut(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             calls[name].append((args[0], out.detach().requires_grad_()))
-            return calls[name][-1][1]
+            return calls[name][-1][1].clone()  # which the block may change in place
 
         return cut
 

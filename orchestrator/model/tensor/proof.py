@@ -79,6 +79,8 @@ def proven(
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
     whole = _Seen.of(block, call)
+    if not all(bool(output.isfinite().all()) for output in whole.outputs):
+        raise ValueError("what it returns is not finite")
 
     def tried(parts: BlockParts) -> BlockParts | str:
         try:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.torch import adopt_user_state, own_parameters
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import adopt_user_state
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.tokens import Tokens
 from orchestrator.planning.boxes import Box
@@ -61,8 +62,8 @@ class BlockParts:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer as torch computes it, or the ``Conv1D`` of transformers."""
-    return type(module).forward is nn.Linear.forward or _is_transposed(module)
+    """Return whether a module is a linear layer, or the ``Conv1D`` of transformers; whatever it computes is proven."""
+    return isinstance(module, nn.Linear) or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, calls_through, is_view_operator, storage_key
+from orchestrator.compat.modules import calls_through
+from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import enter, leave, part_of

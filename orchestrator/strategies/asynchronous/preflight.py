@@ -6,7 +6,7 @@ from torch import nn
 
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.job import Job
-from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.model.parameter_division import extents_of, optimizer_error
 from orchestrator.strategies.update.elementwise import own_step_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of
 

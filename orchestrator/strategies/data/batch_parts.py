@@ -24,9 +24,9 @@ from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
-from orchestrator.model.settled import Passed, passed
+from orchestrator.model.repeatable_passes import Passed, passed
 from orchestrator.strategies.data.datasets import check_dataset, is_stream, make_batch
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import error_text
 
 FEWEST, MOST = 4, 32
 """Limits of the number of samples that are compared. Without gradients, a forward pass of the fewest needs about the

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.compat.generators import drawing
-from orchestrator.config.evaluated import how_to_leave_out
+from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
 
 SAMPLES = "dataset_samples"

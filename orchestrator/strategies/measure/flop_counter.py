@@ -24,9 +24,8 @@ from orchestrator.compat.torch import (
     running_node_number,
 )
 from orchestrator.model.batch import map_tensors, tensors_in
-from orchestrator.model.buffers import ReplacedBuffers
-from orchestrator.model.recompute import is_recomputing
 from orchestrator.model.recorder import fake_like
+from orchestrator.model.repeated_blocks import ReplacedBuffers, is_recomputing
 
 ComputePrecision = Literal["fp32", "tf32", "bf16", "fp16"]
 """What matrix products and convolutions are computed in. ``tf32``: float32, in TF32 if the device has it."""

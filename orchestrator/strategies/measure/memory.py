@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from orchestrator.state.joint import AnyOptimizer
+from orchestrator.state.optimizers import AnyOptimizer
 
 TensorKind = Literal["parameter", "buffer", "gradient", "optimizer state"]
 

@@ -20,9 +20,8 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
-from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan

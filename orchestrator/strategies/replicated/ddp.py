@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from orchestrator.compat.torch import (
-    ddp_comm_ms,
-    release_ddp,
-    set_ddp_timing,
-    without_buffer_broadcasts,
-)
+from orchestrator.compat.modules import ddp_comm_ms, release_ddp, set_ddp_timing, without_buffer_broadcasts
 from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 
-from orchestrator.compat.torch import data_parallel_replica, own_buffers, own_children, own_parameters
+from orchestrator.compat.modules import data_parallel_replica, own_buffers, own_children, own_parameters
 from orchestrator.model.batch import join, map_tensors, num_rows, rows_between, to_device
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.fully_sharded import FullySharded
-from orchestrator.compat.torch import FakeTensor, own_parameters
-from orchestrator.model.blocks import blocks_of
-from orchestrator.model.gathered import gathered_dtypes, keep_embedded_dtype
+from orchestrator.compat.modules import own_parameters
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.partial_init import build_divided, build_fake
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, gathered_dtypes, keep_embedded_dtype
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.boxes import Box, Index, Shape, is_divisible
 from orchestrator.planning.mesh import DENSE

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
-from orchestrator.model.gathered import gathered_share
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import MetricSpec

@@ -16,13 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
-from orchestrator.compat.torch import (
-    calls_through,
-    is_view_operator,
-    running_node_number,
-    storage_key,
-    unset_fake_temporarily,
-)
+from orchestrator.compat.modules import calls_through
+from orchestrator.compat.torch import is_view_operator, running_node_number, storage_key, unset_fake_temporarily
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, tensors_in

@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from orchestrator.compat.torch import own_parameters
+from orchestrator.compat.modules import own_parameters
 from orchestrator.config.text import did_you_mean
-from orchestrator.model.blocks import blocks_of
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.boxes import is_divisible
 
 Wrap = Literal["auto"] | tuple[str, ...]

@@ -11,7 +11,7 @@ from torch import nn
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.config.text import to_cli
-from orchestrator.model.blocks import Block, ForwardPass, blocks_of, likeness
+from orchestrator.model.repeated_blocks import Block, ForwardPass, blocks_of, likeness
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 
 

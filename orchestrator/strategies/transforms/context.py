@@ -23,7 +23,6 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.blocks import blocks_of
 from orchestrator.model.context import (
     UNSEEN,
     Axes,
@@ -37,6 +36,7 @@ from orchestrator.model.context import (
 from orchestrator.model.context_proof import difference, prove
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.planning.plan import Plan

@@ -25,9 +25,9 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
-from orchestrator.model.blocks import blocks_of, likeness
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.partial_init import FakeModel, build_divided
+from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.chain import Ends, ends_of
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
@@ -222,7 +222,7 @@ def found_plan(
         with drawing(0):
             block = _real(outline, names[0])
             here = None if given is None else [pair for pair in given if _is_in(pair, block)]
-            proof = _proven(block, _real_call(calls[names[0]], whole), size, here, sequence=sequence)
+            proof = _proven(block, calls[names[0]], size, here, sequence=sequence)
         kind = getattr(blocks[0], "kind", type(blocks[0])).__name__
         sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
         found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
@@ -350,12 +350,13 @@ def _is_in(pair: Pair, block: nn.Module) -> bool:
 def _proven(
     block: nn.Module, call: BlockCall, size: int, pairs: Sequence[Pair] | None, *, sequence: bool
 ) -> ProvenBlock:
-    """Return what :func:`proven` does; nothing if the block cannot be called as it has been seen."""
-    try:
-        return proven(block, call, size, pairs=pairs, sequence=sequence)
-    except Exception as e:
-        reason = f"cannot be called with random numbers ({type(e).__name__}: {e})"
-        return ProvenBlock(parts=BlockParts(pairs=(), cuts={}), whole={type(block).__name__: reason})
+    """Return what :func:`proven` does; nothing if the block cannot be called as it has been seen, without memory."""
+    for seen in (True, False):  # some masks say what is seen, others what is not
+        try:
+            return proven(block, _real_call(call, masks=seen), size, pairs=pairs, sequence=sequence)
+        except Exception as e:
+            reason = f"cannot be called with random numbers ({type(e).__name__}: {e})"
+    return ProvenBlock(parts=BlockParts(pairs=(), cuts={}), whole={type(block).__name__: reason})
 
 
 def _calls(
@@ -440,8 +441,8 @@ def _random(fake: Tensor) -> Tensor:
     return values.to(fake.dtype)
 
 
-def _real_call(call: BlockCall, whole: FakeModel) -> BlockCall:
-    """Return a call with real tensors, whose floating-point numbers are random."""
+def _real_call(call: BlockCall, *, masks: bool) -> BlockCall:
+    """Return a call with real tensors, whose floating-point numbers are random, and whose masks have one value."""
 
     def real(leaf: Any) -> Any:
         if not isinstance(leaf, FakeTensor):
@@ -449,7 +450,7 @@ def _real_call(call: BlockCall, whole: FakeModel) -> BlockCall:
         if leaf.is_floating_point():
             return torch.randn(leaf.shape).to(leaf.dtype).requires_grad_(leaf.requires_grad)
         if leaf.dtype == torch.bool:
-            return torch.ones(leaf.shape, dtype=torch.bool)
+            return torch.full(leaf.shape, masks)
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
     args, kwargs = map_leaves(real, (call.args, call.kwargs))

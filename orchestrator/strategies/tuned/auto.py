@@ -41,9 +41,9 @@ from orchestrator.strategies.tuned.passes import (
     together_ms,
     whole_model_cost,
 )
+from orchestrator.tuning.choice import StrategyName, server_counts, stage_counts, worker_counts
 from orchestrator.tuning.predict import step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
-from orchestrator.tuning.proposals import StrategyName, server_counts, stage_counts, worker_counts
 
 PROFILE_STEPS = 21
 """The steps of a profile: one in which the ranks measure, and those that show what the training loop costs."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in, to_device
-from orchestrator.model.gathered import gathered_share
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, constructor_of

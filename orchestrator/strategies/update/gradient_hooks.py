@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_generators
-from orchestrator.compat.torch import FakeTensor, has_backward_hooks, has_gradient_hooks
+from orchestrator.compat.modules import has_backward_hooks
+from orchestrator.compat.torch import FakeTensor, has_gradient_hooks
 from orchestrator.config.text import first_few
 from orchestrator.planning.plan import Plan
 from orchestrator.user_code.errors import JobError

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from orchestrator.state.joint import AnyOptimizer
 from orchestrator.state.optimizer_state import optimizers_in
+from orchestrator.state.optimizers import AnyOptimizer
 
 MODE = "optimizer_mode"
 """The entry of ``meta`` of a state that was taken in evaluation mode."""

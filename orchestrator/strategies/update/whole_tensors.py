@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from orchestrator.compat.process_groups import all_gather_single
 from orchestrator.compat.torch import adopt_user_state, copy_all, count_step, pytree
 from orchestrator.planning.boxes import Box
-from orchestrator.state.shard import Shard
+from orchestrator.state.optimizers import Shard
 from orchestrator.strategies.update.gradients import buckets
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
-from orchestrator.config.evaluated import VAL, how_to_leave_out
+from orchestrator.config.eval_splits import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.data.datasets import (
@@ -40,7 +40,7 @@ from orchestrator.strategies.data.datasets import (
     make_batch,
     mix,
 )
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.data.loader import (
     BatchReader,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.generators import drawing
-from orchestrator.config.evaluated import VAL, how_to_leave_out
+from orchestrator.config.eval_splits import VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json, gather_json

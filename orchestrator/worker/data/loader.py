@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.job import Split
-from orchestrator.records.process import end_with_parent
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text, exits_refused
+from orchestrator.records.process_identity import end_with_parent
+from orchestrator.user_code.errors import JobError, error_text, exits_refused
 
 Collate = Callable[[list[Any]], Any]
 

@@ -17,7 +17,7 @@ from orchestrator.compat.generators import drawing, seed_on_cpu
 from orchestrator.compat.hugging_face import loses_samples
 from orchestrator.job import Split
 from orchestrator.strategies.data.datasets import mix
-from orchestrator.user_code.exits import error_text
+from orchestrator.user_code.errors import error_text
 from orchestrator.worker.data.loader import DataError
 
 MAX_STATE_BYTES = 2**20

@@ -1,4 +1,4 @@
-"""Measurements on a worker: step times, the metrics of a logged point, system metrics of the node, compilation.
+"""Measurements on a worker: step times, the metrics of a logged point, system metrics, compilation, traces of steps.
 
 The host waits for the device only at the edges of a logging window. A metric of the training loop is declared and
 measured here; it needs no other change.
@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
 from orchestrator.timeline.spans import Span
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.measure.flops import StepFlops
-from orchestrator.worker.measure.gpu_meter import GpuSharing
-from orchestrator.worker.measure.machine_meter import MachineMeter
-from orchestrator.worker.process.memory import peak_bytes
+from orchestrator.worker.measure.meters import GpuSharing, MachineMeter
+from orchestrator.worker.process.process_memory import peak_bytes
 
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
@@ -272,3 +272,25 @@ class CompileMeter:
         self._phase.close()
         self._outbox.progress()
         self.seconds += time.perf_counter() - self._began
+
+
+SKIPPED_STEPS, PROFILER_WARM_UP_STEPS, PROFILED_STEPS = 5, 2, 10
+
+
+@contextlib.contextmanager
+def profiled_steps(trace: Path | None) -> Iterator[Callable[[], None]]:
+    """Write a trace of ``PROFILED_STEPS`` steps to the file ``trace``, after some steps that warm up; None: write none.
+
+    Yields what is called at the end of each training step.
+    """
+    if trace is None:
+        yield lambda: None
+        return
+    trace.parent.mkdir(exist_ok=True)
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=SKIPPED_STEPS, warmup=PROFILER_WARM_UP_STEPS, active=PROFILED_STEPS, repeat=1
+        ),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+    ) as profiler:
+        yield profiler.step

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.config.evaluated import VAL
+from orchestrator.config.eval_splits import VAL
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.protocol.core_metrics import evaluation_metrics

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.compat.torch import own_buffers, own_parameters, version_of
-from orchestrator.user_code.exits import place_of, user_frames
+from orchestrator.compat.modules import own_buffers, own_parameters
+from orchestrator.compat.torch import version_of
+from orchestrator.user_code.errors import place_of, user_frames
 
 Returned = TypeVar("Returned")
 

@@ -67,14 +67,14 @@ def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
 
 def keeps_after_a_step(rank: int, case: Case, folder: str) -> bool:
     """Whether a worker that gathers keeps a large block when it has trained."""
-    from orchestrator.worker.process import memory
+    from orchestrator.worker.process import process_memory
 
-    memory.set_allocator(gathers=True)
+    process_memory.set_allocator(gathers=True)
     run_loop(rank, case, 2, folder, None, 0)
     block = torch.ones(30 * 2**18)  # 30 MiB, just below what glibc can keep
-    before = memory._status()["VmData"]
+    before = process_memory._status()["VmData"]
     del block
-    return memory._status()["VmData"] == before
+    return process_memory._status()["VmData"] == before
 
 
 def test_a_first_step_shows_that_there_is_memory_to_keep(gang, tmp_path):

@@ -14,14 +14,8 @@ from torch import Tensor
 from helpers.conformance.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline.spans import Span
-from orchestrator.worker.measure.gpu_meter import GpuMeter
-from orchestrator.worker.measure.machine_meter import CpuMeter, system_metrics
-from orchestrator.worker.measure.metrics import (
-    NonFiniteError,
-    StepTimer,
-    Window,
-    peak_memory_mb,
-)
+from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
+from orchestrator.worker.measure.metrics import NonFiniteError, StepTimer, Window, peak_memory_mb
 
 NAN = float("nan")
 

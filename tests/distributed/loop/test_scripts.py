@@ -16,7 +16,7 @@ from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.script.run import WORK_CHECKS
+from orchestrator.worker.script.script_run import WORK_CHECKS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -12,16 +14,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.conformance.layouts import FSDP, LAYOUTS, TENSOR, Layout, layout, mesh
 from helpers.conformance.training import close_strategies, make, steps
+from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
 from jobs.gpt import GPT
 from orchestrator.driver.layouts import Layouts
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.prediction.cost import sent_bytes
-from orchestrator.prediction.devices import parse_cluster, read_tables
+from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.strategies.replicated.comm_hooks import average_in
 from orchestrator.strategies.trainer import Trainer
 
+T = TypeVar("T")
+
+TABLES = read_tables()
 JOB = GPT(variant="llama", context=32, layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
 TRAIN = having(steps=2, global_batch_size=64, grad_accumulation=2, precision="bf16", clip_norm=1.0)
 EVERY = {
@@ -31,7 +37,7 @@ EVERY = {
 }
 TRACED = (
     "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "1F1B-2x2-replicas-close",
-    "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2",
+    "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2", "mesh-sharded-tensor-2x2", "mesh-tensor-in-stages-2x2",
 )  # fmt: skip
 SENT = {
     "allreduce": 2, "allreduce_coalesced": 2, "all_reduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1,
@@ -41,51 +47,68 @@ SENT = {
 Communicated = list[list[tuple[str, tuple[int, ...], int]]]
 
 
-def case_of(layout: Layout, **changes: Any) -> Case:
+def case_of(layout: Layout, job: GPT = JOB, **changes: Any) -> Case:
     """The job in a layout, cut where the options say, because ranks would measure."""
-    case = layout.of(Case(job=JOB, train=having(TRAIN, **changes)))
+    case = layout.of(Case(job=job, train=having(TRAIN, **changes)))
     pipeline = plan_of(config_of(case, layout.world_size)).pipeline
     if pipeline is None:
         return case
-    each = JOB.layers // pipeline.num_stages
-    return layout.of(case, split=tuple(f"block{block}" for block in range(each, JOB.layers, each)))
+    each = job.layers // pipeline.num_stages
+    return layout.of(case, split=tuple(f"block{block}" for block in range(each, job.layers, each)))
+
+
+def begun(rank: int, case: Case) -> Trainer:
+    """The strategy of a rank. On a fake group, whose operations have no results, DDP does not await them."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    replica = getattr(strategy.passes, "forward_model", None)
+    if isinstance(replica, DistributedDataParallel) and dist.get_backend() == "fake":
+        replica.register_comm_hook(None, lambda _, bucket: average_in(bucket.buffer().dtype, bucket))
+    return strategy
 
 
 def second_step(rank: int, case: Case) -> Communicated:
     """The launches of the second step: of each operation the name, the ranks and the bytes."""
-    strategy = make(case, rank)
-    assert isinstance(strategy, Trainer)
-    replica = getattr(strategy.passes, "forward_model", None)
-    if dist.get_backend() == "fake" and isinstance(replica, DistributedDataParallel):
-        replica.register_comm_hook(
-            None, lambda _, bucket: average_in(bucket.buffer().dtype, bucket)
-        )  # a work of a fake group has no result
-    results = steps(strategy)
+    results = steps(begun(rank, case))
     next(results)
     with recorded() as launches:
         next(results)
     return [[(o.name, o.ranks, o.nbytes) for o in launch] for launch in launches]
 
 
-def on_fake_groups(_: int, case: Case, ranks: tuple[int, ...], world: int) -> list[Communicated]:
-    """The second step of each of the ranks of a world, one after the other in this process."""
+def largest_bytes(rank: int, case: Case) -> int:
+    """The most that the tensors of a rank take at once in its second step."""
+    with Allocations() as allocated:
+        results = steps(begun(rank, case))
+        next(results)
+        allocated.peak_bytes = 0
+        next(results)
+    return allocated.peak_bytes
+
+
+def on_fake_groups(
+    _: int, function: Callable[[int, Case], T], case: Case, ranks: tuple[int, ...], world: int
+) -> list[T]:
+    """What the function returns on each of the ranks of a world, one after the other in this process."""
     found = []
     for rank in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
-            found.append(second_step(rank, case))
+            found.append(function(rank, case))
         finally:
             close_strategies()
-            dist.destroy_process_group()
+            if world > 1:
+                dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("name", [*TRACED, *TENSOR])
+@pytest.mark.parametrize("name", TRACED)
 def test_a_rank_on_a_fake_group_communicates_as_on_gloo(gang: Gang, name: str) -> None:
     """The first and the last rank, which is on the last stage."""
     world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks")
     first, *_, last = gang.run(second_step, case, world_size=world)
-    assert gang.run(on_fake_groups, case, (0, world - 1), world, world_size=1) == [[first, last]]
+    assert gang.run(on_fake_groups, second_step, case, (0, world - 1), world, world_size=1) == [[first, last]]
     assert first
 
 
@@ -93,9 +116,16 @@ def test_a_larger_world_has_the_same_order(gang: Gang) -> None:
     names = []
     for world in (2, 16_384):
         case = case_of(layout(FSDP, world), global_batch_size=4 * world)
-        [[launches]] = gang.run(on_fake_groups, case, (0,), world, world_size=1)
+        [[launches]] = gang.run(on_fake_groups, second_step, case, (0,), world, world_size=1)
         names.append([[name for name, _, _ in launch] for launch in launches])
     assert names[0] == names[1]
+
+
+def planned(case: Case, world: int) -> Layouts:
+    """What the plan knows of a layout on CPUs."""
+    core = replace(TABLES.devices["H100"], memory_gib=8)
+    cluster = parse_cluster(f"1x{world}x{CPU}", replace(TABLES, devices={CPU: core}))
+    return Layouts(config_of(case, world), case.job, cluster, ())
 
 
 def sent_by(rank: int, launches: Communicated, ranks: list[int]) -> float:
@@ -126,9 +156,9 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     gang: Gang, name: str, rank: int, axis: Dimension, kind: str
 ) -> None:
     world, case = EVERY[name].world_size, case_of(EVERY[name])
-    layouts = Layouts(config_of(case, world), JOB, parse_cluster(f"1x{world}xH100", read_tables()), ())
+    layouts = planned(case, world)
     step, work = layouts.as_configured().step, layouts.traced.work
-    [[launches]] = gang.run(on_fake_groups, case, (rank,), world, world_size=1)
+    [[launches]] = gang.run(on_fake_groups, second_step, case, (rank,), world, world_size=1)
     sent, layers = sent_bytes(work, step), work.layers / step.mesh.pipeline
     ends = 2 * step.rows * work.layer.output_bytes  # the sum of the embedding, and that of the gradient of the head
     logits = step.rows * work.tokens * JOB.vocabulary * 2 / 2  # half of them, in 16 bits
@@ -139,3 +169,14 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
         "tensor": step.passes * (layers * sent.tensor + ends + logits),
     }
     assert sent_by(rank, launches, step.mesh.group(axis, rank)) == pytest.approx(predicted[kind], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "hsdp-2x2", "mesh-tensor-2", "1F1B-2"])
+def test_the_memory_is_what_tensors_take_on_cpus(gang: Gang, name: str) -> None:
+    """But for gradients of activations, of which there are few at once in a model of some layers."""
+    deep, world = replace(JOB, layers=8, context=64), EVERY[name].world_size
+    case = case_of(EVERY[name], deep, precision="fp32", grad_accumulation=1, global_batch_size=16)
+    memory = planned(case, world).as_configured().memory
+    assert memory is not None
+    [[largest]] = gang.run(on_fake_groups, largest_bytes, case, (0,), world, world_size=1)
+    assert memory.total == pytest.approx(largest, rel=0.07)

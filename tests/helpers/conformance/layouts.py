@@ -233,7 +233,7 @@ EVERY = {
 @cache
 def kind_of(name: str) -> tuple[object, ...]:
     """What trains in a layout: the dimensions over which a model is divided, or the strategy of whole models."""
-    of = {**EVERY, **TENSOR}[name]
+    of = EVERY[name]
     mesh = plan_of(config_of(of.of(Case(job=digits())), of.world_size)).mesh
     divided = [dimension for dimension in DIMENSIONS if dimension != "replicate" and mesh.size(dimension) > 1]
     return (*divided, getattr(of.options, "shard_optimizer", False)) if divided else (of.options.name,)

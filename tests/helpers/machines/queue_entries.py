@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.protocol.queue import QueueEntry
+from orchestrator.protocol.queue_entries import QueueEntry
 
 
 def entry(name: str, *, at: float = 0.0, **fields: Any) -> QueueEntry:

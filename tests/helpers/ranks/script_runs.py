@@ -18,7 +18,7 @@ from orchestrator.storage.remote import Remote
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.control.rendezvous import open_store
-from orchestrator.worker.script.run import ScriptRun
+from orchestrator.worker.script.script_run import ScriptRun
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -13,12 +13,12 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.paths import absolute_paths
 from orchestrator.driver.preflight.resume import Resume, find_resume
+from orchestrator.driver.preflight.run_config import absolute_paths
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import save

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from orchestrator.compat.attention import FusedAttention
 from orchestrator.compat.torch import FakeTensorMode
-from orchestrator.model.kept import kept_tensors
+from orchestrator.model.layers import kept_tensors
 
 HEADS, POSITIONS = 4, 512
 

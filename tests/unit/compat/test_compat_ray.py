@@ -17,10 +17,11 @@ import ray
 import ray.exceptions
 
 from helpers.servers.ports import free_port
-from orchestrator.compat.ray import cluster, idle_agent, process
-from orchestrator.compat.ray.cluster import NODE_HAS_DIED, add_job_metadata, died_with_node
+from orchestrator.compat.ray import gcs, idle_agent
 from orchestrator.compat.ray.connection import known_nodes, own_ray_has_died, probe_gcs
+from orchestrator.compat.ray.gcs import NODE_HAS_DIED, add_job_metadata, died_with_node
 from orchestrator.compat.ray.internals import Internal, MovedError, find_internal
+from orchestrator.compat.ray.side_effects import environment_defaults, raylet_messages_muted, signals_kept_from_ray
 from orchestrator.compat.ray_job import JOB_CONFIG_VARIABLE
 from orchestrator.driver.process.calls import cause_of_death
 
@@ -37,7 +38,7 @@ def test_ray_has_the_name(name: str) -> None:
 
 def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another client, and not for ever; an error is no lost answer."""
-    monkeypatch.setattr(cluster, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gcs, "ANSWER_TIMEOUT_S", 0.2)
     state = find_internal(Internal.GCS_STATE)
     monkeypatch.setattr(state, "_global_state_accessor", "the connection")
     lost, asked = threading.Event(), list[str | None]()
@@ -50,10 +51,10 @@ def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("ray._private.state.available_resources_per_node", free)
     try:
-        assert cluster.free_resources() == {"one": {"CPU": 1.0}}
+        assert gcs.free_resources() == {"one": {"CPU": 1.0}}
         assert asked == ["the connection", None, None]
         with pytest.raises(ConnectionError, match=r"has not answered 6 questions in 1\.2 s"):
-            cluster.free_resources()
+            gcs.free_resources()
     finally:
         lost.set()
 
@@ -62,7 +63,7 @@ def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("ray._private.state.available_resources_per_node", fail)
     with pytest.raises(ray.exceptions.RaySystemError, match="not connected"):
-        cluster.free_resources()
+        gcs.free_resources()
 
 
 def test_a_server_that_is_started_again_is_waited_for_and_not_for_ever() -> None:
@@ -116,7 +117,11 @@ def test_patches_are_undone_even_after_an_error() -> None:
     ]
     before = [find_internal(name) for name in names]
     patched = []
-    with contextlib.suppress(ZeroDivisionError), process.signals_kept_from_ray(), process.raylet_messages_muted():
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        signals_kept_from_ray(),
+        raylet_messages_muted(),
+    ):
         patched = [find_internal(name) for name in names]
         raise ZeroDivisionError
     assert all(now is not original for now, original in zip(patched, before, strict=True))
@@ -146,7 +151,7 @@ def test_the_idle_agent_says_what_an_agent_without_ports_says_and_ends_with_its_
 
 def test_the_handler_of_sigterm_stays() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with process.signals_kept_from_ray():
+    with signals_kept_from_ray():
         find_internal("ray._private.utils.set_sigterm_handler")(signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -154,7 +159,7 @@ def test_the_handler_of_sigterm_stays() -> None:
 def test_environment_defaults_replace_nothing_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPAT_TEST_SET", "mine")
     monkeypatch.delenv("COMPAT_TEST_UNSET", raising=False)
-    with process.environment_defaults({"COMPAT_TEST_SET": "theirs", "COMPAT_TEST_UNSET": "theirs"}):
+    with environment_defaults({"COMPAT_TEST_SET": "theirs", "COMPAT_TEST_UNSET": "theirs"}):
         assert (os.environ["COMPAT_TEST_SET"], os.environ["COMPAT_TEST_UNSET"]) == ("mine", "theirs")
     assert os.environ["COMPAT_TEST_SET"] == "mine"
     assert "COMPAT_TEST_UNSET" not in os.environ
@@ -185,7 +190,7 @@ def test_a_port_without_a_server_is_unavailable() -> None:
 
 KEEP_TITLE = """
 import psutil, ray
-from orchestrator.compat.ray.process import keep_process_title
+from orchestrator.compat.ray.side_effects import keep_process_title
 for title in ("rank-0 a run", "rank-1 a run"):
     keep_process_title(title)
     with ray._private.worker._changeproctitle("ray::Worker.heartbeat", "ray::Worker"):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
-from orchestrator.compat import backends, process_groups
+from orchestrator.compat import backends, modules, process_groups
 from orchestrator.compat import torch as compat
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 
@@ -152,14 +152,14 @@ def test_the_tensors_and_children_of_a_module() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     module.register_buffer("mask", torch.ones(1))
     module.scale = nn.Parameter(torch.ones(1))
-    assert list(compat.own_parameters(module)) == ["scale"]
-    assert list(compat.own_buffers(module)) == ["mask"]
-    assert list(compat.own_children(module)) == ["0"]
-    replica = compat.data_parallel_replica(module)
-    assert compat.own_parameters(replica) == {}
-    assert compat.own_buffers(replica)["mask"] is module.mask
-    assert compat.own_buffers(replica) is not compat.own_buffers(module)
-    assert compat.own_children(replica) is not compat.own_children(module)
+    assert list(modules.own_parameters(module)) == ["scale"]
+    assert list(modules.own_buffers(module)) == ["mask"]
+    assert list(modules.own_children(module)) == ["0"]
+    replica = modules.data_parallel_replica(module)
+    assert modules.own_parameters(replica) == {}
+    assert modules.own_buffers(replica)["mask"] is module.mask
+    assert modules.own_buffers(replica) is not modules.own_buffers(module)
+    assert modules.own_children(replica) is not modules.own_children(module)
 
 
 @pytest.fixture
@@ -294,11 +294,11 @@ def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused(
 def test_ddp() -> None:
     replica = DistributedDataParallel(nn.BatchNorm1d(3))
     for step in range(3):
-        compat.set_ddp_timing(replica, enabled=step != 1)
+        modules.set_ddp_timing(replica, enabled=step != 1)
         replica(torch.ones(4, 3)).sum().backward()
-    waited_ms = compat.ddp_comm_ms(replica)
+    waited_ms = modules.ddp_comm_ms(replica)
     assert waited_ms is None or waited_ms >= 0
-    compat.release_ddp(replica)
+    modules.release_ddp(replica)
     assert not {"reducer", "logger"} & vars(replica).keys()
 
 

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from helpers.files.golden import Golden
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_callbacks
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.strategies import registry

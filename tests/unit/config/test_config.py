@@ -12,9 +12,10 @@ import yaml
 
 from helpers.files.golden import Golden
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
+from orchestrator.config.compose import compose, preset_sweep
 from orchestrator.config.files import GROUPS, choices, conf_dir
 from orchestrator.config.overrides import expand_sweep
+from orchestrator.config.recorded_config import to_dict, to_yaml
 from orchestrator.config.schema import (
     CheckpointConfig,
     ClusterConfig,

@@ -11,11 +11,11 @@ import yaml
 
 from helpers.files.documents import ROOT, files
 from orchestrator import evaluate, launch, schema
-from orchestrator.config.compose import compose, preset_sweep, to_dict, to_yaml
+from orchestrator.config.compose import compose, preset_sweep
 from orchestrator.config.files import Files, choices, conf_dir
 from orchestrator.config.json_schema import json_schema
 from orchestrator.config.overrides import choosing, expand_sweep, is_search, masked, search_space
-from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict, to_yaml
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.record import command_line

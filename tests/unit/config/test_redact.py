@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import pytest
 
-from orchestrator.config.compose import compose, recorded_job, to_dict, to_yaml
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
-from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.config.recorded_config import overrides_to_evaluate, recorded_job, to_dict, to_yaml
 from orchestrator.config.redact import (
     MASK,
     RedactingStream,
@@ -30,7 +30,7 @@ from orchestrator.config.redact import (
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
-from orchestrator.driver.preflight.params import plain_fields
+from orchestrator.driver.preflight.run_config import plain_fields
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event

@@ -23,8 +23,8 @@ from helpers.records.console_events import (
 )
 from orchestrator.config.compose import compose
 from orchestrator.display.console import make_console
+from orchestrator.display.plain_text import duration, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
-from orchestrator.display.text import duration, size, sparkline
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
     CheckpointFailed,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from helpers.records.runs import wait_for
-from orchestrator.display.still_working import still_working
+from orchestrator.display.terminal import still_working
 
 
 def test_a_long_block_speaks_now_and_then_and_no_longer_afterwards(capsys: pytest.CaptureFixture[str]) -> None:

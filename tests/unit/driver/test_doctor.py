@@ -18,7 +18,7 @@ from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
 from orchestrator import cli
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.driver.doctor import check_job
+from orchestrator.driver.doctor_checks import check_job
 from orchestrator.policy.node_check import (
     GIB,
     AllReduce,

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from helpers.machines.plans import LAPTOP, config_of
 from orchestrator.config.build import ConfigError
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.job import Job, Split
 from orchestrator.planning.plan import make_plan
 from orchestrator.strategies import registry
@@ -210,9 +210,9 @@ def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
 
 def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
-    (candidate,) = check_all([words])
-    assert candidate.sizes is not None
-    assert any(note.startswith("BatchNorm (0.1, 1.1, and 2 more)") for note in candidate.sizes.initial.notes)
+    (checked_run,) = check_all([words])
+    assert checked_run.sizes is not None
+    assert any(note.startswith("BatchNorm (0.1, 1.1, and 2 more)") for note in checked_run.sizes.initial.notes)
 
 
 def test_a_model_that_needs_the_values_of_its_batch_is_refused(tmp_path: Path) -> None:

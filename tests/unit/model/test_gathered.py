@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from orchestrator.compat.torch import pytree
-from orchestrator.model.gathered import gathered_dtypes, gathered_share, keep_embedded_dtype
+from orchestrator.model.precision import gathered_dtypes, gathered_share, keep_embedded_dtype
 
 TOKENS = torch.arange(6).reshape(2, 3)
 BF16 = torch.bfloat16

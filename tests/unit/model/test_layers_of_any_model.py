@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs.stage_toys import Chain
-from orchestrator.model.calls import first_modules
 from orchestrator.model.cut import Cut
+from orchestrator.model.fake_calls import first_modules
 from orchestrator.model.layers import flow
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision

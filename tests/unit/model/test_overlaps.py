@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from orchestrator.model.overlaps import overlap_in
 from orchestrator.model.partial_init import build_fake
+from orchestrator.model.tensor_slots import overlap_in
 
 
 def model_with(**tensors: Callable[[nn.Linear], Tensor]) -> Callable[[], nn.Module]:

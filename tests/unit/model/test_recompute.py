@@ -15,8 +15,8 @@ from helpers.conformance.cases import having
 from helpers.jobs.quick_jobs import digits
 from jobs.gpt import GPT
 from jobs.resnet50 import ResNet50
-from orchestrator.model import blocks
-from orchestrator.model.blocks import blocks_of, likeness, with_blocks
+from orchestrator.model.repeated_blocks import Block as RepeatedBlock
+from orchestrator.model.repeated_blocks import blocks_of, likeness, with_blocks
 from orchestrator.strategies.transforms.blocks import blocks_note
 
 
@@ -154,7 +154,7 @@ def test_results_inside_of_compiled_blocks_cannot_be_kept() -> None:
 
 def test_blocks_are_alike_if_they_differ_only_in_numbers() -> None:
     model = with_blocks(build)()
-    (first, second, third, fourth) = (block for block in model if isinstance(block, blocks.Block))
+    (first, second, third, fourth) = (block for block in model if isinstance(block, RepeatedBlock))
     second.dropout.p = 0.1
     third.first.weight.requires_grad_(False)
     assert likeness(first) == likeness(fourth)

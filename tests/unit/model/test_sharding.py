@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.model.sharding import (
+from orchestrator.model.parameter_division import (
     ALIGNMENT_BYTES,
     ELEMENT_WISE,
     Extent,

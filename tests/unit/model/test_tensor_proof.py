@@ -108,6 +108,40 @@ def test_what_is_not_proven_stays_whole_and_the_rest_is_divided(
     assert reason in found.whole[str(pair)]
 
 
+class Rounding(nn.Linear):
+    """Multiplies by weights that have been rounded to multiples of the largest one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.weight.detach().abs().max() / 8
+        return F.linear(x, (self.weight / step).round() * step, self.bias)
+
+
+class Multiplying(nn.Linear):
+    """Writes the product as it is done for some models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+def test_a_layer_with_a_forward_of_its_own_is_divided_if_it_computes_a_product() -> None:
+    block = Parallel()
+    block.gate, block.up, block.down = (Multiplying(*size) for size in ((WIDTH, 24), (WIDTH, 24), (24, WIDTH)))
+    block.out = Rounding(WIDTH, WIDTH)
+    found = tried(block)
+    assert found.parts.pairs == (MLP,)
+    assert [*found.whole] == [str(ATTENTION)]
+
+
+def test_a_block_that_returns_no_numbers_is_not_divided() -> None:
+    def masked(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0].masked_fill(torch.ones_like(args[0], dtype=torch.bool), float("nan")),)
+
+    block = Parallel()
+    block.register_forward_pre_hook(masked)
+    with pytest.raises(ValueError, match="what it returns is not finite"):
+        tried(block)
+
+
 def test_a_wrong_pair_by_hand_is_not_proven() -> None:
     wrong = Pair(columns=("gate",), rows=("down",))
     found = tried(Parallel(), pairs=[wrong, ATTENTION])

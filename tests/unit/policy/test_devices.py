@@ -11,7 +11,7 @@ import torch
 
 from helpers.conformance.cases import having
 from helpers.machines.plans import worker_on
-from orchestrator.policy.devices import can_join, shared_gpu, unusable_gpus, with_common_precision
+from orchestrator.policy.worker_gpus import can_join, shared_gpu, unusable_gpus, with_common_precision
 from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.worker.process.gpu import gpu_error, has_bf16
 

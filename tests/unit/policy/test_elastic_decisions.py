@@ -10,7 +10,7 @@ import pytest
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.preflight import size_plans
 from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.job import Job
@@ -183,9 +183,9 @@ def test_those_who_leave_hand_nothing_over() -> None:
 
 def offered(*words: str) -> list[tuple[int, int | None]]:
     """World size and number of micro-batches of each plan."""
-    (candidate,) = check_all([["tracking=none", *words]])
-    assert candidate.sizes is not None
-    plans = [candidate.sizes.plan(mesh) for mesh in candidate.sizes.meshes]
+    (checked_run,) = check_all([["tracking=none", *words]])
+    assert checked_run.sizes is not None
+    plans = [checked_run.sizes.plan(mesh) for mesh in checked_run.sizes.meshes]
     return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in plans]
 
 
@@ -255,12 +255,14 @@ def test_only_the_plans_that_are_needed_are_made(words: tuple[str, ...], monkeyp
         return make_plan(config, *args, **options)
 
     monkeypatch.setattr(size_plans, "make_plan", counted)
-    (candidate,) = check_all([["tracking=none", *words, "strategy.num_workers=[2,64]", "train.global_batch_size=1024"]])
-    assert candidate.sizes is not None
-    assert candidate.sizes.max_processes == 64
+    (checked_run,) = check_all(
+        [["tracking=none", *words, "strategy.num_workers=[2,64]", "train.global_batch_size=1024"]]
+    )
+    assert checked_run.sizes is not None
+    assert checked_run.sizes.max_processes == 64
     assert set(made) == {64}
-    assert candidate.sizes.plan(candidate.sizes.smallest).world_size == 2
-    assert candidate.sizes.fitting(9).world_size in (8, 9)
+    assert checked_run.sizes.plan(checked_run.sizes.smallest).world_size == 2
+    assert checked_run.sizes.fitting(9).world_size in (8, 9)
 
 
 def test_on_an_autoscaler_a_run_starts_with_what_is_granted_and_not_less_than_its_least() -> None:
@@ -283,9 +285,9 @@ def rescue(plan: Plan, sizes: Sizes, alive: list[int]) -> tuple[int | None, ...]
 
 def test_survivors_save_below_the_smallest_size() -> None:
     def planned(*words: str) -> Sizes:
-        (candidate,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])
-        assert candidate.sizes is not None
-        return candidate.sizes
+        (checked_run,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])
+        assert checked_run.sizes is not None
+        return checked_run.sizes
 
     fixed = planned("strategy.num_workers=4")
     assert rescue(fixed.initial, fixed, [1, 3]) == (1, 3)

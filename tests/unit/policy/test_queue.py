@@ -12,18 +12,18 @@ from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
 from orchestrator.display.run_list import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue import (
+from orchestrator.policy.queue_order import (
     find_entries,
-    free_room,
     line,
     marked_over_share,
     marked_unfit,
     may_reserve,
+    unreserved_by_node,
     victims,
     why_waiting,
 )
 from orchestrator.policy.shortage import ClusterState, NodeState
-from orchestrator.protocol.queue import NodeResources, QueueEntry
+from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
@@ -34,12 +34,12 @@ def names(entries: list[QueueEntry]) -> list[str]:
 
 
 def admitted(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
-    room = free_room(nodes, entries)
-    return [e.name for e in line(entries) if may_reserve(e, entries, room)]
+    free = unreserved_by_node(nodes, entries)
+    return [e.name for e in line(entries) if may_reserve(e, entries, free)]
 
 
 def leaving(entries: list[QueueEntry], nodes: Mapping[str, NodeResources] = FOUR_CPUS) -> list[str]:
-    return names(victims(entries, free_room(nodes, entries)))
+    return names(victims(entries, unreserved_by_node(nodes, entries)))
 
 
 def test_the_line_is_in_order_of_priority_and_then_of_submission() -> None:

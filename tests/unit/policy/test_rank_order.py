@@ -6,7 +6,7 @@ import pytest
 
 from helpers.machines.plans import worker_on
 from orchestrator.planning.mesh import Mesh
-from orchestrator.policy.devices import groups_on_one_node, placement_note, rank_order, servers_last
+from orchestrator.policy.worker_gpus import groups_on_one_node, placement_note, rank_order, servers_last
 from orchestrator.protocol.messages import WorkerInfo
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.conformance.cases import RECOVERY
 from orchestrator.planning.faults import Fault, parse, parse_entry, without_next
-from orchestrator.policy.recovery import FailureRecord, GiveUp, RecoveryPlan, decide, newest_state
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, newest_state
 from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps
 
 CONFIG = replace(RECOVERY, max_failures=10)
@@ -85,15 +85,15 @@ def test_a_rank_killed_between_the_updates_of_its_peers_costs_no_step(replicas: 
 
 
 def test_no_failure_is_outlived_where_none_is_allowed_or_all_are_used_up() -> None:
-    assert after(DEATH, max_failures=0) == GiveUp()
+    assert after(DEATH, max_failures=0) == Failed(1)
     on_and_on = [replace(DEATH, step=step) for step in (10, 20, 30)]
     assert isinstance(after(*on_and_on, max_failures=3), RecoveryPlan)
-    assert after(*on_and_on, max_failures=2) == GiveUp("3 failures, recovery.max_failures=2")
+    assert after(*on_and_on, max_failures=2) == Failed(1, "3 failures, recovery.max_failures=2")
 
 
 def test_three_generations_without_progress_end_the_run() -> None:
     assert isinstance(after(DEATH, DEATH), RecoveryPlan)
-    assert after(DEATH, DEATH, DEATH) == GiveUp("3 failures in a row without progress")
+    assert after(DEATH, DEATH, DEATH) == Failed(1, "3 failures in a row without progress")
     assert isinstance(after(DEATH, DEATH, replace(DEATH, step=41)), RecoveryPlan)
 
 
@@ -104,14 +104,14 @@ def test_pauses_come_with_standstill_alone_and_grow() -> None:
 
 
 def test_an_error_of_the_code_is_not_tried_for_ever() -> None:
-    assert after(replace(ERROR, step=0)) == GiveUp()
+    assert after(replace(ERROR, step=0)) == Failed(1)
     assert isinstance(after(replace(DEATH, step=0)), RecoveryPlan)
     assert isinstance(after(ERROR), RecoveryPlan)
-    assert after(ERROR, ERROR) == GiveUp("the same error occurred twice at the same step")
+    assert after(ERROR, ERROR) == Failed(1, "the same error occurred twice at the same step")
     objects = [replace(ERROR, message=f"KeyError: <Net object at 0x7f{n}a0> (pid {n})") for n in (12, 345)]
-    assert after(*objects) == GiveUp("the same error occurred twice at the same step")
+    assert after(*objects) == Failed(1, "the same error occurred twice at the same step")
     assert isinstance(after(ERROR, replace(ERROR, message="another")), RecoveryPlan)
-    assert after(replace(ERROR, final=True)) == GiveUp()
+    assert after(replace(ERROR, final=True)) == Failed(1)
 
 
 # Faults to rehearse -------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_script_restarts_whatever_fails_as_often_as_it_may() -> None:
     for number in range(1, 5):
         found = decide([error] * number, {}, world_size=1, config=replace(CONFIG, max_failures=4), always_restarts=True)
         assert isinstance(found, RecoveryPlan)
-    assert after(*[error] * 4, max_failures=3) == GiveUp("the same error occurred twice at the same step")
+    assert after(*[error] * 4, max_failures=3) == Failed(1, "the same error occurred twice at the same step")
     assert decide(
         [error] * 5, {}, world_size=1, config=replace(CONFIG, max_failures=4), always_restarts=True
-    ) == GiveUp("5 failures, recovery.max_failures=4")
+    ) == Failed(1, "5 failures, recovery.max_failures=4")

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.build import ConfigError
 from orchestrator.prediction.devices import parse_cluster, read_tables
-from orchestrator.worker.measure.peak_flops import peak_flops_per_s
+from orchestrator.worker.measure.flops import peak_flops_per_s
 
 TABLES = read_tables()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator import compare, logs, runs
-from orchestrator.driver.reporting.cluster_records import KnownOutput, readable
+from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import NoSuchRunError, RunSearch
 

@@ -6,7 +6,7 @@ import json
 import re
 
 from helpers.files.cluster_files import CLUSTER
-from orchestrator.driver.reporting.prometheus import GAUGES, LABELS, NAMESPACE
+from orchestrator.driver.reporting import GAUGES, LABELS, NAMESPACE
 
 DASHBOARD = json.loads((CLUSTER / "grafana" / "dashboard.json").read_text())
 EXPORTED = {f"{NAMESPACE}_{name}" for name in GAUGES}

@@ -89,15 +89,15 @@ RULES = {
 # Of a package that knows a library, the modules that do.
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
-    ("config", "omegaconf"): {"config.compose"},
+    ("config", "omegaconf"): {"config.compose", "config.recorded_config"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
-    ("tracking", "torch"): {"tracking.tensorboard"},
+    ("tracking", "torch"): {"tracking.sinks"},
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
         "compat.ray.internals",
-        "compat.ray.process",
-        "compat.ray.cluster",
+        "compat.ray.side_effects",
+        "compat.ray.gcs",
     },
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},

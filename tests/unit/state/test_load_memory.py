@@ -13,8 +13,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from helpers.ranks.allocations import Allocations
 from orchestrator.compat.torch import FakeTensorMode
-from orchestrator.state.joint import JointOptimizer
 from orchestrator.state.optimizer_state import optimizers_in
+from orchestrator.state.optimizers import JointOptimizer
 from orchestrator.state.tensor_memory import with_own_memory
 from orchestrator.state.train_state import TrainState, capture, restore
 from orchestrator.strategies.update.weight_average import keep_average

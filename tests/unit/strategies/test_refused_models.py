@@ -326,7 +326,7 @@ class Lengths(Ragged):
 def test_widths_that_differ_between_batches_are_refused_before_training_where_they_cross_a_cut() -> None:
     [error] = errors_of(Lengths(), pipeline("1F1B", 2, ("mix",)))
     assert error.startswith(
-        "strategy=pipeline: layer embed returns float32[32, 6, 16], but returned float32[32, 2, 16]"
+        "strategy=pipeline: layer embed returns float32[32, 7, 16], but returned float32[32, 2, 16]"
     )
     assert error.endswith("pad the samples to one length in Job.collate, or use strategy=ddp")
     for split in (("head",), "auto"):
@@ -337,6 +337,6 @@ def test_widths_that_differ_between_batches_are_refused_before_training_where_th
 def test_widths_that_differ_between_batches_are_refused_for_a_recorded_model_wherever_it_is_cut() -> None:
     [error] = errors_of(Lengths(recorded=True), pipeline("1F1B", 2, ("head",)))
     assert error.startswith(
-        "strategy=pipeline: the samples of a batch have the shapes [6], those of the first sample [2]"
+        "strategy=pipeline: the samples of a batch have the shapes [7], those of the first sample [2]"
     )
     assert error.endswith("pad the samples to one length in Job.collate, or use strategy=ddp")

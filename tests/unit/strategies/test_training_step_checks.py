@@ -17,10 +17,10 @@ from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.candidates import Candidate, check_all
+from orchestrator.driver.checked_runs import CheckedRun, check_all
 from orchestrator.job import Job, has_loss
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import DatasetError
@@ -32,10 +32,10 @@ from orchestrator.worker.data.job_data import datasets_of
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def checked(job: type[Job], *words: str) -> Candidate:
+    def checked(job: type[Job], *words: str) -> CheckedRun:
         target = f"job._target_={job.__module__}.{job.__qualname__}"
-        (candidate,) = check_all([[f"output_dir={tmp_path}", "tracking=none", target, *words]])
-        return candidate
+        (checked_run,) = check_all([[f"output_dir={tmp_path}", "tracking=none", target, *words]])
+        return checked_run
 
     return checked
 

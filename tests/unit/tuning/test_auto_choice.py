@@ -19,14 +19,14 @@ from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.auto.chooser import Chooser, without_samples
 from orchestrator.driver.auto.decision import Decision, chosen_before
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.process.run_context import FailureSink
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, RunEnded, Warned
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tuning.choose import Contender
+from orchestrator.tuning.choice import Contender
 from orchestrator.tuning.predict import Prediction
 
 pytestmark = pytest.mark.slow

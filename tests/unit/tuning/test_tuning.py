@@ -14,7 +14,19 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.timeline.ideal import Action
-from orchestrator.tuning.choose import Contender, best, next_to_measure, reason
+from orchestrator.tuning.choice import (
+    Contender,
+    StrategyName,
+    best,
+    columns,
+    markdown,
+    next_to_measure,
+    proposals,
+    reason,
+    stage_counts,
+    verdict,
+    worker_counts,
+)
 from orchestrator.tuning.predict import Prediction, memory_error, predict, step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import (
     Affine,
@@ -22,8 +34,6 @@ from orchestrator.tuning.profile import (
     fit,
     interpolate,
 )
-from orchestrator.tuning.proposals import StrategyName, proposals, stage_counts, worker_counts
-from orchestrator.tuning.report import columns, markdown, verdict
 
 
 def plan(

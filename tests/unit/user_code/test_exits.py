@@ -16,8 +16,7 @@ from torch import nn
 
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.model.partial_init import build_fake
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import error_text, exits_refused, readable
+from orchestrator.user_code.errors import JobError, error_text, exits_refused, readable
 
 CPU = torch.device("cpu")
 

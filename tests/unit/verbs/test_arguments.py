@@ -21,8 +21,9 @@ import orchestrator
 from jobs.digits import Digits
 from orchestrator.config.arguments import read_arguments, too_large
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import is_importable, load_job
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.typed import plain

@@ -9,8 +9,8 @@ import pytest
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from orchestrator import evaluate
-from orchestrator.config.compose import compose, to_dict, to_yaml
-from orchestrator.config.recorded import overrides_to_evaluate
+from orchestrator.config.compose import compose
+from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict, to_yaml
 from orchestrator.job import Job
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir

@@ -18,7 +18,7 @@ from jobs.digits import Digits
 from jobs.gpt import GPT
 from orchestrator import export
 from orchestrator.compat.generators import seed_generators
-from orchestrator.config.compose import to_yaml
+from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import MASK
 from orchestrator.exporting.__main__ import _weights
 from orchestrator.exporting.__main__ import main as export_for_mlflow

@@ -24,7 +24,7 @@ from orchestrator.protocol.events import (
     WorkerLost,
 )
 from orchestrator.records.journal import Journal
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import RunDir
 
 NOBODY = {**this_process(), "pid": 2**22 - 1}

@@ -9,7 +9,7 @@ import pytest
 from helpers.machines.plans import config_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.strategies.external.job import Script
 from orchestrator.torchrun import main, torchrun_overrides
 

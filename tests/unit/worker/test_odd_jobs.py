@@ -21,8 +21,7 @@ from helpers.ranks.loops import run_loop
 from orchestrator.job import Job, Split
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.callbacks import StepEnd
-from orchestrator.user_code.errors import JobError
-from orchestrator.user_code.exits import exits_refused
+from orchestrator.user_code.errors import JobError, exits_refused
 from orchestrator.worker.data.job_data import datasets_of
 from orchestrator.worker.data.loader import DataError
 

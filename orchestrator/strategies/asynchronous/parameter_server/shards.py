@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from orchestrator.model.sharding import PER_PARAMETER, Extent, Shard, cut, offsets
+from orchestrator.model.parameter_division import PER_PARAMETER, Extent, Shard, cut, offsets
 from orchestrator.state.train_state import TrainState
 
 

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
-from orchestrator.model.sharding import extents_of, optimizer_error
+from orchestrator.model.parameter_division import extents_of, optimizer_error
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric

@@ -17,7 +17,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.chooser import FOLDER, Chooser
-from orchestrator.driver.preflight.paths import absolute_paths, output_dir
+from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.result import RunResult
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
@@ -28,7 +28,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.tuned.auto import PROFILE_KEY
-from orchestrator.tuning.choose import Contender
+from orchestrator.tuning.choice import Contender
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from orchestrator.driver.auto.chooser import hardware_key, profile_key
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry
-from orchestrator.tuning.proposals import StrategyName
+from orchestrator.tuning.choice import StrategyName
 
 pytestmark = pytest.mark.slow
 

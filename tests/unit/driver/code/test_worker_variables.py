@@ -11,7 +11,8 @@ import pytest
 
 from helpers.conformance.cases import CLUSTER, assignment
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose, to_dict
+from orchestrator.config.compose import compose
+from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.protocol.messages import Variables

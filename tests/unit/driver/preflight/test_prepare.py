@@ -18,9 +18,9 @@ from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import JobSpec
-from orchestrator.driver.preflight.paths import environment_errors, tracking_note
 from orchestrator.driver.preflight.record import open_run
-from orchestrator.records.process import is_alive
+from orchestrator.driver.preflight.run_config import environment_errors, tracking_note
+from orchestrator.records.process_identity import is_alive
 from orchestrator.state.best import BestSoFar
 
 # Places -------------------------------------------------------------------------------------------

@@ -18,20 +18,20 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.preflight.paths import absolute_paths, environment_errors
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
+from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.result import RunResult
 from orchestrator.driver.process.run_context import EventStream
-from orchestrator.driver.reporting.uploads import RecordUpload
+from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.records import lease as leases
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.output_dir import OutputDir, fetch, find_run
-from orchestrator.records.process import this_process
+from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import LEASE_S, RunDir
 from orchestrator.records.staging import folder_of_node, prepare
 from orchestrator.state.checkpoint import save

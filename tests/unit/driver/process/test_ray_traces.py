@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.servers.ports import free_port
-from orchestrator.driver.doctor import GCS_PORT, RayTraces, check_traces, ray_traces
+from orchestrator.driver.doctor_checks import GCS_PORT, RayTraces, check_traces, ray_traces
 
 NOTHING = RayTraces(
     folder="/tmp/ray", recorded=None, recorded_answers=False, dead_heads=(), ended_sessions=(), taken_ports={}

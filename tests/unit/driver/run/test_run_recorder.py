@@ -14,7 +14,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.run.run_recorder import RunRecorder
 from orchestrator.policy.recovery import RecoveryPlan
-from orchestrator.policy.transitions import Interruption
+from orchestrator.policy.transitions import Transition
 from orchestrator.protocol.events import FirstStepDone, Recovered, StateChanged
 from orchestrator.records.run_dir import RunDir
 
@@ -68,7 +68,7 @@ def test_the_record_names_each_state_once_until_the_next_step_is_done(tmp_path: 
     run_recorder.begin_training(first_step(1.0))
     run_recorder.enter("recovering")
     recorded.append(parts.run_dir.read_record())
-    run_recorder.begin_transition(Interruption(began=2.0, reached=3, num_workers=2, planned=None))
+    run_recorder.begin_transition(Transition(began=2.0, reached=3, num_workers_before=2, planned=None))
     run_recorder.continue_with(RecoveryPlan(lost=(1,), sources=(0, 0), step=3, pause_s=0), step=3)
     run_recorder.begin_training(first_step(2.5, generation=2))
     recorded.append(parts.run_dir.read_record())

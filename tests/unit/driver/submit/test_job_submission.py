@@ -16,10 +16,10 @@ import pytest
 from helpers.machines.commands import environment
 from helpers.servers.job_server import job_server
 from orchestrator import doctor, queue, submit
-from orchestrator.compat.ray.packages import make_package
+from orchestrator.compat.ray.code_packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.code.packages import size_errors
+from orchestrator.driver.code.shipped_code import size_errors
 from orchestrator.driver.preflight.submitted import checked
 from orchestrator.driver.process.origin import HERE, who_asks
 from orchestrator.driver.submit.job_submission import JobServer, Submission, make_submission

@@ -11,12 +11,12 @@ import pytest
 
 from helpers.machines.plans import GPU_BOX, plan_of
 from orchestrator.config.build import ConfigError
-from orchestrator.driver.candidates import check_all
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.sweep.side_by_side import num_at_once
 
 CHILD = """
 import signal, sys
-from orchestrator.records.process import end_with_parent
+from orchestrator.records.process_identity import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("ended", flush=True)))
 end_with_parent(signal.SIGTERM)
 print("up", flush=True)

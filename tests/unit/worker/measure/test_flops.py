@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from orchestrator.model.blocks import Block, with_blocks
-from orchestrator.model.recompute import Selection
+from orchestrator.model.repeated_blocks import Block, Selection, with_blocks
 from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
-from orchestrator.worker.measure.flops import FlopMeter, step_flops
-from orchestrator.worker.measure.peak_flops import peak_flops_per_s
+from orchestrator.worker.measure.flops import FlopMeter, peak_flops_per_s, step_flops
 
 CPU = torch.device("cpu")
 H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"

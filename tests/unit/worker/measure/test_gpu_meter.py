@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from helpers.records.runs import wait_for
-from orchestrator.worker.measure import gpu_meter
-from orchestrator.worker.measure.gpu_meter import GpuMeter, GpuSharing
+from orchestrator.worker.measure import meters
+from orchestrator.worker.measure.meters import GpuMeter, GpuSharing
 
 
 class StandInError(Exception):
@@ -144,7 +144,7 @@ def test_without_the_library_or_a_driver_nothing_is_read() -> None:
 
 
 def test_a_driver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_meter, "READING_WAIT_S", 0.05)
+    monkeypatch.setattr(meters, "READING_WAIT_S", 0.05)
     nvml = StandIn()
     meter = GpuMeter(lambda: nvml)
     nvml.answers.clear()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from helpers.records.runs import wait_for
-from orchestrator.worker.measure.machine_meter import MachineMeter
+from orchestrator.worker.measure.meters import MachineMeter
 
 BUSY_S = 0.5
 BUSY = f"""

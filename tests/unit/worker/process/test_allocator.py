@@ -13,26 +13,26 @@ pytestmark = pytest.mark.slow  # the imports of new processes
 SCRIPT = """
 import resource
 import torch
-from orchestrator.worker.process import memory
+from orchestrator.worker.process import process_memory
 
 def says(what):
     block = torch.ones(2**22)
-    before = memory._status()["VmData"]
+    before = process_memory._status()["VmData"]
     del block
-    print(what, "returned" if memory._status()["VmData"] < before else "kept")
+    print(what, "returned" if process_memory._status()["VmData"] < before else "kept")
 
-memory.set_allocator(gathers=True)
+process_memory.set_allocator(gathers=True)
 says("a worker that gathers:")
-memory.keep_if_plentiful(10**6)
+process_memory.keep_if_plentiful(10**6)
 says("shared by more workers than any machine has memory for:")
 limits = resource.getrlimit(resource.RLIMIT_DATA)
-resource.setrlimit(resource.RLIMIT_DATA, (memory._status()["VmData"] + 64 * 2**20, limits[1]))
-memory.keep_if_plentiful(1)
+resource.setrlimit(resource.RLIMIT_DATA, (process_memory._status()["VmData"] + 64 * 2**20, limits[1]))
+process_memory.keep_if_plentiful(1)
 says("within a limit:")
 resource.setrlimit(resource.RLIMIT_DATA, limits)
-memory.keep_if_plentiful(1)
+process_memory.keep_if_plentiful(1)
 says("with plenty of memory:")
-memory.set_allocator(gathers=False)
+process_memory.set_allocator(gathers=False)
 says("another worker:")
 """
 

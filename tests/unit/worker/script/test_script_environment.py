@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from helpers.ranks.script_runs import assignment
 from orchestrator.protocol.messages import Assignment, Place
-from orchestrator.worker.script.process import installed_packages, script_environment
+from orchestrator.worker.script.child_process import installed_packages, script_environment
 
 PLACES = (Place(0, 2), Place(0, 5), Place(1, 0), Place(0, 7))
 

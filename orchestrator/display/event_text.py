@@ -1,0 +1,179 @@
+"""The sentences that report events to a user."""
+
+from __future__ import annotations
+
+from orchestrator.config.text import first_few
+from orchestrator.display.plain_text import clean, count, duration, first_line, size, workers_text
+from orchestrator.protocol.events import (
+    BestFound,
+    CheckpointFailed,
+    CheckpointSaved,
+    Continued,
+    Event,
+    FirstStepDone,
+    GenerationStarted,
+    MetricsLogged,
+    ModelCut,
+    Noted,
+    RankPrinted,
+    RankProgress,
+    Recovered,
+    RunEnded,
+    RunStarted,
+    SampleSaved,
+    StageSummary,
+    StateChanged,
+    StepsKnown,
+    StopRequested,
+    StragglerFound,
+    SystemMetricsLogged,
+    TextSampled,
+    WaitingForResources,
+    WaitingInQueue,
+    Warned,
+    WorkerFailed,
+    WorkerLost,
+    Yielded,
+)
+
+Line = tuple[str, str]
+"""Text and its style, which is used only on a terminal."""
+
+_LOG_TAIL_LINES = 60
+
+
+def describe_event(event: Event) -> list[Line]:
+    """Return the lines that report an event; none for events that only update the progress."""
+    match event:
+        case RunStarted():
+            return _started(event)
+        case WaitingForResources() | WaitingInQueue():
+            return [(waiting_text(event), "")]
+        case Yielded():
+            text = f"yielded to {event.to} at step {event.step}: the run continues when there is room again"
+            return [(text, "yellow")]
+        case GenerationStarted():
+            return _generation(event)
+        case ModelCut():
+            return [(_stage_text(number, stage), "") for number, stage in enumerate(event.stages)]
+        case CheckpointSaved():
+            return [(checkpoint_text(event), "")]
+        case CheckpointFailed():
+            text = f"warning: cannot write the checkpoint of step {event.step}: {first_line(event.reason)}"
+            return [(f"{text}; training continues", "yellow")]
+        case WorkerFailed():
+            return _worker_failed(event)
+        case WorkerLost():
+            return [(f"{event.display_name} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
+        case StragglerFound():
+            return [(_straggler(event), "yellow")]
+        case Recovered():
+            return [(_recovered(event), "green")]
+        case StopRequested():
+            return [(stop_text(event), "yellow")]
+        case Noted():
+            return [(f"note: {event.message}", "")]
+        case Warned():
+            return [(f"warning: {event.message}", "yellow")]
+        case RankPrinted():
+            return [(f"[rank {event.rank}] {line}", "") for line in event.lines]
+        case (
+            StepsKnown()
+            | BestFound()
+            | StateChanged()
+            | FirstStepDone()
+            | RankProgress()
+            | SystemMetricsLogged()
+            | MetricsLogged()
+        ):
+            return []
+        case SampleSaved() | TextSampled() | Continued() | RunEnded():
+            return []
+        case _:
+            return [(event.kind.replace("_", " "), "")]
+
+
+def _started(event: RunStarted) -> list[Line]:
+    what = f"{event.name}: strategy {event.strategy}, job {event.job}"
+    steps = f", {count(event.steps, 'step')}" if event.steps else ""
+    lines = [f"{what}, {workers_text(event.world_size, event.num_servers)}{steps}"]
+    lines.append(f"run directory: {event.run_dir}")
+    if event.source is not None:
+        verb = "evaluates" if event.evaluates else "continues from"
+        lines.append(f"{verb} the checkpoint of step {event.resumed_from_step} of {event.source}")
+    elif event.resumed_from_step is not None:
+        lines.append(f"resumed from step {event.resumed_from_step}")
+    lines += [f"note: {note}" for note in event.notes]
+    return [(lines[0], "bold"), *((line, "") for line in lines[1:])]
+
+
+def _generation(event: GenerationStarted) -> list[Line]:
+    ranks = [f"rank {rank} on {place}" for rank, place in enumerate(event.workers)]
+    text = f"{event.backend} on {event.device} in {event.precision}: {first_few(ranks)}"
+    return [(text if event.generation <= 1 else f"generation {event.generation}: {text}", "")]
+
+
+def _straggler(event: StragglerFound) -> str:
+    compute = f"it computes {event.compute_ms:.3g} ms per step (the others {event.others_compute_ms:.3g} ms)"
+    data = f"waits {event.data_wait_ms:.3g} ms for data (the others {event.others_data_wait_ms:.3g} ms)"
+    rank = f"{event.display_name} on {event.node}"
+    cost = f"which costs the run {event.throughput_loss:.0%} of its throughput"
+    return f"warning: {rank} is {event.slower_by:.1f} times slower than the others, {cost}: {compute} and {data}"
+
+
+def _recovered(event: Recovered) -> str:
+    ranks = ", ".join(str(rank) for rank in event.replaced)
+    if event.planned == "yielded":
+        how = f"it is the run's turn again with {count(event.num_workers, 'worker')}"
+    elif event.num_workers != event.num_workers_before:
+        how = f"{count(event.num_workers, 'worker')} instead of {event.num_workers_before}"
+    elif ranks:
+        how = f"rank{'s' if len(event.replaced) > 1 else ''} {ranks} replaced"
+    else:
+        how = "process group formed again"
+    verb = "recovered" if event.planned is None else "continued"
+    if event.steps_lost is None:
+        return f"{verb} after {event.seconds:.1f} s: {how}, the script starts again (generation {event.generation})"
+    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
+    return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
+
+
+def _stage_text(number: int, stage: StageSummary) -> str:
+    share = "" if stage.time_share is None else f"{stage.time_share:.0%} of the time, "
+    return f"stage {number}: {share}{count(stage.num_parameters, 'parameter')}: {first_few(stage.layers)}"
+
+
+def _worker_failed(event: WorkerFailed) -> list[Line]:
+    reason = first_line(event.reason)
+    lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
+    lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
+    tail = clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
+    if tail:
+        lines.append((f"last lines of its log ({event.log}):", "bold"))
+        lines += [(f"  {line}", "dim") for line in tail]
+    elif event.log:
+        lines.append((f"its log: {event.log}", ""))
+    return lines
+
+
+def stop_text(event: StopRequested) -> str:
+    """Return what a signal to stop causes."""
+    return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
+
+
+def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
+    """Return what the run waits for, and why."""
+    if isinstance(event, WaitingInQueue):
+        place = "without a place" if event.unfit else f"place {len(event.ahead) + 1}"
+        parts = [f"waiting {duration(event.waited_s)} in the queue, {place}"]
+        parts += [f"before it: {first_few(event.ahead)}"] if event.ahead else []
+        parts += [f"running: {first_few(event.running)}"] if event.running else []
+        return "; ".join([*parts, event.why])
+    why = f": {event.why}" if event.why else ""
+    return f"waiting {duration(event.waited_s)} for {event.wanted}{why}"
+
+
+def checkpoint_text(event: CheckpointSaved) -> str:
+    """Return that a checkpoint was saved, with its size and time."""
+    cost = f"{size(event.size_bytes)} in {event.seconds:.2f} s"
+    return f"checkpoint of step {event.step:,} saved ({cost})"

@@ -1,0 +1,184 @@
+"""The repeated blocks of a model, such as the layers of a transformer: how they run, and activation checkpointing.
+
+That runs the forward pass of a block again in the backward pass, instead of keeping activations. Chen et al., 2016,
+"Training Deep Nets with Sublinear Memory Cost". Selective: Korthikanti et al., MLSys 2023, "Reducing Activation
+Recomputation in Large Transformer Models".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from orchestrator.compat.modules import own_buffers
+from orchestrator.compat.torch import FakeTensor
+from orchestrator.model.batch import tensors_in
+
+ForwardPass = Callable[..., Any]
+"""A forward pass that is called with the module and its inputs."""
+
+
+class Block(nn.Module):
+    """A block of a model. The class of the block has become a subclass of this one and of what it was.
+
+    The class and not the instance, because a copy of a module has its class, and its own parameters.
+
+    Attributes:
+        kind: the class that the job has given the block.
+        recomputes: what is computed again in the backward pass.
+        compiled: the compiled forward pass of ``kind``; None if it runs as it is.
+        recomputes_fakes: whether a forward pass with fake tensors keeps no more than others do.
+    """
+
+    kind: ClassVar[type[nn.Module]]
+    recomputes: ClassVar[Selection]
+    compiled: ForwardPass | None = None
+    recomputes_fakes = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of ``kind``. With fake tensors, it runs as the job has written it."""
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs)))
+        compiled = None if is_fake else self.compiled
+        run = functools.partial(compiled or self.kind.forward, self, **kwargs)
+        recomputes = self.recomputes != "none" and torch.is_grad_enabled() and (self.recomputes_fakes or not is_fake)
+        if not recomputes:
+            return run(*args)
+        return recomputed(run, *args, block=self, selective=self.recomputes == "selective")
+
+
+def likeness(block: nn.Module) -> Hashable:
+    """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    kind = block.kind if isinstance(block, Block) else type(block)
+    return kind, repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost repeated blocks of a model.
+
+    They are the children of an ``nn.ModuleList`` or ``nn.Sequential`` that have the type of another child and have
+    children themselves: a single operation keeps little more than its input, which a block keeps too.
+    """
+    children = [child for child in model.children() if next(child.children(), None) is not None]
+    repeated: set[nn.Module] = set()
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        count = Counter(type(child) for child in children if not isinstance(child, (nn.ModuleList, nn.Sequential)))
+        repeated = {child for child in children if count[type(child)] > 1}
+    return [b for child in children for b in ([child] if child in repeated else blocks_of(child))]
+
+
+def with_blocks(build: Callable[[], nn.Module], *, recomputes: Selection = "none") -> Callable[[], nn.Module]:
+    """Return a constructor whose model has a :class:`Block` in place of each repeated block."""
+
+    def built() -> nn.Module:
+        model = build()
+        blocks = blocks_of(model)
+        classes = {kind: _block_class(kind, recomputes) for kind in map(type, blocks)}
+        for block in blocks:
+            block.__class__ = classes[type(block)]
+        return model
+
+    return built
+
+
+def _block_class(kind: type[nn.Module], recomputes: Selection) -> type[nn.Module]:
+    return type(kind.__name__, (Block, kind), {"kind": kind, "recomputes": recomputes, "__module__": kind.__module__})
+
+
+Selection = Literal["none", "blocks", "selective"]
+"""What is computed again: nothing, the blocks, or the blocks without their matrix products and convolutions."""
+
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+    }
+)
+"""The operators whose results ``selective`` keeps. None of them is random: one that is left out of the recomputation
+would let those after it draw other numbers."""
+
+_thread = threading.local()
+
+
+def recomputed(run: Callable[..., Any], *args: Any, block: nn.Module, selective: bool) -> Any:
+    """Return ``run(*args)``, and let the backward pass call ``run`` again.
+
+    Args:
+        run: the forward pass of ``block``.
+        args: its inputs, which are kept.
+        block: the module whose buffers the second call must not change.
+        selective: whether the results of matrix products and convolutions are kept too.
+    """
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        if not selective:
+            return contextlib.nullcontext(), _Recomputation(block)
+        keeping, using = create_selective_checkpoint_contexts(_policy)
+        return keeping, _both(_Recomputation(block), using)
+
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def is_recomputing() -> bool:
+    """Return whether this thread computes a forward pass again, in a backward pass."""
+    return getattr(_thread, "recomputing", False)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class ReplacedBuffers(contextlib.AbstractContextManager[None]):
+    """Lets a module have other buffers in a block, such as copies of its running statistics. Can be used again."""
+
+    def __init__(self, module: nn.Module, replace: Callable[[Tensor], Tensor]):
+        self._module = module
+        self._replace = replace
+        self._originals: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._originals = [(own_buffers(module), dict(own_buffers(module))) for module in self._module.modules()]
+        for buffers, originals in self._originals:
+            buffers.update({name: None if t is None else self._replace(t) for name, t in originals.items()})
+
+    def __exit__(self, *error: object) -> None:
+        for buffers, originals in self._originals:
+            buffers.update(originals)
+        self._originals = []
+
+
+class _Recomputation(ReplacedBuffers):
+    """Lets a forward pass change copies of a block's buffers, because running statistics count a batch once.
+
+    A backward pass in halves has two recomputations.
+    """
+
+    def __init__(self, block: nn.Module):
+        super().__init__(block, Tensor.clone)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _thread.recomputing = True
+
+    def __exit__(self, *error: object) -> None:
+        _thread.recomputing = False
+        super().__exit__(*error)

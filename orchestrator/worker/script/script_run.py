@@ -1,0 +1,368 @@
+"""The script of one rank in one generation, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
+from orchestrator.protocol.messages import Assignment, FlightRecord, Outcome, Stacks
+from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.lock import locked
+from orchestrator.records.rank_log import log_tail
+from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies.external.job import Script
+from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.process.stacks import flight_record_of
+from orchestrator.worker.script.child_process import ScriptProcess, installed_packages, script_environment
+from orchestrator.worker.script.script_reports import Lines, Reports, ReportSocket, ask, script_failure
+
+WORK_CHECKS = 10
+"""How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
+ABANDONED_GRACE_S = 1.0
+"""How long a script may take to end after SIGTERM when another rank has failed."""
+GRACE_SHARE = 0.8
+"""The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
+RECORD_S = 0.5
+"""How long a script may take to tell what it has enqueued; its worker takes as long."""
+STACKS_S = 1.0
+"""How long a script may take to write its stacks, before it is ended. The driver waits 2 s for both."""
+_CHUNK_BYTES = 1 << 16
+_TAIL_LINES = 200
+_INNERMOST = re.compile(r"^Current thread .*\n(.*)", re.MULTILINE)
+"""The innermost frame of the main thread, among the stacks that Python's fault handler writes."""
+_TORCHS_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before each line of a traceback once there is a process group."""
+_WAITS_IN = ("/torch/distributed/", "/torch/autograd/")
+
+
+class ScriptRun:
+    """Runs the script of a rank: passes on its output and its reports, and ends it when the generation ends."""
+
+    def __init__(self, assignment: Assignment, job: Script, *, gate: StepGate, outbox: Outbox):
+        self._assignment = assignment
+        self._job = job
+        self._gate = gate
+        self._outbox = outbox
+        self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
+        self._reports = Reports()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._lines = Lines()
+        self._selector = selectors.DefaultSelector()
+        self._process: ScriptProcess | None = None
+        self._record: Path | None = None
+        self._is_silent = True
+        self._unfinished: int | None = None
+        self._ended_by_us = False
+        self._over = threading.Event()
+
+    @property
+    def step(self) -> int:
+        """The last step that the script has reported; 0 if it has reported none."""
+        return self._reports.step
+
+    def run(self, startup: dict[str, float]) -> Outcome:
+        """Run the script, and return how it ended.
+
+        Args:
+            startup: the duration of each part of the start, in seconds.
+
+        Raises:
+            AbandonedError: the driver has ended the generation.
+            OSError: the script cannot be started.
+        """
+        generation = self._assignment.generation
+        with contextlib.ExitStack() as at_end, ReportSocket() as reports:
+            at_end.enter_context(self._stored_checkpoints())
+            self._outbox.enter(0, "train")
+            at_end.callback(self._selector.close)
+            at_end.callback(self._over.set)
+            self._record = None if self._job.kind == "program" else reports.record
+            environment = script_environment(
+                os.environ,
+                self._assignment,
+                packages=installed_packages(sys.path),
+                reports=reports.path,
+                errors=reports.errors,
+                checkpoints=self._run_dir.script_checkpoints,
+                record=self._record,
+            )
+            process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
+            at_end.callback(process.close)
+            self._wake_at_changes(process, at_end)
+            self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
+            accept = functools.partial(self._accept, reports.listener)
+            self._selector.register(reports.listener, selectors.EVENT_READ, accept)
+            self._outbox.put_event(FirstStepDone(generation=generation, startup=startup))
+            try:
+                stopped = self._follow(process)
+            except AbandonedError:
+                self._end(process, ABANDONED_GRACE_S)
+                raise
+            if stopped:
+                self._end(process, GRACE_SHARE * self._assignment.config.cluster.stop_grace_s)
+                return Outcome(status="stopped", step=self.step)
+            ended_at = time.time()
+            self._drain()
+            exit_code = process.exit_code()
+            assert exit_code is not None
+            if exit_code == 0:
+                return Outcome(status="done", step=self.step)
+            log = self._run_dir.log_file(self._assignment.global_rank)
+            failure = script_failure(
+                exit_code,
+                "\n".join(self._tail),
+                error_file=reports.errors.read_text(errors="replace") if reports.errors.is_file() else "",
+                log_tail=log_tail(log),
+                time=ended_at,
+                after_end=self._ended_by_us,
+            )
+            return Outcome(status="failed", step=self.step, failure=failure)
+
+    @contextlib.contextmanager
+    def _stored_checkpoints(self) -> Iterator[None]:
+        """If the run is on a store, bring the checkpoints of the script from there, and upload them until its end.
+
+        Raises:
+            StorageError: the store cannot be used; afterwards, this is only a warning.
+        """
+        if self._run_dir.remote is None:
+            yield
+            return
+        config = self._assignment.config
+        stored = StoredCheckpoints(self._run_dir, timeout_s=config.recovery.build_max_s)
+        self._outbox.enter(0, "build")
+        stored.fetch(self._outbox.progress)
+        ended = threading.Event()
+        every_s = config.storage.upload_every_s
+        threading.Thread(target=_upload_until, args=(ended, stored, every_s), name="upload", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            try:
+                stored.upload()
+            except OSError as e:
+                where = self._run_dir.script_checkpoints
+                self._outbox.put_event(Warned(message=f"the script's checkpoints in {where} are not uploaded: {e}"))
+
+    def stacks(self) -> Stacks:
+        """End the script, which tells what it has enqueued, and then writes what its Python threads do.
+
+        ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT. Of a program of another kind, nothing is known.
+        """
+        began = time.monotonic()
+        flight = self._flight_record()
+        time.sleep(max(0.0, began + RECORD_S - time.monotonic()))  # so that no rank ends before the others have told
+        if self._process is not None:
+            self._ended_by_us = True
+            self._process.abort()
+            if not self._over.wait(STACKS_S):
+                self._process.send(signal.SIGKILL)
+        text = "\n".join(self._tail)
+        innermost = _INNERMOST.search(text)
+        waiting = innermost is not None and any(part in innermost[1] for part in _WAITS_IN)
+        return Stacks(text=text, waiting=waiting, flight=flight)
+
+    def _flight_record(self) -> FlightRecord | None:
+        """Return what the script has enqueued; None if it does not answer, or its record cannot be read."""
+        if self._record is None or (record := ask(self._record, timeout_s=RECORD_S)) is None:
+            return None
+        return flight_record_of(lambda: record, since_ns=0, world_size=len(self._assignment.places))
+
+    def _wake_at_changes(self, process: ScriptProcess, at_end: contextlib.ExitStack) -> None:
+        """Let :meth:`_serve` return when the script ends, or when the driver ends the generation or lets it stop."""
+        woken, waker = (at_end.enter_context(end) for end in socket.socketpair())
+        waker.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, functools.partial(woken.recv, _CHUNK_BYTES))
+
+        def wake() -> None:
+            with contextlib.suppress(OSError):  # it is awake, or at its end
+                waker.send(b".")
+
+        def wait() -> None:
+            process.wait()
+            wake()
+
+        self._gate.on_change = wake
+        threading.Thread(target=wait, name="end of script", daemon=True).start()
+
+    def _follow(self, process: ScriptProcess) -> bool:
+        """Follow the script to its end. Return True if the driver wants it to stop before.
+
+        Raises:
+            AbandonedError: the driver has ended the generation.
+        """
+        generation, checked_at = self._assignment.generation, time.monotonic()
+        check_every_s = self._assignment.config.recovery.hang_max_s / WORK_CHECKS
+        while process.exit_code() is None:
+            self._gate.check(generation)
+            if self._gate.is_stopping(generation):
+                return True
+            self._serve(max(0.0, checked_at + check_every_s - time.monotonic()))
+            if (passed_s := time.monotonic() - checked_at) >= check_every_s:
+                checked_at += passed_s
+                if process.has_worked(passed_s) and not self._waits():
+                    self._outbox.progress()
+        return False
+
+    def _waits(self) -> bool:
+        """Return whether a script that is silent has waited for other ranks since the last call.
+
+        A rank that waits for NCCL uses its CPU. What it has enqueued last is not complete then, and is not new.
+        """
+        flight = self._flight_record() if self._is_silent else None
+        before, self._unfinished = self._unfinished, None if flight is None else flight.enqueued.unfinished
+        self._is_silent = True
+        return self._unfinished is not None and self._unfinished == before
+
+    def _end(self, process: ScriptProcess, grace_s: float) -> None:
+        """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
+        self._ended_by_us = True
+        process.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while process.exit_code() is None and (left_s := deadline - time.monotonic()) > 0:
+            self._serve(left_s)
+        self._drain()
+
+    def _serve(self, timeout_s: float) -> bool:
+        """Take what the script has sent, or wait for it. Return whether there was anything."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            take: Callable[[], None] = key.data
+            take()
+        return bool(ready)
+
+    def _drain(self) -> None:
+        """Take the last output and reports, unless a process that outlives the script goes on sending."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and self._serve(0.0):
+            pass
+        if self._lines.rest:
+            self._print(self._lines.rest)
+
+    def _read_output(self) -> None:
+        assert self._process is not None
+        chunk = os.read(self._process.output, _CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(self._process.output)
+            return
+        self._progress()
+        for line in self._lines.add(chunk):
+            self._print(line)
+
+    def _progress(self) -> None:
+        self._is_silent = False
+        self._outbox.progress()
+
+    def _print(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        print(text)
+        text = _TORCHS_PREFIX.sub("", text)
+        self._tail.append(text)
+        self._outbox.put_line(text)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        lines = Lines()
+        self._selector.register(
+            connection, selectors.EVENT_READ, functools.partial(self._take_reports, connection, lines)
+        )
+
+    def _take_reports(self, connection: socket.socket, lines: Lines) -> None:
+        chunk = connection.recv(_CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(connection)
+            connection.close()
+        steps = self._reports.steps
+        for line in lines.add(chunk):
+            if (point := self._reports.point(line)) is not None:
+                self._outbox.enter(self.step, "train")
+                self._outbox.put_point(point)
+                self._progress()
+        if self._reports.steps != steps and self._assignment.global_rank == 0:
+            self._outbox.put_event(StepsKnown(steps=self._reports.steps))
+
+
+def _upload_until(ended: threading.Event, stored: StoredCheckpoints, every_s: float) -> None:
+    while not ended.wait(every_s):
+        with contextlib.suppress(OSError):  # tried again
+            stored.upload()
+
+
+Version = list[int]
+"""Size and time of change of a file here."""
+
+
+class StoredCheckpoints:
+    """The directory ``script_checkpoints`` of a run, and the same on its store. All ranks of a node use it.
+
+    A hidden file beside it has the version of each file that equals the one on the store, and when that one was written
+    there. What is deleted here stays on the store, because others than the script may have emptied the directory.
+
+    Args:
+        run_dir: the run, which is on a store.
+        timeout_s: how long to wait for another rank of the node.
+
+    All methods raise :class:`~orchestrator.storage.remote.StorageError` if the store cannot be used.
+    """
+
+    def __init__(self, run_dir: RunDir, *, timeout_s: float):
+        assert run_dir.remote is not None
+        self._here = run_dir.script_checkpoints
+        self._there = run_dir.remote.child(self._here.name)
+        self._known = run_dir.path / f".{self._here.name}.json"
+        self._lock = run_dir.path / f".{self._here.name}.lock"
+        self._timeout_s = timeout_s
+
+    def fetch(self, on_progress: Callable[[], None]) -> None:
+        """Bring here what is newer on the store. A file that has changed here since it was equal stays."""
+        with locked(self._lock, timeout_s=self._timeout_s):
+            known = read_json(self._known)
+            for name, written_at in self._stored().items():
+                here = self._version(name)
+                equal, stored_at = known.get(name, (None, None))
+                if here == equal and (here is None or written_at != stored_at):
+                    self._there.fetch(name, self._here / name, on_progress=on_progress)
+                    known[name] = (self._version(name), written_at)
+            write_json(self._known, known)
+
+    def upload(self) -> None:
+        """Copy what has changed here to the store, the oldest change first: a file may name those written before it."""
+        with locked(self._lock, timeout_s=self._timeout_s):
+            known = read_json(self._known)
+            files = {str(path.relative_to(self._here)): path for path in self._here.rglob("*") if path.is_file()}
+            found = {name: version for name in files if (version := self._version(name)) is not None}
+            changed = {name: v for name, v in found.items() if v != known.get(name, (None, None))[0]}
+            for name in sorted(changed, key=lambda name: changed[name][1]):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    self._there.put(files[name], name)
+                    known[name] = (changed[name], None)
+            if changed:
+                stored = self._stored()
+                known |= {name: (known[name][0], stored.get(name)) for name in changed if name in known}
+                write_json(self._known, known)
+
+    def _stored(self) -> dict[str, float | None]:
+        """Return when each file was written to the store, without names that lead out of the directory."""
+        root = self._here.resolve()
+        entries = [entry for entry in self._there.list(recursive=True) if entry.is_file]
+        return {e.name: e.changed_at for e in entries if (self._here / e.name).resolve().is_relative_to(root)}
+
+    def _version(self, name: str) -> Version | None:
+        try:
+            found = (self._here / name).stat()
+        except FileNotFoundError:
+            return None
+        return [found.st_size, found.st_mtime_ns]
