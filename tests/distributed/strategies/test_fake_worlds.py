@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.conformance.cases import Case, config_of, having, plan_of
-from helpers.conformance.layouts import FSDP, LAYOUTS, TENSOR, Layout, layout, mesh
+from helpers.conformance.layouts import FSDP, LAYOUTS, SEQUENCE, TENSOR, Layout, layout, mesh
 from helpers.conformance.training import close_strategies, make, steps
 from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
@@ -33,11 +33,13 @@ TRAIN = having(steps=2, global_batch_size=64, grad_accumulation=2, precision="bf
 EVERY = {
     **LAYOUTS,
     **TENSOR,
+    **SEQUENCE,
     "mesh-tensor-in-stages-4x2": mesh(Mesh(pipeline=4, tensor=2), num_microbatches=4),
 }
 TRACED = (
     "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "1F1B-2x2-replicas-close",
     "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2", "mesh-sharded-tensor-2x2", "mesh-tensor-in-stages-2x2",
+    "mesh-sharded-sequence-2x2",
 )  # fmt: skip
 SENT = {
     "allreduce": 2, "allreduce_coalesced": 2, "all_reduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1,
