@@ -216,12 +216,12 @@ class Recurrent(nn.Module):
 
 
 class Settling(Net):
-    """Calls a block until its output is small, for each part of a batch equally often or not."""
+    """Calls a block until the last sample has a small output, so that parts of a batch need more calls or fewer."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        while h.abs().mean() > 0.2:
-            h = self.blocks[0](h) * 0.5
+        while (large := h.abs().mean(1, keepdim=True) > 0.2).any():
+            h = torch.where(large, self.blocks[0](h) * 0.5, h)
         return self.c(self.blocks[2](self.blocks[1](h)))
 
 
