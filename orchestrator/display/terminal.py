@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO, cast
 
-from orchestrator.display.plain_text import writable
-
 _GONE = (errno.EIO, errno.EPIPE)
 """Errors of a write to a terminal that is closed, and to a pipe that nobody reads."""
 
@@ -99,6 +97,8 @@ LINE_EVERY_S = 10.0
 @contextlib.contextmanager
 def still_working(line: Callable[[], str], *, every_s: float = LINE_EVERY_S) -> Iterator[None]:
     """Print ``line()`` to standard error every ``every_s`` seconds during the block."""
+    from orchestrator.display.plain_text import writable  # with rich, for which ``orchestrator --help`` need not wait
+
     ended = threading.Event()
 
     def work() -> None:
