@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from jobs.digits import Digits
 from orchestrator.job import Split
 from orchestrator.protocol.messages import Outcome
-from orchestrator.user_code.callbacks import Callback, RunBegin, StepEnd
+from orchestrator.user_code.callbacks import Callback, RunBegin, StepEnd, current_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,10 @@ class Faulty(Digits):
 
     def loss(self, output: Any, target: Any) -> Tensor:
         loss = super().loss(output, target)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or current_step() == 1:  # in an evaluation, or maybe before training
             return loss
         self.seen[0] += 1
-        if self.seen[0] == self.at_step and dist.get_rank() == self.rank:
+        if self.seen[0] == self.at_step - 1 and dist.get_rank() == self.rank:
             if self.how == "raise":
                 raise RuntimeError("the planted fault")
             if self.how == "segfault":

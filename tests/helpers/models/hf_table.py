@@ -57,6 +57,7 @@ SIZES: dict[str, Any] = {
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 4},
+    "falcon_mamba": {"conv_kernel": 4},
     "convnext": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "convnextv2": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
