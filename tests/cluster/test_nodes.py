@@ -192,10 +192,14 @@ def test_too_few_survivors_wait_for_the_workers_that_are_missing(cluster: Cluste
     assert saved["step"] == summary["steps"] > run.events("recovered")[0]["step"]
 
 
+@pytest.mark.campaign
 def test_nodes_that_join_later_are_checked_before_a_worker_starts_there(
     cluster: Cluster, start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """The first ones while the run waits for its workers, the last one while it trains."""
+    """The first ones while the run waits for its workers, the last one while it trains.
+
+    Where other clusters start beside it, Ray was seen to count a CPU of a removed placement group as held for good.
+    """
     require_mounts()
     outputs, other, excluded = tmp_path / "outputs", "127.0.0.2", "127.0.0.3"
     words = ("strategy.num_workers=[2,3]", "cluster.autoscaling=true", f"cluster.exclude_nodes=[{excluded}]")
