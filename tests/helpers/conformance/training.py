@@ -69,8 +69,11 @@ def metrics_of(ranks: list[Steps]) -> list[dict[str, float]]:
     ]
 
 
-def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
-    """The strategy of ``case`` on this rank of the default group, set up."""
+def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False) -> Strategy:
+    """The strategy of ``case`` on this rank of the default group, set up.
+
+    ``refused_by_one``: whether a rank may refuse what others would go on with; then all end, as the driver ends them.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(case, world_size)
     plan = plan_of(config)
@@ -88,7 +91,19 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0) -> Strategy:
     )
     strategy = registry.load(config.strategy.name).create(context, case.job)
     made.append(strategy)
-    strategy.setup(case.job.dataset("train"))
+    error: Exception | None = None
+    try:
+        strategy.setup(case.job.dataset("train"))
+    except Exception as e:
+        error = e
+    failed = [error is not None]
+    if refused_by_one and world_size > 1:
+        failed *= world_size
+        dist.all_gather_object(failed, error is not None)
+    if error is not None:
+        raise error
+    if any(failed):
+        raise ConnectionError("another rank has refused")
     strategy.attach()
     strategy.sync_initial_state()
     return strategy
