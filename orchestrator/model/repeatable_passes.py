@@ -49,7 +49,7 @@ class Passed:
         finite = bool(self.loss.isfinite() & other.loss.isfinite())
         return finite and not _close(self.loss, other.loss, tolerance)
 
-    def turned(self, other: Passed, tolerance: float) -> tuple[str, ...]:
+    def differing_gradients(self, other: Passed, tolerance: float) -> tuple[str, ...]:
         """Return the names of the gradients that differ by more than ``tolerance`` of the norm of all of them."""
         if self.gradients.keys() != other.gradients.keys():
             return ()

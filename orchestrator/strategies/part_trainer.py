@@ -76,10 +76,13 @@ class PartTrainer(Trainer):
             self._copies.attach(group, self._ring, rank=self.context.global_rank)
 
     def warning_of_whole(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
-        """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large."""
+        """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large.
+
+        Beside the parameters, there are two sets of gradients and activations.
+        """
         context = self.context
         size = context.mesh.tensor * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
-        limit = min(COMPARED_BYTES, *(free_memory(device) // 2 for device in (CPU, context.device)))
+        limit = min(COMPARED_BYTES, *(free_memory(device) // 4 for device in (CPU, context.device)))
         if size > limit:
             return not_compared(
                 division, f"rank 0 would build the whole model of {size_text(size)}, more than {size_text(limit)}"

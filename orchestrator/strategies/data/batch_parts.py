@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,14 @@ def warning_about_parts(
             model, parts, forward, loss_of, in_turn=in_turn, seed=seed, nudged=nudged, gradients=with_gradients
         )
 
+    def halves(*, in_turn: bool = False, mixed: bool = False) -> Passed:
+        """Run both halves. Gradients are compared at once, because there may be no memory for more of them."""
+        found = run(2, seed, in_turn=in_turn, mixed=mixed)
+        gradients.extend(name for name in found.differing_gradients(whole, far) if name not in gradients)
+        return replace(found, gradients={})
+
     nudged: Collection[str] = ()
+    gradients: list[str] = []
     with_gradients = division.synchronous and division.rows >= FEWEST // 2
     tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
     far = GRADIENT_TOLERANCE * tolerance
@@ -142,24 +149,23 @@ def warning_about_parts(
             whole = run(1, seed)
             if nudged := whole.states[0].keys() & {name for name, _ in model.named_parameters()}:
                 whole = run(1, seed)  # a teacher that begins as an exact copy would follow without a change
-            tries = [run(2, seed, in_turn=in_turn) for in_turn in dict.fromkeys((False, division.in_turn))]
+            tries = [halves(in_turn=in_turn) for in_turn in dict.fromkeys((False, division.in_turn))]
             # The weights of their classes may make two halves equal by chance, or because classes come in turn.
-            others = [*tries, run(2, seed, mixed=True)] if division.synchronous else []
+            others = [*tries, halves(mixed=True)] if division.synchronous else []
             differing = [t for t in others if t.differs(whole, tolerance)]
-            turned = list(dict.fromkeys(name for t in others for name in t.turned(whole, far)))
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
-            if differing or changed or turned:  # because of random numbers that are not torch's?
+            if differing or changed or gradients:  # because of random numbers that are not torch's?
                 other = run(1, seed + 1)
                 differing = [] if other.differs(whole, tolerance) else differing
                 changed = [name for name in changed if name not in other.changed(whole, tolerance)]
-                turned = [name for name in turned if name not in other.turned(whole, far)]
+                gradients = [name for name in gradients if name not in other.differing_gradients(whole, far)]
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
     return text_of(
         division,
         samples=len(items),
         losses=(float(whole.loss), float(differing[0].loss)) if differing else None,
-        turned=turned,
+        gradients=gradients,
         changed=changed,
         parameters=bool({name for name, _ in model.named_parameters()}.intersection(changed)),
     )
@@ -185,7 +191,7 @@ def text_of(
     *,
     samples: int,
     losses: tuple[float, float] | None,
-    turned: Sequence[str],
+    gradients: Sequence[str],
     changed: Sequence[str],
     parameters: bool,
 ) -> str | None:
@@ -195,11 +201,11 @@ def text_of(
         division: how the strategy divides a batch.
         samples: the number of samples that were compared.
         losses: the loss of the batch, and the mean of the losses of its halves; None if they are equal.
-        turned: the names of the parameters whose gradients are not the means over the halves.
+        gradients: the names of the parameters whose gradients are not the means over the halves.
         changed: the names of the tensors that forward passes leave with other values.
         parameters: whether some of these are parameters, which workers do not share as they share buffers.
     """
-    if losses is None and not changed and not turned:
+    if losses is None and not changed and not gradients:
         return None
     found, remedies = [], []
     if losses is not None:
@@ -208,8 +214,8 @@ def text_of(
             "let Job.loss return a mean, and Job.weight what that divides by (valid tokens, the sum of class weights)",
             "compute a loss that compares samples in Job.training_step with gather_batch (strategy=ddp)",
         ]
-    elif turned:
-        found.append(f"the loss is the mean over the halves, and the gradient of {first_few(turned, 2)} is not")
+    elif gradients:
+        found.append(f"the loss is the mean over the halves, and the gradient of {first_few(gradients, 2)} is not")
         remedies.append(
             "leave out what makes a gradient depend on the other samples (nn.Embedding with scale_grad_by_freq, a hook "
             "or an autograd function that normalizes it)"
