@@ -126,13 +126,12 @@ class ContextPart:
 
         return map_leaves(cut, tree)
 
-    def whole(self, tree: Any, axes: Axes, *, summed: bool = False) -> Any:
-        """Return a tree with the rows of all ranks. Collective.
+    def whole(self, tree: Any, axes: Axes) -> Any:
+        """Return a tree with the rows of all ranks, which use it for the same. Collective.
 
         Args:
             tree: has this rank's rows.
             axes: those of its leaves.
-            summed: whether each rank uses the whole for something else, so that gradients are summed.
         """
         known = iter(axes)
 
@@ -140,12 +139,12 @@ class ContextPart:
             axis = next(known)
             if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN:
                 return leaf
-            return self.gathered(leaf, axis, summed=summed)
+            return self.gathered(leaf, axis, summed=False)
 
         return map_leaves(gather, tree)
 
     def gathered(self, part: Tensor, axis: int, *, summed: bool = True) -> Tensor:
-        """Return the rows of all ranks. Collective."""
+        """Return the rows of all ranks; ``summed``: which use them for something else each. Collective."""
         whole: Tensor = _Gathered.apply(part, axis, summed, self)
         return whole
 

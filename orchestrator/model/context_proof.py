@@ -14,20 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.generators import drawing
-from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.context import Axes, ContextPart, NotDivisible, divide_tokens
-from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.partial_init import build_fake
+from orchestrator.model.proving import TOLERANCE, built_at_random, counted, difference
 from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor_slots import tensor_slots
 
-TOLERANCE = 1e-5
-"""How much a tensor may differ, relative to its largest entry, where a wrong division differs by 1e-2 and more."""
-NEGLIGIBLE = 1e-7
-"""The same, relative to the largest entry of any gradient: that of a key's bias is nothing but rounding."""
 MOST_PRECISE = 2**27
 """The number of elements up to which parameters are in float64."""
 
@@ -83,12 +78,12 @@ def prove(
     model = _real_model(build)
     try:
         state = torch.get_rng_state()
-        whole = _seen(job, model, inputs, _Seen(), _random_weights)
+        whole = _seen(job, model, inputs, _Seen(), _all_counted)
         if not torch.equal(state, torch.get_rng_state()):  # as for dropout
-            whole = _seen(job, model.eval(), inputs, _Seen(), _random_weights)
+            whole = _seen(job, model.eval(), inputs, _Seen(), _all_counted)
     except Exception as e:
         raise NotDivisible(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
-    weights, seen = _random_weights(whole.output), [_Seen() for _ in range(count)]
+    weights, seen = _all_counted(whole.output), [_Seen() for _ in range(count)]
     parts = [ContextPart(index=index, count=count) for index in range(count)]
 
     def of_rank(index: int, peers: Peers) -> None:
@@ -143,21 +138,6 @@ def _first_difference(whole: _Seen, seen: Sequence[_Seen], parts: Sequence[Conte
     return None
 
 
-def difference(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference of two tensors, relative to the largest entry of ``wanted``.
-
-    Infinite for other shapes, and for what is no number. ``scale``: of what is compared beside it.
-    """
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    largest = max(float(wanted.abs().max()), scale * NEGLIGIBLE / TOLERANCE)
-    found_difference = float((found - wanted).abs().max())
-    relative = found_difference / largest if largest else found_difference
-    return relative if relative == relative else float("inf")
-
-
 def _of_rows(found: Tensor, whole: Tensor, part: ContextPart) -> float:
     """Return how much the output of a module for some tokens differs from that for all; 0 if that cannot be seen."""
     if found.shape == whole.shape:
@@ -201,9 +181,8 @@ def _seen(job: CallsModel, model: nn.Module, inputs: Any, seen: _Seen, weights: 
     return seen
 
 
-def _random_weights(output: Any) -> Any:
-    with drawing(0):
-        return map_tensors(lambda t: torch.randn(t.shape, dtype=torch.float64).to(t.dtype), output)
+def _all_counted(output: Any) -> Any:
+    return map_tensors(counted, output)
 
 
 def _real_model(build: Callable[[], nn.Module]) -> nn.Module:
@@ -223,28 +202,10 @@ def _real_model(build: Callable[[], nn.Module]) -> nn.Module:
         if not any(slot.name.startswith(f"{block}.") for block in left_out)
     }
     wanted = {slot.name for slot in tensor_slots(first) if id(slot.tensor) in outside}
-    model, _ = build_divided(
-        build, lambda shape: (), seed=0, device=torch.device("cpu"), wanted=wanted.__contains__, draws_as=0
-    )
+    model = built_at_random(build, wanted.__contains__)
     for name in left_out:
         block = model.get_submodule(name)
         vars(block)["forward"] = lambda *args, **kwargs: next(iter((*args, *kwargs.values())))
-    fakes = {id(slot.tensor): slot for slot in tensor_slots(model) if isinstance(slot.tensor, FakeTensor)}
-    with drawing(0):
-        values = {
-            key: random_weights(slot.tensor) if slot.name in wanted else torch.zeros(0, dtype=slot.tensor.dtype)
-            for key, slot in fakes.items()
-        }
-    for slot in list(tensor_slots(model)):
-        if id(slot.tensor) in values:
-            slot.fill(values)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return model.double() if sum(p.numel() for p in model.parameters()) <= MOST_PRECISE else model.float()
-
-
-def random_weights(fake: Tensor) -> Tensor:
-    """Return random weights of this shape and type, none of which is zero, and all of which count."""
-    values = torch.randn(fake.shape, dtype=torch.float32)
-    values = values.div(max(fake.shape[-2:]) ** 0.5) if fake.ndim > 1 else 1 + 0.2 * values
-    return values.to(fake.dtype)

@@ -5,10 +5,12 @@ torch would give them a timeout of its own, of 10 or 30 minutes, instead of the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 
 from orchestrator.compat.process_groups import new_nccl_group
@@ -39,6 +41,25 @@ def new_group(
     if context.device.type == "cuda" and backend is None:
         return new_nccl_group(members, timeout=timeout)
     return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
+
+
+def check_equal(found: Any, group: dist.ProcessGroup, device: torch.device, *, what: str) -> None:
+    """Check that all ranks of a group have found the same. Collective.
+
+    Args:
+        found: has a ``repr`` that is the same in every process.
+        group: the ranks.
+        device: for the exchange.
+        what: the key, and what has been found.
+
+    Raises:
+        RuntimeError: they have not.
+    """
+    number = int.from_bytes(hashlib.blake2b(repr(found).encode(), digest_size=4).digest(), "big")
+    numbers = torch.tensor([number, -number], device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    if numbers.sum():
+        raise RuntimeError(f"{what} differ between the workers")
 
 
 class MeshGroups:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.proving import TOLERANCE, counted, difference
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.packing import packed_outputs
 from orchestrator.model.tensor.pairs import candidates
@@ -29,11 +30,6 @@ from orchestrator.model.tensor.region import (
     part_of,
 )
 from orchestrator.model.tensor.sample import BlockCall
-
-TOLERANCE = 1e-5
-"""How much a tensor may differ, relative to its largest entry, where a wrong division differs by 1e-2 and more."""
-NEGLIGIBLE = 1e-7
-"""The same, relative to the largest entry of any gradient: that of a key's bias is nothing but rounding."""
 
 
 class Unproven(Exception):
@@ -146,7 +142,7 @@ class _Seen:
         outputs = [t for t in tensors_in(block(*own.args, **own.kwargs)) if t.is_floating_point()]
         after = torch.get_rng_state()
         torch.set_rng_state(state)
-        loss = sum((t * _weights(t)).sum() for t in outputs if t.requires_grad)
+        loss = sum((t * counted(t)).sum() for t in outputs if t.requires_grad)
         named = {name: p for name, p in block.named_parameters() if p.requires_grad}
         leaves = [*own.inputs, *named.values()]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
@@ -162,12 +158,6 @@ class _Seen:
     def scale(self) -> float:
         """The largest entry of a gradient."""
         return max((float(g.abs().max()) for g in self.parameters.values() if g is not None and g.numel()), default=0.0)
-
-
-def _weights(tensor: Tensor) -> Tensor:
-    """Return what each entry of an output counts, so that all have different gradients."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
 
 
 def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
@@ -198,7 +188,7 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             for index, part in enumerate(found):
                 own = None if wanted is None else part_of(wanted, parts.cuts[name], index=index, count=count)
                 _compare(f"the gradient of {name}", part, own, scale)
-        elif not all(_difference(part, wanted, scale) <= TOLERANCE for part in found):
+        elif any(difference(part, wanted, scale) > TOLERANCE for part in found):
             total = sum(part for part in found if part is not None)
             _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
             partial.append(name)
@@ -206,21 +196,8 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
 
 
 def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
-    if not (difference := _difference(found, wanted, scale)) <= TOLERANCE:
-        raise Unproven(f"would change {what} by {difference:.2g} of its largest entry")
-
-
-def _difference(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
-    """Return the largest difference, relative to the largest entry of ``wanted``; infinite for other shapes."""
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else float("inf")
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    largest = max(float(wanted.abs().max()), scale * NEGLIGIBLE / TOLERANCE)
-    difference = float((found - wanted).abs().max())
-    return difference / largest if largest else difference
+    if (apart := difference(found, wanted, scale)) > TOLERANCE:
+        raise Unproven(f"would change {what} by {apart:.2g} of its largest entry")
 
 
 def _attributes(

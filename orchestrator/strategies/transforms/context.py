@@ -6,11 +6,9 @@ is computed of a worker's tokens if the job's loss is a mean over tokens, and ot
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -33,16 +31,17 @@ from orchestrator.model.context import (
     sample_length,
     shapes_in,
 )
-from orchestrator.model.context_proof import difference, prove
-from orchestrator.model.fake_calls import fake_calls
-from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.context_proof import prove
+from orchestrator.model.proving import TOLERANCE, difference
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.sample import seen_calls
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
@@ -51,8 +50,6 @@ ROWS, TOKENS = 2, 64
 """The samples, and the least number of tokens in each, with which a division is found and proven."""
 IGNORED = -100
 """The label that torch's losses leave out."""
-TOLERANCE = 1e-5
-"""The relative difference of two losses in float64, or of their gradients, that rounding explains by far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +99,6 @@ class ContextPlan:
         total = cast(Tensor, divisor_of(sums[1]))
         return sums[0] / total + (loss_sum - loss_sum.detach()) / total
 
-    def check_equal(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Check that all ranks of a group have found the same. Collective.
-
-        Raises:
-            RuntimeError: they have not.
-        """
-        number = int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=4).digest(), "big")
-        numbers = torch.tensor([number, -number], device=device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        if numbers.sum():
-            raise RuntimeError("strategy.context: the workers have found different divisions of the samples")
-
 
 @dataclass(frozen=True)
 class ContextParts:
@@ -136,7 +121,7 @@ class ContextParts:
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
-            self.plan.check_equal(group, device)
+            check_equal(self.plan, group, device, what="strategy.context: divisions of the samples")
         self.part.peers.group, self.part.peers.waiting = group, self.waits.waiting
 
     def job(self, job: Job) -> Job:
@@ -204,52 +189,26 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
 
     tokens = min(length, -(-TOKENS // (2 * count)) * 2 * count)
     short, shorter = (of_length(inputs, n) for n in (tokens, tokens // 2))
+
+    def pass_of(inputs: Any) -> Any:
+        return job.forward(whole.model, map_tensors(whole.fake_input, job.positioned(inputs)))
+
     try:
-        one, two = (_seen_calls(job, whole, job.positioned(given), blocks) for given in (short, shorter))
-    except NotDivisible:
-        raise
+        one, output = seen_calls(whole, blocks, lambda: pass_of(short))
+        two, shorter_output = seen_calls(whole, blocks, lambda: pass_of(shorter))
     except Exception as e:
         raise NotDivisible(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
     plan = ContextPlan(
         count=count,
-        blocks={name: axes_of(one.blocks[name], two.blocks[name]) for name in blocks},
-        outputs=axes_of(shapes_in(one.output), shapes_in(two.output)),
+        blocks={name: axes_of(*(shapes_in((c.args, c.kwargs)) for c in (one[name], two[name]))) for name in blocks},
+        outputs=axes_of(shapes_in(output), shapes_in(shorter_output)),
     )
     if all(axis is None or axis == UNSEEN for axis in plan.outputs):
         raise NotDivisible("the output of the model has no row for each token")
     by_rows = replace(plan, by_rows=True)
-    if _loss_is_mean_over_parts(job, by_rows, one.output, of_length(target, tokens), tokens):
+    if _loss_is_mean_over_parts(job, by_rows, output, of_length(target, tokens), tokens):
         plan = by_rows
     return plan, short
-
-
-@dataclass(kw_only=True)
-class _Seen:
-    """The shapes of what blocks are called with, by name, and the output of a model."""
-
-    blocks: dict[str, list[tuple[int, ...] | None]] = field(default_factory=dict)
-    output: Any = None
-
-
-def _seen_calls(job: Job, whole: FakeModel, inputs: Any, blocks: Mapping[str, nn.Module]) -> _Seen:
-    seen = _Seen()
-
-    def hook(name: str) -> Any:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.blocks.setdefault(name, shapes_in((args, kwargs)))
-
-        return see
-
-    with contextlib.ExitStack() as stack:
-        for name, block in blocks.items():
-            stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
-        stack.enter_context(fake_calls(whole))
-        stack.enter_context(drawing(0))
-        stack.enter_context(whole.mode)
-        seen.output = job.forward(whole.model, map_tensors(whole.fake_input, inputs))
-    if missing := next((name for name in blocks if name not in seen.blocks), None):
-        raise NotDivisible(f"{missing} is not called")
-    return seen
 
 
 def _loss_is_mean_over_parts(job: Job, plan: ContextPlan, output: Any, target: Any, tokens: int) -> bool:

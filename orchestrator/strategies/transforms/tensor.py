@@ -8,9 +8,7 @@ Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,22 +23,22 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
-from orchestrator.model.fake_calls import fake_calls
-from orchestrator.model.partial_init import FakeModel, build_divided
+from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.proving import built_at_random
 from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.chain import Ends, ends_of
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, divide, is_linear
-from orchestrator.model.tensor.sample import BlockCall
+from orchestrator.model.tensor.sample import BlockCall, seen_calls
 from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
-from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.boxes import Shape
 from orchestrator.planning.placement import AxisCut, Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
+from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device_clock import WaitTimer
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
@@ -146,19 +144,6 @@ class TensorPlan:
 
         return built
 
-    def check_equal(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Check that all ranks of a group have found the same. Collective.
-
-        Raises:
-            RuntimeError: they have not.
-        """
-        found = repr((self.blocks, self.vocabulary, self.ends))
-        number = int.from_bytes(hashlib.blake2b(found.encode(), digest_size=4).digest(), "big")
-        numbers = torch.tensor([number, -number], device=device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        if numbers.sum():
-            raise RuntimeError("strategy.tensor: the workers have found different divisions of the model")
-
 
 @dataclass(frozen=True)
 class TensorParts:
@@ -183,7 +168,8 @@ class TensorParts:
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
-            self.plan.check_equal(group, device)
+            plan = (self.plan.blocks, self.plan.vocabulary, self.plan.ends)
+            check_equal(plan, group, device, what="strategy.tensor: divisions of the model")
         self.peers.group, self.peers.waiting = group, self.waits.waiting
 
 
@@ -220,7 +206,7 @@ def found_plan(
     for blocks in kinds.values():
         names = tuple(named[block] for block in blocks)
         with drawing(0):
-            block = _real(outline, names[0])
+            block = _real_block(outline, names[0])
             here = None if given is None else [pair for pair in given if _is_in(pair, block)]
             proof = _proven(block, calls[names[0]], size, here, sequence=sequence)
         kind = getattr(blocks[0], "kind", type(blocks[0])).__name__
@@ -375,70 +361,24 @@ def _calls(
     with drawing(0):
         inputs, _ = example_batch(job, train_set, SAMPLES)
     short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
+
+    def run(inputs: Any) -> Ends:
+        with uses.watched():
+            return ends_of(linked, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
+
     try:
-        return _seen_calls(job, whole, short, blocks, linked, uses)
+        return seen_calls(whole, blocks, lambda: run(short))
     except Exception:
         pass  # the sizes of the model depend on those of the sample
     try:
-        return _seen_calls(job, whole, inputs, blocks, linked, uses)
+        return seen_calls(whole, blocks, lambda: run(inputs))
     except Exception as e:
         raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
 
 
-def _seen_calls(
-    job: Job,
-    whole: FakeModel,
-    inputs: Any,
-    blocks: Mapping[str, nn.Module],
-    linked: Mapping[str, nn.Module],
-    uses: DirectUses,
-) -> tuple[Mapping[str, BlockCall], Ends]:
-    seen: dict[str, BlockCall] = {}
-
-    def hook(name: str) -> Any:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.setdefault(name, BlockCall(args=args, kwargs=kwargs).fresh())
-
-        return see
-
-    with contextlib.ExitStack() as stack:
-        for name, block in blocks.items():
-            stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
-        stack.enter_context(fake_calls(whole))
-        stack.enter_context(drawing(0))
-        stack.enter_context(whole.mode)
-        stack.enter_context(uses.watched())
-        ends = ends_of(linked, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
-    if missing := blocks.keys() - seen.keys():
-        raise ValueError(f"{first_few(sorted(missing), 1)} is not called")
-    return seen, ends
-
-
-def _real(outline: Outline, name: str) -> nn.Module:
+def _real_block(outline: Outline, name: str) -> nn.Module:
     """Return a block with random weights, and the buffers that the model has."""
-    prefix = f"{name}."
-    model, _ = build_divided(
-        outline.build,
-        lambda shape: (),
-        seed=0,
-        device=torch.device("cpu"),
-        wanted=lambda tensor: tensor.startswith(prefix),
-        draws_as=0,
-    )
-    block = model.get_submodule(name)
-    fakes = {id(p): p for p in block.parameters() if isinstance(p, FakeTensor)}
-    values = {key: _random(fake) for key, fake in fakes.items()}
-    for slot in list(tensor_slots(block)):
-        if id(slot.tensor) in values:
-            slot.fill(values)
-    return block
-
-
-def _random(fake: Tensor) -> Tensor:
-    """Return random weights, none of which is zero, and all of which count."""
-    values = torch.randn(fake.shape, dtype=torch.float32)
-    values = values.div(max(fake.shape[-2:]) ** 0.5) if fake.ndim > 1 else 1 + 0.2 * values
-    return values.to(fake.dtype)
+    return built_at_random(outline.build, lambda tensor: tensor.startswith(f"{name}.")).get_submodule(name)
 
 
 def _real_call(call: BlockCall, *, masks: bool) -> BlockCall:
