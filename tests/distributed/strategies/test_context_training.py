@@ -12,9 +12,9 @@ import torch
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
+from helpers.conformance.exchanged_checkpoints import assert_checkpoints_exchanged
 from helpers.conformance.layouts import ADAMW, CONTEXT, LAYOUTS, SGD, assert_as_alone, mesh
-from helpers.conformance.reference import averages
-from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
+from helpers.conformance.training import make, model_of, snapshot, train
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows
@@ -23,7 +23,6 @@ from helpers.records.runs import in_campaign
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.metrics import Metric
-from orchestrator.state.checkpoint import path_of
 from orchestrator.strategies.trainer import Trainer
 
 JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
@@ -104,21 +103,7 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
     [("mesh-sharded-context-2x2", "single"), *in_campaign(("mesh-context-2", "fsdp-3"), ("mesh-context-2", "1F1B-2"))],
 )
 def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
-    ends: dict[str, Any] = {}
-    both = {"own": CONTEXT[layout], "other": LAYOUTS[other]}
-    for name, of in both.items():
-        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(CASE), 2, tmp_path / name, world_size=of.world_size)
-    saved = {name: path_of(tmp_path / name, 2) for name in both}
-    for of in both.values():
-        first, *_ = gang.run(restored, of.of(CASE), saved, world_size=of.world_size)
-        assert first == {name: [] for name in saved}
-    continued: dict[str, Any] = {
-        name: gang.run(piece, of.of(CASE), ends[name], 4, world_size=of.world_size)[0][1]
-        for name, of in (("own", both["other"]), ("other", both["own"]))
-    }
-    found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
-    assert found["averages"]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_checkpoints_exchanged(gang, CONTEXT[layout], LAYOUTS[other], CASE, tmp_path)
 
 
 def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int, dict[str, Metric]]:

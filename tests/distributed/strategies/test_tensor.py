@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
+from helpers.conformance.exchanged_checkpoints import assert_checkpoints_exchanged
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SEQUENCE, SGD, TENSOR, assert_as_alone, mesh
-from helpers.conformance.reference import averages
-from helpers.conformance.training import make, model_of, piece, restored, saved_piece, snapshot, train
+from helpers.conformance.training import make, model_of, saved_piece, snapshot, train
 from helpers.jobs.head_norms import Adapted, HeadNorms
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
@@ -113,21 +113,7 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
 def test_checkpoints_go_to_and_from_other_layouts(
     gang: Gang, layout: str, other: str, case: Case, tmp_path: Path
 ) -> None:
-    ends: dict[str, Any] = {}
-    both = {"own": TENSOR[layout], "other": LAYOUTS[other]}
-    for name, of in both.items():
-        ((_, ends[name]), *_) = gang.run(saved_piece, of.of(case), 2, tmp_path / name, world_size=of.world_size)
-    saved = {name: path_of(tmp_path / name, 2) for name in both}
-    for of in both.values():
-        first, *_ = gang.run(restored, of.of(case), saved, world_size=of.world_size)
-        assert first == {name: [] for name in saved}
-    continued: dict[str, Any] = {
-        name: gang.run(piece, of.of(case), ends[name], 4, world_size=of.world_size)[0][1]
-        for name, of in (("own", both["other"]), ("other", both["own"]))
-    }
-    found, wanted = ({**state.model, "averages": averages(state.optimizer)} for state in continued.values())
-    assert found["averages"]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_checkpoints_exchanged(gang, TENSOR[layout], LAYOUTS[other], case, tmp_path)
 
 
 def evaluated(rank: int, case: Case, checkpoint: Path) -> EvalPoint:
