@@ -45,7 +45,6 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.node_check import exposure_warning
-from orchestrator.policy.shortage import with_shared_cores
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -392,3 +391,20 @@ def _opened(
             events.show(Noted(message=note))
         context = RunContext(spec=spec, events=events, stop=launch.stop, lease=lease)
         yield _Opened(context=context, code=code, uploader=uploader, records=records, ending=ending)
+
+
+def with_shared_cores(config: Config, *, processes_per_core: float) -> Config:
+    """Return ``config`` with as much more time to start as there are processes of the run for each core.
+
+    The processes import the same libraries at the same time, so each takes as many times longer as share its core.
+    """
+    factor = max(1.0, processes_per_core)
+    cluster = config.cluster
+    return replace(
+        config,
+        cluster=replace(
+            cluster,
+            start_timeout_s=factor * cluster.start_timeout_s,
+            rendezvous_timeout_s=factor * cluster.rendezvous_timeout_s,
+        ),
+    )

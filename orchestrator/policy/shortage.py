@@ -1,13 +1,12 @@
-"""Why a run waits for resources: what it needs, what is free, who holds the rest. How long a start may take. Pure."""
+"""Why a run waits for resources: what it needs, what is free, and who holds the rest. Pure."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.planning.worker_capacity import UNITS, Resources, workers_on_node, workers_on_nodes
 
@@ -152,20 +151,3 @@ def _holders(name: str, holdings: Sequence[Holding], held: float, now: float) ->
 def _clock(since: float, now: float) -> str:
     form = "%H:%M" if now - since < _DAY_S else "%b %d %H:%M"
     return time.strftime(form, time.localtime(since))
-
-
-def with_shared_cores(config: Config, *, processes_per_core: float) -> Config:
-    """Return ``config`` with as much more time to start as there are processes of the run for each core.
-
-    The processes import the same libraries at the same time, so each takes as many times longer as share its core.
-    """
-    factor = max(1.0, processes_per_core)
-    cluster = config.cluster
-    return replace(
-        config,
-        cluster=replace(
-            cluster,
-            start_timeout_s=factor * cluster.start_timeout_s,
-            rendezvous_timeout_s=factor * cluster.rendezvous_timeout_s,
-        ),
-    )

@@ -17,7 +17,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.driver.code.shipped_code import module_paths, requirements
 from orchestrator.driver.code.worker_code import code_files
 from orchestrator.driver.gang.slots import start_failure
-from orchestrator.policy.shortage import with_shared_cores
+from orchestrator.driver.session import with_shared_cores
 
 
 def test_the_code_of_a_run_is_what_was_imported_from_its_directory(tmp_path: Path) -> None:
