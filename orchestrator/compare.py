@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.config.verb_options import add_run_search, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_plot import draw
@@ -26,6 +25,7 @@ from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
+from orchestrator.verb_options import add_run_search, finite, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:

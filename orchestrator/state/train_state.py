@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.manifest import Kind
 from orchestrator.state.model_state import (
     LEFT_OUT,
@@ -203,7 +203,6 @@ def restore(
     their own memory where dtypes and shapes fit, because a GPU may have no room for those of two states.
 
     Args:
-        state: the snapshot to load.
         model: the model, possibly wrapped in ``DistributedDataParallel`` or ``DataParallel``.
         optimizer: its optimizer, or several as one.
         scheduler: the learning-rate scheduler, or None.
@@ -359,7 +358,6 @@ def _mover(
     """Return what takes the tensors of an optimizer out of ``state``, or copies of them, because training changes them.
 
     Args:
-        state: the saved state.
         boxes: where those parameters are that are shards of larger tensors, by saved name.
         own: the tensors that the optimizer has now, by their saved paths. Their memory is used again.
         consume: whether the tensors are removed from ``state``.

@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.text import plain
 from orchestrator.records.sweep_dir import REPORT
-from orchestrator.tracking.tags import (
+from orchestrator.tracking.views import (
+    ALL_RUNS,
     COLOR,
     DESCRIPTION,
     MAX_LENGTH,
     MAX_NAME_LENGTH,
+    NOTE_BEGINS,
     PRUNED,
     SWEEP_ID,
+    experiment_tags,
+    note,
+    obsolete_tags,
+    page,
     picture,
     shortened,
     sweep_tags,
+    sweep_view,
 )
-from orchestrator.tracking.views import ALL_RUNS, NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -36,7 +42,6 @@ def open_sweep(
     """Create the sweep's own run and its saved view, unless they exist.
 
     Args:
-        client: the server.
         experiment_id: the experiment of the runs.
         sweep: the id and the name of the sweep.
         start_ms: milliseconds since the epoch, for a run that is created.

@@ -34,7 +34,7 @@ from orchestrator.tracking.backend import Point, TrackingBackend
 from orchestrator.tracking.pending_uploads import clear_pending
 from orchestrator.tracking.uri import redact_uri
 
-_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
+_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.json")
 _FOLDERS = ("logs", "profile")
 _PLAN = "plan.json"
 _BYTES_TO_TELL_TEXT = 8192
@@ -273,9 +273,6 @@ def masked_copies(run_dir: RunDir, redactor: Redactor, *files: Path, scratch: st
     """Yield files to upload during the block: texts as copies with secrets masked, and other files as they are.
 
     Args:
-        run_dir: the run.
-        redactor: masks the secrets.
-        files: the files.
         scratch: the name of the folder for the copies.
 
     Raises:

@@ -22,8 +22,8 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir, is_present, push_records
-from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.pending_uploads import note_pending, pending_runs
@@ -89,8 +89,6 @@ class Uploader:
         """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute.
 
         Args:
-            run_dir: the run.
-            tracking: the server.
             secrets: texts to mask in what is uploaded.
             shared: see :class:`FollowerOptions`.
         """

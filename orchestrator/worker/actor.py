@@ -31,12 +31,11 @@ from orchestrator.strategies import registry
 from orchestrator.worker import failures
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
-from orchestrator.worker.control.context import context_of
-from orchestrator.worker.control.fault_injection import inject_fault
-from orchestrator.worker.control.rendezvous import Teardown
+from orchestrator.worker.control.control import inject_fault
+from orchestrator.worker.control.rendezvous import Teardown, context_of
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process import process_memory
-from orchestrator.worker.process.stacks import all_stacks, flight_record_of
+from orchestrator.worker.process.output import all_stacks, flight_record_of
+from orchestrator.worker.process.process_memory import free_unreachable, set_allocator
 from orchestrator.worker.script_actor import ScriptWorker
 
 DISCARD_TIMEOUT_S = 1.0
@@ -101,7 +100,7 @@ class Worker(BaseWorker):
 
     def _set_up(self, environment: WorkerEnvironment) -> None:
         config = environment.config
-        process_memory.set_allocator(gathers=config.strategy.gathers)
+        set_allocator(gathers=config.strategy.gathers)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -144,7 +143,7 @@ class Worker(BaseWorker):
         if self.loop is not None:
             self.loop.discard(DISCARD_TIMEOUT_S)
             self.loop = None
-            process_memory.free_unreachable(self.device)
+            free_unreachable(self.device)
 
     def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name

@@ -38,7 +38,7 @@ from orchestrator.protocol.messages import (
     WorkerEnvironment,
     WorkerInfo,
 )
-from orchestrator.records import staging
+from orchestrator.records.output_dir import prepare_staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.errors import exits_refused, readable
@@ -47,9 +47,8 @@ from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
 from orchestrator.worker.process import network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
-from orchestrator.worker.process.output import Output
+from orchestrator.worker.process.output import Output, all_stacks, is_waiting
 from orchestrator.worker.process.shared_directory import check_shared
-from orchestrator.worker.process.stacks import all_stacks, is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -234,7 +233,7 @@ class BaseWorker(abc.ABC):
                 run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
             )
         else:
-            staging.prepare(run_dir)
+            prepare_staging(run_dir)
         if (log := run_dir.log_file(assignment.global_rank)) != self.log:
             self.output.redirect(log)
             self.log = log

@@ -26,9 +26,8 @@ from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
-from orchestrator.worker.control.context import context_of, seed_step
-from orchestrator.worker.control.control import Outbox, StepGate, Warner
-from orchestrator.worker.control.fault_injection import inject_fault
+from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject_fault
+from orchestrator.worker.control.rendezvous import context_of, seed_step
 from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.measure.flops import FlopMeter
@@ -40,7 +39,7 @@ from orchestrator.worker.measure.metrics import (
     lr_of_groups,
     profiled_steps,
 )
-from orchestrator.worker.process import process_memory
+from orchestrator.worker.process.process_memory import keep_if_plentiful
 from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
@@ -275,7 +274,7 @@ class Loop:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                     if self.config.strategy.gathers:
-                        process_memory.keep_if_plentiful(self.assignment.plan.world_size)
+                        keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:

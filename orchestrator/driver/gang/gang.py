@@ -16,9 +16,8 @@ import ray.exceptions
 
 from orchestrator.compat.ray.gcs import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.slots import Slots, kill_process, wait_for_actors
-from orchestrator.driver.gang.spares import START_ATTEMPTS, Spares
+from orchestrator.driver.gang.spares import START_ATTEMPTS, Admission, Spares
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.calls import (
     GangError,
@@ -30,7 +29,7 @@ from orchestrator.driver.process.calls import (
 from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.shortage import Request, room
+from orchestrator.policy.queue_order import Request, room
 from orchestrator.policy.worker_gpus import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 

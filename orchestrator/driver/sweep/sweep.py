@@ -27,7 +27,7 @@ from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.records.output_dir import OutputDir, fetch
 from orchestrator.records.run_dir import RunDir

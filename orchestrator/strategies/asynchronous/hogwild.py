@@ -1,4 +1,4 @@
-"""``hogwild``: all workers of a node update one model in shared memory without locks.
+"""``hogwild``: all workers of a node update one model in shared memory without locks; ``locked_sgd``: with a lock.
 
 Recht, Re, Wright and Niu, NIPS 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent".
 Each worker computes the loss of its own share of the data and applies its gradient directly to the shared parameters
@@ -11,6 +11,9 @@ none, because a worker divides by the sum that it has computed itself.
 The memory outlives a lost worker. The replacement maps it from any survivor, and the run continues from the last step
 that every worker has completed. Workers that were ahead repeat their steps. The lost worker may have applied part of
 its last update, which does no more harm than concurrent updates do.
+
+``locked_sgd`` is the baseline. A lock excludes the other workers for the whole step (``strategy.lock=step``: read,
+compute, update), so that no gradient is stale, or only for the update (``strategy.lock=update``).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -36,15 +39,14 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
-from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
-from orchestrator.strategies.asynchronous.staleness import staleness_metrics
+from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.optimizer_modes import with_modes
+from orchestrator.strategies.update.job_optimizer import with_modes
 from orchestrator.strategies.whole_model import WholeModel
 
 PROBES = 1024
@@ -304,3 +306,39 @@ def share_state(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
     for path in optimizer_tensors(optimizer):
         number, _, name = path.partition("/")
         optimizer.state[parameters[int(number)]][name] = shared[path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedSGDConfig(HogwildConfig):
+    """The keys of ``locked_sgd``."""
+
+    name: Literal["locked_sgd"]  # type: ignore[assignment]
+    lock: Literal["step", "update"] = option(
+        "step: one worker at a time reads, computes and updates; update: one at a time updates"
+    )
+
+
+@register("locked_sgd")
+class LockedRules(SharedMemoryRules[LockedSGDConfig]):
+    """Workers with a lock."""
+
+    config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
+
+    @classmethod
+    def trainer(cls, options: LockedSGDConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
+        return LockedSGD
+
+
+class LockedSGD(Hogwild):
+    """One worker."""
+
+    @property
+    def _locks_update(self) -> bool:
+        return not self._locks_step
+
+    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return self._lock() if self._locks_step else contextlib.nullcontext()
+
+    @property
+    def _locks_step(self) -> bool:
+        return LockedSGDConfig.of(self.context.options).lock == "step"

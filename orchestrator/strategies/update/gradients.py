@@ -1,4 +1,4 @@
-"""Gradients across ranks: the sum over replicas, the norm of the whole model, and clipping."""
+"""Gradients across ranks: their sum, of sparse ones by exchanging rows, the norm of the whole model, and clipping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from orchestrator.compat.process_groups import all_reduce_together
 from orchestrator.config.schema import TrainConfig
-from orchestrator.strategies.update.sparse_sum import sparse_sum
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -116,7 +115,6 @@ def clip(parameters: Iterable[nn.Parameter], train: TrainConfig, norm: Tensor | 
 
     Args:
         parameters: the parameters; those without a gradient are left out.
-        train: how to clip.
         norm: the norm of the whole gradient, for ``train.clip_norm``.
     """
     if train.clip_norm is not None:
@@ -151,3 +149,33 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _entries(gradient: Tensor) -> Tensor:
     """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def sparse_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of a sparse tensor over the ranks of ``group``, coalesced. A collective operation.
+
+    Each rank gathers the entries of all ranks and adds them in the order of the ranks, so that the result is the same
+    everywhere.
+
+    Args:
+        tensor: a sparse COO tensor of the same shape, sparse dimensions and dtype on every rank.
+        group: None for the default group.
+    """
+    own = tensor.coalesce()
+    rows = own.values().shape[0]
+    counts = _gathered(own.indices().new_full((1,), rows), [1] * dist.get_world_size(group), group).tolist()
+    indices = _gathered(own.indices().T.contiguous(), counts, group).T
+    values = _gathered(own.values(), counts, group)
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False).coalesce()
+
+
+def _gathered(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the rows of all ranks, of which rank r has ``counts[r]``.
+
+    Each rank sends as many as the largest count, because NCCL gathers messages of one size.
+    """
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

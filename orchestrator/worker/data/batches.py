@@ -205,7 +205,6 @@ def train_batches(
         share: the part of this rank.
         loading: how to load it. A stream is read in this thread in any case, and loader processes collate its samples.
         samples_consumed: the position of the first step in the sequence of samples.
-        steps: the number of steps.
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:

@@ -23,8 +23,7 @@ from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, Run
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.control.control import Outbox, Warner
-from orchestrator.worker.reports.evaluation import metrics_of
-from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
+from orchestrator.worker.reports.evaluation import ModelChangedError, call_without_effect, error_with_place, metrics_of
 from orchestrator.worker.reports.samples import SampleError, Samples
 
 

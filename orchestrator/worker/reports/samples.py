@@ -19,8 +19,7 @@ from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.reports.evaluation import rebuilt
-from orchestrator.worker.reports.job_calls import call_without_effect
+from orchestrator.worker.reports.evaluation import call_without_effect, rebuilt
 
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9_.-]{0,99}")
 _TEXT = "sample"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.protocol.messages import Assignment
-from orchestrator.records.process_identity import end_with_parent
+from orchestrator.records.lock import end_with_parent
 from orchestrator.script_api import CHECKPOINTS_VARIABLE, REPORT_VARIABLE
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize

@@ -29,10 +29,8 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
-from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
-from orchestrator.strategies.asynchronous.parameter_server.receiver import PushReceiver
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.parameter_server.wire import (
     ANSWER,
@@ -42,6 +40,7 @@ from orchestrator.strategies.asynchronous.parameter_server.wire import (
     READY,
     PendingSends,
     Push,
+    PushReceiver,
     pack_rows,
 )
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
@@ -333,3 +332,47 @@ class Server(Strategy):
             if any(len(n) for n, _ in rows):
                 sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)
         self._answered_at[worker] = self._updates
+
+
+class WorkerClocks:
+    """Counts each worker's applied steps and decides which workers may continue.
+
+    Attributes:
+        max_lead: the largest lead over the slowest worker at which a worker was let go, since the caller last set it
+            to 0.
+    """
+
+    def __init__(self, workers: Sequence[int], *, step: int, bound: int | None):
+        """Start all clocks.
+
+        Args:
+            workers: the ranks of the workers.
+            step: the last step whose gradients have been applied.
+            bound: how many steps a worker may be ahead of the slowest; None for no bound.
+        """
+        self._steps = dict.fromkeys(workers, step)
+        self._bound = bound
+        self._waiting: set[int] = set()
+        self.max_lead = 0
+
+    @property
+    def slowest(self) -> int:
+        """The last step of the slowest worker."""
+        return min(self._steps.values())
+
+    def advance(self, worker: int) -> list[int]:
+        """Count a gradient of ``worker``.
+
+        Returns:
+            The workers that may continue now, in the order of their ranks.
+        """
+        self._steps[worker] += 1
+        self._waiting.add(worker)
+        slowest, released = self.slowest, []
+        for waiting in sorted(self._waiting):
+            lead = self._steps[waiting] - slowest
+            if self._bound is None or lead <= self._bound:
+                self.max_lead = max(self.max_lead, lead)
+                released.append(waiting)
+        self._waiting.difference_update(released)
+        return released
