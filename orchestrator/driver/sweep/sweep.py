@@ -21,8 +21,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override, plain
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_plot import draw
-from orchestrator.display.comparison_table import markdown, table
+from orchestrator.display.comparison_report import draw, markdown, table
 from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
