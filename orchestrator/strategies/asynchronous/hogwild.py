@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,12 +60,11 @@ class HogwildConfig(StrategyConfig):
     name: Literal["hogwild"]
 
 
-H = TypeVar("H", bound=HogwildConfig)
-
-
-class SharedMemoryRules(Rules[H], Generic[H]):
+@register("hogwild")
+class HogwildRules(Rules[HogwildConfig]):
     """The rules of workers that update one model in the memory of a machine."""
 
+    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
@@ -74,19 +73,12 @@ class SharedMemoryRules(Rules[H], Generic[H]):
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
-    def is_synchronous(cls, options: H) -> bool:
+    def is_synchronous(cls, options: HogwildConfig) -> bool:
         return False
 
     @classmethod
-    def plan_layout(cls, options: H, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: HogwildConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
-
-
-@register("hogwild")
-class HogwildRules(SharedMemoryRules[HogwildConfig]):
-    """Workers without a lock."""
-
-    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
 
     @classmethod
     def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
@@ -141,7 +133,7 @@ class Hogwild(Trainer):
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
-        with self._exclusive():
+        with self._lock(of="step"):
             self._updates_before = int(self._updates.sum())
             yield
             self._steps[self.context.global_rank] += 1
@@ -219,7 +211,7 @@ class Hogwild(Trainer):
 
     def apply(self) -> None:
         """Update the shared parameters, and advance the schedule once per step: not again for a repeated step."""
-        with self._lock() if self._locks_update else contextlib.nullcontext():
+        with self._lock(of="update"):
             if type(self.trained.optimizer) is Adagrad:  # a class of the user's may have a step of its own
                 take_gradients(self.trained.optimizer)
             self.trained.optimizer.step()  # also without gradients, because schedules and hooks count on it
@@ -229,16 +221,14 @@ class Hogwild(Trainer):
             self.trained.schedule()
             self._scheduled = step
 
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
+    def _lock(self, *, of: Literal["step", "update"]) -> contextlib.AbstractContextManager[None]:
         assert self._memory is not None
-        return self._memory.lock()
+        return self._memory.lock() if self._locked == of else contextlib.nullcontext()
 
     @property
-    def _locks_update(self) -> bool:
-        return isinstance(self.trained.optimizer, Adam)
-
-    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def _locked(self) -> Literal["step", "update"] | None:
+        """What excludes all other workers."""
+        return "update" if isinstance(self.trained.optimizer, Adam) else None
 
 
 def _optimizer_errors(config: Config, job: Job, model: nn.Module) -> list[str]:
@@ -319,13 +309,13 @@ class LockedSGDConfig(HogwildConfig):
 
 
 @register("locked_sgd")
-class LockedRules(SharedMemoryRules[LockedSGDConfig]):
+class LockedRules(HogwildRules):
     """Workers with a lock."""
 
     config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
 
     @classmethod
-    def trainer(cls, options: LockedSGDConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
+    def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
         return LockedSGD
 
 
@@ -333,12 +323,5 @@ class LockedSGD(Hogwild):
     """One worker."""
 
     @property
-    def _locks_update(self) -> bool:
-        return not self._locks_step
-
-    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return self._lock() if self._locks_step else contextlib.nullcontext()
-
-    @property
-    def _locks_step(self) -> bool:
-        return LockedSGDConfig.of(self.context.options).lock == "step"
+    def _locked(self) -> Literal["step", "update"]:
+        return LockedSGDConfig.of(self.context.options).lock
