@@ -15,18 +15,7 @@ from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.run_workers import RunWorkers
 from orchestrator.policy.recovery import RecoveryPlan, Transition, TransitionLog
 from orchestrator.policy.run_state import GenerationEnd
-from orchestrator.protocol.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    FirstStepDone,
-    MetricsLogged,
-    RunStarted,
-    RunState,
-    StateChanged,
-    WorkerFailed,
-    WorkerFailure,
-    WorkerLost,
-)
+from orchestrator.protocol import events
 from orchestrator.protocol.messages import PendingCheckpoint
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
@@ -36,7 +25,7 @@ from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.storage.remote import StorageError
 from orchestrator.worker.base_actor import BaseWorker
 
-E = TypeVar("E", bound=WorkerFailure)
+E = TypeVar("E", bound=events.WorkerFailure)
 
 
 class RunRecorder:
@@ -51,7 +40,7 @@ class RunRecorder:
         self._context = context
         self._events = context.events
         self._workers = workers
-        self._state: RunState = "waiting"
+        self._state: events.RunState = "waiting"
         self._transitions = TransitionLog()
         self._first_step_at: float | None = None
         self._trains_since = 0.0  # by a clock that never steps
@@ -61,7 +50,7 @@ class RunRecorder:
         """Record that the run has started."""
         spec, plan = self._context.spec, self._context.spec.sizes.initial
         self._events.emit(
-            RunStarted(
+            events.RunStarted(
                 name=plan.run_name,
                 run_dir=spec.run_dir.location,
                 strategy=plan.strategy,
@@ -77,12 +66,12 @@ class RunRecorder:
         )
         self.startup_s["driver_s"] = time.time() - spec.started_at
 
-    def enter(self, state: RunState, **values: str) -> None:
+    def enter(self, state: events.RunState, **values: str) -> None:
         """Record that the run has come into ``state``; ``values``: other keys of its record."""
         if state == self._state:
             return
         self._state = state
-        self._events.emit(StateChanged(state=state))
+        self._events.emit(events.StateChanged(state=state))
         self.record(state=state, **values)
 
     def record(self, **values: Any) -> None:
@@ -90,7 +79,7 @@ class RunRecorder:
         with contextlib.suppress(OSError, ValueError):  # a full disk, for example: the run goes on
             self._context.spec.run_dir.update_record(**values)
 
-    def begin_training(self, event: FirstStepDone) -> None:
+    def begin_training(self, event: events.FirstStepDone) -> None:
         """Record the first step of a generation, which ends the start of the run or a transition."""
         if self._first_step_at is None:
             self._first_step_at = event.time
@@ -113,7 +102,7 @@ class RunRecorder:
         if (recovered := self._transitions.end(generation, at)) is not None:
             self._events.emit(recovered)
             metrics = {"recovery/seconds": recovered.seconds, "recovery/num_workers": float(recovered.num_workers)}
-            self._events.emit(MetricsLogged(step=recovered.step, metrics=metrics))
+            self._events.emit(events.MetricsLogged(step=recovered.step, metrics=metrics))
 
     def summary(self, *, step_s: float) -> dict[str, Any]:
         """Return the transitions and the times for ``run.json``; ``step_s`` is the usual time of one step."""
@@ -130,12 +119,12 @@ class RunRecorder:
         return summary
 
 
-def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir) -> WorkerLost:
+def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir) -> events.WorkerLost:
     """Return an event for the failure of ``rank``, called ``name``, from which the run recovers."""
-    return _event(WorkerLost, end, rank, name, run_dir, step=end.last_step)
+    return _event(events.WorkerLost, end, rank, name, run_dir, step=end.last_step)
 
 
-def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, last_step: int) -> WorkerFailed:
+def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, last_step: int) -> events.WorkerFailed:
     """Return an event for the failure of ``rank``, called ``name``, that ends the run.
 
     ``last_step``: the last step of the rank in its reports. Those that a dead worker has left may be of later steps
@@ -143,7 +132,7 @@ def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, 
     """
     raised = bool(end.outcomes.failure(rank).traceback)
     step = end.outcomes.by_rank[rank].step if raised else last_step
-    failed = _event(WorkerFailed, end, rank, name, run_dir, step=step)
+    failed = _event(events.WorkerFailed, end, rank, name, run_dir, step=step)
     return failed if failed.log_tail or raised else replace(failed, log_tail=log_tail(run_dir.log_file(rank)))
 
 
@@ -184,9 +173,9 @@ class SavedCheckpoints:
         self._store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
         self._failed: dict[int, str] = {}  # by step: why
 
-    def record(self, event: CheckpointSaved | CheckpointFailed) -> None:
+    def record(self, event: events.CheckpointSaved | events.CheckpointFailed) -> None:
         """Take note of a checkpoint that was saved or could not be."""
-        if isinstance(event, CheckpointSaved):
+        if isinstance(event, events.CheckpointSaved):
             self._set_newest(path_of(self._directory, event.step), event.step)
         else:
             self._failed[event.step] = event.reason
@@ -242,7 +231,7 @@ class SavedCheckpoints:
                 progressed_at = time.monotonic()
             if time.monotonic() - progressed_at > limit_s:
                 for pending in writing.values():
-                    event = CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})")
+                    event = events.CheckpointFailed(step=pending.step, reason=f"it was not written in time ({key})")
                     self._context.events.emit(event)
                     self.record(event)
                 return

@@ -29,13 +29,7 @@ from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, Run
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.control.control import Outbox, Warner
-from orchestrator.worker.reports.evaluation import (
-    ModelChangedError,
-    call_without_effect,
-    error_with_place,
-    metrics_of,
-    rebuilt,
-)
+from orchestrator.worker.reports import evaluation
 
 
 class JobReports:
@@ -115,7 +109,7 @@ class JobReports:
             return
         parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
         confirm()
-        info = Evaluation(step=point.step, metrics=metrics_of(parts))
+        info = Evaluation(step=point.step, metrics=evaluation.metrics_of(parts))
         reasons = self._tell("on_evaluation_end", info, step=point.step)
         if any(callback.may_stop for callback in on_any_rank):
             if world_size > 1:
@@ -148,15 +142,15 @@ class JobReports:
             title, call = f"{name}.{method}", getattr(callback, method)
             try:
                 with self._outbox.within("callback"):
-                    answer = call_without_effect(
+                    answer = evaluation.call_without_effect(
                         functools.partial(call, info), method=title, model=model, device=self._device
                     )
                 if method == "on_evaluation_end" and answer is not None:
                     answers[name] = _reason(answer, callback)
-            except ModelChangedError:
+            except evaluation.ModelChangedError:
                 raise
             except Exception as e:
-                text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {error_with_place(e)}"
+                text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {evaluation.error_with_place(e)}"
                 if callback.errors_end_run:
                     traceback.print_exc()
                     raise JobError(text) from e
@@ -180,10 +174,10 @@ class JobReports:
             return
         try:
             self._samples.take(model, weights, step=step)
-        except ModelChangedError:
+        except evaluation.ModelChangedError:
             raise
         except Exception as e:
-            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {error_with_place(e)}"
+            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {evaluation.error_with_place(e)}"
             self._warner.warn_of_call(text, method="job.sample", step=step)
 
 
@@ -250,11 +244,11 @@ class Samples:
         """
 
         def draw() -> Any:
-            whole = rebuilt(self._job, weights or {}) if model is None else model
+            whole = evaluation.rebuilt(self._job, weights or {}) if model is None else model
             whole.eval()
             return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
 
-        result = call_without_effect(draw, method="job.sample", model=model, device=self._device)
+        result = evaluation.call_without_effect(draw, method="job.sample", model=model, device=self._device)
         if result is None:
             return
         if isinstance(result, str):
