@@ -23,7 +23,7 @@ from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
-from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
+from orchestrator.strategies.update.gradients import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.strategies.whole_tensor_trial import check_whole_tensors
 

@@ -45,7 +45,7 @@ from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.update.gradient_hooks import check_gradient_hooks
+from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
 from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
