@@ -34,7 +34,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
-JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
+JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True, vocabulary=257)  # of which a worker has one more
 TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
 
