@@ -30,6 +30,9 @@ WORDS = (
 )
 
 
+ONE_MODEL = "job._target_=helpers.jobs.faulty_jobs.OneModel"
+
+
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(load(path_of(run_dir / "checkpoints", STEPS)).model)
 
@@ -114,6 +117,11 @@ def assert_same_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> Non
     final = weights(run_dir)
     assert final.keys() == expected.keys()
     assert [n for n in final if not torch.equal(final[n], expected[n])] == []
+
+
+def assert_close_weights(run_dir: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Those of another strategy, which rounds otherwise."""
+    torch.testing.assert_close(weights(run_dir), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.campaign
@@ -226,24 +234,19 @@ def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", *in_campaign("single", "pipeline", "fsdp_pipeline")])
-def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, strategy: str) -> None:
+def test_other_strategies_go_on_from_the_checkpoint_without_the_old_model(
+    run: Any, reference: Any, strategy: str
+) -> None:
     rank = 0 if strategy == "single" else 1
-    result = run(*WORDS, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
+    result = run(*WORDS, ONE_MODEL, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
     assert result.exit_code == 0, result.reason
     assert result.summary["restarts"] == 1
     assert result.summary["steps"] == STEPS
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["step"] in (0, 8)  # the checkpoint may not have been whole yet
     assert not recovered["in_place"]
-    assert_same_weights(result.run_dir, reference(f"strategy={strategy}")[0])
-
-
-def test_a_survivor_that_starts_from_a_checkpoint_frees_its_model_before_it_builds_another(run: Any) -> None:
-    words = ("job._target_=helpers.jobs.faulty_jobs.OneModel", "strategy.comm_hook=powersgd")
-    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1]")
-    assert result.exit_code == 0, result.reason
-    (recovered,) = events(result.run_dir, "recovered")
-    assert (recovered["in_place"], recovered["replaced"]) == (False, [1])
+    assert recovered["replaced"] == [rank]
+    assert_close_weights(result.run_dir, reference()[0])
 
 
 @pytest.mark.campaign
@@ -331,7 +334,7 @@ def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path
         f"job.folder={enrolled}",
         "job.wanted=4",
     )  # the driver is one of them
-    words = ("train.steps=4", "train.eval_every=0", "recovery.hang_min_s=40", "recovery.max_failures=0")
+    words = ("train.steps=4", "train.eval_every=0", "recovery.hang_min_s=150", "recovery.max_failures=0")
     result = run(*job, *words, "strategy.num_workers=2", "recovery.spares=1")
     assert result.exit_code == 0, result.reason
 
@@ -374,12 +377,12 @@ def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_pat
 def test_a_part_without_replicas_gets_its_state_from_its_neighbours_memory(
     run: Any, reference: Any, strategy: Any, second: Any
 ) -> None:
-    words = (*strategy, "job.depth=3", "checkpoint.every=0")
+    words = (*strategy, "checkpoint.every=0")
     base = tuple(w for w in WORDS if not w.startswith("checkpoint"))
     faults = ",".join(("kill@11:1", *second))
     result = run(*base, *words, "recovery.peer_copy_every=3", f"recovery.chaos=[{faults}]")
     assert result.exit_code == 0, result.reason
-    assert_same_weights(result.run_dir, reference(*strategy, "job.depth=3")[0])
+    assert_close_weights(result.run_dir, reference()[0])
     found = events(result.run_dir, "recovered")
     assert [e["in_place"] for e in found] == [True] * (1 + len(second))
     expected = [(6, 9), (15, 18)][: len(found)]  # the last copy may have been on its way

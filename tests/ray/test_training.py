@@ -105,16 +105,6 @@ def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callabl
     assert losses(new.run_dir) == {step: pytest.approx(whole[step], rel=1e-5) for step in range(21, 26)}
 
 
-def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:
-    done = run(
-        "strategy=ddp", "job._target_=helpers.jobs.listening_job.Listening", "train.steps=2", "train.eval_every=0"
-    )
-    assert done.status == "FINISHED"
-    for rank in (0, 1):
-        lines = (done.run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        assert {line for line in lines if line.startswith("listens on")} == {"listens on ['127.0.0.1']"}
-
-
 def stop_at(step: int, number: signal.Signals, *, below: Path) -> None:
     """Send this process a signal once the run below a directory has logged a step."""
 

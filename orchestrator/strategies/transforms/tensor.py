@@ -22,11 +22,12 @@ from orchestrator.compat.torch import FakeTensor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
+from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.proving import built_at_random
 from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.chain import Ends, ends_of
+from orchestrator.model.tensor.logits import DividedLogits, Share
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, divide, is_linear
@@ -39,6 +40,7 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.transforms.loss_proof import loss_divides
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
@@ -88,6 +90,7 @@ class TensorPlan:
         kinds: the blocks.
         vocabulary: the embeddings and output layers that are divided by rows.
         rows: the names of their parameters.
+        divided_logits: whether the loss is computed of outputs that are not gathered.
         ends: the blocks that need all tokens, where a worker has its own between the divided layers.
     """
 
@@ -95,6 +98,7 @@ class TensorPlan:
     kinds: tuple[BlockKind, ...]
     vocabulary: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    divided_logits: bool = False
     ends: Ends = field(default_factory=Ends)
 
     @property
@@ -138,7 +142,8 @@ class TensorPlan:
             for name, parts in self.blocks.items():
                 ends = {"enters": name in self.ends.enters, "leaves": name in self.ends.leaves}
                 divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers, **ends)
-            divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers)
+            share = Share(index, self.size, peers)
+            divide_rows(model, self.vocabulary, share, divided_logits=self.divided_logits)
             return model
 
         return built
@@ -167,7 +172,7 @@ class TensorParts:
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
-            plan = (self.plan.blocks, self.plan.vocabulary, self.plan.ends)
+            plan = (self.plan.blocks, self.plan.vocabulary, self.plan.divided_logits, self.plan.ends)
             check_equal(plan, group, device, what="strategy.tensor: divisions of the model")
         self.peers.group, self.peers.waiting = group, self.waits.waiting
 
@@ -221,7 +226,8 @@ def found_plan(
     in_blocks = plan.cuts.keys() - {*plan.rows}
     if tied := [names for names in names_of.values() if len(names) > 1 and in_blocks & {*names}]:
         raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
-    return plan
+    divides = any(is_linear(module) for module in tables.values()) and _loss_divides(outline, plan, train_set)
+    return replace(plan, divided_logits=divides)
 
 
 def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
@@ -307,6 +313,10 @@ def tensor_errors(
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.vocabulary:
         notes[0] += f"; and the rows of {first_few(plan.vocabulary, 2)}"
+        if plan.divided_logits:
+            notes[0] += ", whose outputs stay divided in the loss"
+        elif any(is_linear(outline.whole.model.get_submodule(name)) for name in plan.vocabulary):
+            notes[0] += ", whose outputs are gathered on each worker, because the loss reads all of them"
     if sequence:
         notes.append(f"strategy.sequence=true: each worker computes 1/{size} of the tokens between the divided layers")
     if plan.reasons:
@@ -359,7 +369,7 @@ def _calls(
     """
     with drawing(0):
         inputs, _ = example_batch(job, train_set, SAMPLES)
-    short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
+    short = _short(inputs)
 
     def run(inputs: Any) -> Ends:
         with uses.watched():
@@ -373,6 +383,52 @@ def _calls(
         return seen_calls(whole, blocks, lambda: run(inputs))
     except Exception as e:
         raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
+
+
+def _short(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, tree)
+
+
+def _loss_divides(outline: Outline, plan: TensorPlan, train_set: Any) -> bool:
+    """Return whether the loss is the same of outputs that are not gathered, which neither it nor the model reads."""
+    job, peers, count = outline.job, Peers(), plan.size
+    divided_plan = replace(plan, divided_logits=True)
+
+    def transform(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return divided_plan.divided(outline.transform(build), index=0, peers=peers)
+
+    with drawing(0):
+        inputs, target = map(_short, example_batch(job, train_set, SAMPLES))
+    whole = replace(outline, transform=transform, found={}).whole
+    try:
+        _, output = seen_calls(whole, {}, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
+    except Exception:  # the sizes of the model depend on those of the sample
+        return False
+    divided = [isinstance(leaf, DividedLogits) for leaf in leaves(output)]
+    reads = [peers.gathered_logits]
+
+    def at_divided(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+        known = iter(divided)
+        return map_leaves(lambda leaf: change(leaf) if next(known) else leaf, tree)
+
+    def loss(own: Any, labels: Any, index: int, peers: Peers) -> Tensor:
+        share = Share(index, count, peers)
+        found = job.loss(at_divided(lambda part: DividedLogits.of(part, share), own), labels)
+        reads.append(peers.gathered_logits)
+        return found
+
+    return (
+        any(divided)
+        and loss_divides(
+            job,
+            output,
+            target,
+            count=count,
+            cut=lambda tree, index: at_divided(lambda whole: whole.chunk(count, dim=-1)[index], tree),
+            loss=loss,
+        )
+        and not any(reads)
+    )
 
 
 def _real_block(outline: Outline, name: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ TOLERANCE = {"tf32": 1e-5, "bf16": 0.02, "bf16-true": 0.05, "fp16": 0.005}
 """Relative, of every loss: about the unit roundoff of the dtype, times the number of steps."""
 
 
+def in_turns(*names: str) -> list[Any]:
+    """Every second layout; the campaign has the others."""
+    return [*names[::2], *in_campaign(*names[1::2])]
+
+
 @pytest.mark.parametrize("precision", ["bf16", *in_campaign("tf32", "bf16-true", "fp16")])
 def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -> None:
     """With fp16, the conformance matrix has it too."""
@@ -50,7 +56,7 @@ class Loud(AdamDigits):
         return 4096 * super().loss(output, target)
 
 
-@pytest.mark.parametrize("name", ["single", *SYNCHRONOUS])
+@pytest.mark.parametrize("name", in_turns("single", *SYNCHRONOUS))
 def test_the_scale_falls_until_no_gradient_overflows(gang: Gang, name: str) -> None:
     """How far differs between layouts, because they divide the global batch differently."""
     case = Case(job=Loud(hidden=24, depth=3, lr=0.01), train=having(precision="fp16", grad_accumulation=2))
@@ -77,7 +83,7 @@ def scales(rank: int, case: Case) -> tuple[list[bool], list[float], dict[str, Te
     return skipped, factors, snapshot(model_of(strategy))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", in_turns(*SYNCHRONOUS))
 def test_a_bad_gradient_on_one_stage_skips_the_step_on_all_ranks(gang: Gang, name: str) -> None:
     (bad,) = SampleOrder(n=200, seed=3).indices((BAD_STEP - 1) * 16, 1)
     case = Case(job=Marked(marked=(bad,)), train=having(steps=6, global_batch_size=16, precision="fp16"))
