@@ -22,7 +22,7 @@ from orchestrator.driver.forecasts import answer
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast
 from orchestrator.records.run_dir import RunDir
-from orchestrator.strategies.this_machine import with_cpus
+from orchestrator.strategies.model_work import with_cpus
 
 WORKLOAD = Workload(
     job="jobs.gpt.GPT",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
+from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from harness.rounds import Rounds, in_turn, interleave, median, ratios
 from gpu_probes.probe import NotHereError, ProbeError
 from helpers.machines.shared_gpu import shared_gpu_ray
 from orchestrator import run
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.strategies.update.confirmation import Confirmation, DeviceEvent, no_confirmation
 from orchestrator.worker.measure.flops import peak_flops_per_s
 

@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import run_dir as run_dirs
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 

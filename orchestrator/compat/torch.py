@@ -110,7 +110,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def make_wrapper(kind: type[Tensor], like: Tensor, shape: Sequence[int]) -> Any:
     """Return a tensor of the class ``kind``, of the type of ``like`` and on its device, which has a shape alone."""
-    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
 
 
 without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass

@@ -17,12 +17,11 @@ from orchestrator.driver.layouts import Layouts, best_of_each
 from orchestrator.job import Job
 from orchestrator.prediction.cost import Stack, step_time
 from orchestrator.prediction.devices import CPU, Cluster, read_tables
-from orchestrator.prediction.forecast import Answer, Question, like
-from orchestrator.prediction.goodput import DEVICE_HOURS
+from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Question, like
 from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.this_machine import UNFUSED
+from orchestrator.strategies.model_work import UNFUSED
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
@@ -45,7 +44,6 @@ def answer(
 
     Args:
         words: the overrides of a launch.
-        cluster: the cluster.
         redactor: learns the secrets of the job.
         tokens: of the whole run; None if no whole run is asked for.
         price: of an hour of a device; None if it is unknown.

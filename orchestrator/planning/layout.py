@@ -139,7 +139,6 @@ class LayoutRules(Generic[Keys]):
 
         Args:
             options: the options at the largest size of the run.
-            num_workers: the other size.
             mesh: the mesh at the largest size.
             pipeline: the pipeline layout at the largest size; None if the model is not cut.
 

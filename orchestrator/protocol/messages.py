@@ -14,10 +14,9 @@ from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.flight import Enqueued
-from orchestrator.protocol.machine_use import MachineUse
-from orchestrator.protocol.metrics import Metric
+from orchestrator.protocol.metrics import MachineUse, Metric
 from orchestrator.storage.remote import Remote
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 ANY_RANK = -1
 """Key for all ranks, if they have equal state."""

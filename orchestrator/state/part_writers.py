@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 from orchestrator.state.checkpoint import commit, make_staging, path_of, remove_staging, staging, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence
-from orchestrator.state.manifest import manifest_text
+from orchestrator.state.manifest import Digests, manifest_text
 from orchestrator.state.merge import META_OF_PARTS, merge_meta
 from orchestrator.state.train_state import TrainState
 

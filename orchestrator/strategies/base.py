@@ -22,9 +22,9 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.strategies.measure.device import TensorSize
 from orchestrator.strategies.update.confirmation import no_confirmation
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +174,7 @@ class Strategy(abc.ABC):
         """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
 
         Args:
-            config: the whole configuration.
             outline: the job and its model.
-            plan: the plan of the run.
             errors: receives a line for each reason why the job cannot be trained.
 
         Returns:

@@ -1,17 +1,22 @@
-"""What the model of a job computes and moves for a sample, from a pass with fake tensors."""
+"""What the model of a job computes and moves for a sample, and how fast the CPUs of this machine do such work."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.prediction.work import ModelWork, Work
+from orchestrator.planning.memory import GIB
+from orchestrator.prediction.cost import ModelWork, Stack, Work
+from orchestrator.prediction.devices import CPU, Device, Link, Tables
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.measure.work_counter import WorkCounter
+from orchestrator.strategies.measure.flop_counter import WorkCounter
 from orchestrator.strategies.memory_plan import KeptByRows, fake_loss, kept_of
 
 Recomputed = Literal["none", "blocks"]
@@ -22,7 +27,7 @@ PASSES = 3
 """A backward pass moves and computes twice as much as a forward pass."""
 IN_KERNELS = 0.35
 """The share of the bytes of single operators that GPUs move, whose kernels take several at once, as for a norm: what
-:class:`~orchestrator.prediction.work.Transformer` counts of a block of Llama, relative to its operators."""
+:class:`~orchestrator.prediction.cost.Transformer` counts of a block of Llama, relative to its operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +117,51 @@ def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dty
         summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
         key_bytes=2 * counted["output_bytes"],
     )
+
+
+UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS)
+"""Of what is measured here, products reach all, and each operator moves its own bytes."""
+_SIZE, _COPIED = 1024, 2**25
+_TIMES = 5
+_COPIES = 4
+"""How often gloo copies a byte from worker to worker through the kernel; an assumption."""
+
+
+def with_cpus(tables: Tables) -> Tables:
+    """Return the tables with a core of this machine as the device ``cpu``. Takes a second.
+
+    A matrix product in float32 and a copy of memory are measured on one core, while the others do what they do.
+    """
+    cores = os.cpu_count() or 1
+    a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
+    source, target = torch.zeros(_COPIED, dtype=torch.uint8), torch.empty(_COPIED, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product_s = _shortest_s(lambda: torch.mm(a, b))
+        copy_s = _shortest_s(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gb_s = 2 * _COPIED / copy_s / 1e9
+    device = Device(
+        bf16=2 * _SIZE**3 / product_s / 1e12,
+        memory_gib=memory / GIB / cores,
+        memory_gb_s=gb_s,
+        inside=CPU,
+        between=CPU,
+        node=cores,
+        domain=None,
+        source="measured on a core of this machine, in float32",
+    )
+    link = Link(gb_s=gb_s / 2 / _COPIES, source=f"a byte is copied {_COPIES} times")
+    return replace(tables, devices={**tables.devices, CPU: device}, links={**tables.links, CPU: link})
+
+
+def _shortest_s(run: Callable[[], object]) -> float:
+    found = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)

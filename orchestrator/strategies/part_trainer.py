@@ -20,10 +20,9 @@ from torch.utils.data import Dataset
 from orchestrator.compat.generators import kept_generators
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
-from orchestrator.planning.boxes import Shape
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
-from orchestrator.planning.placement import Placement
+from orchestrator.planning.placement import Placement, Shape
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.merge import merge, without_copies, without_shared
@@ -33,10 +32,9 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
-from orchestrator.strategies.groups import MeshGroups, divided
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.peer_copies import PeerCopies
-from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.context import ContextParts
 from orchestrator.strategies.transforms.tensor import TensorParts
@@ -275,7 +273,6 @@ class PartTrainer(Trainer):
 
         Args:
             rank: a replica of this rank, or of the preceding one of the ring.
-            wanted: the step.
             step: the last one that this rank has completed.
             samples_consumed: global samples consumed up to ``step``.
         """

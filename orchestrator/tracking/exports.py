@@ -48,9 +48,7 @@ def upload_exports(
     """Export what :func:`missing_exports` has returned and upload it, unless the run has been resumed meanwhile.
 
     Args:
-        exports: what to export.
         run_dir: the run, closed on the server.
-        backend: the server.
         ending: how the run ended.
         import_paths: where the job's class is found, besides ``sys.path`` of a new process.
         secrets: texts to mask in what is uploaded.

@@ -22,8 +22,8 @@ from orchestrator.records.storable_names import storable_name
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.backend import OpenedRun, Point
-from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
+from orchestrator.tracking.views import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -298,7 +298,6 @@ def create_database(path: Path, migrate: Callable[[Path], None], *, timeout_s: f
     others wait.
 
     Args:
-        path: the database file.
         migrate: creates the tables in the file that it is given.
         timeout_s: the longest wait for another process.
 

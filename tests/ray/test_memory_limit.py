@@ -13,8 +13,6 @@ from helpers.jobs.limited_job import LimitedGPT
 from helpers.records.runs import events, losses
 from orchestrator.export import main as export
 
-pytestmark = pytest.mark.campaign  # ``tests/distributed/strategies/test_fsdp.py`` has what a worker holds
-
 STEPS = 4
 MODEL = (
     "job._target_=helpers.jobs.limited_job.LimitedGPT",
@@ -49,6 +47,7 @@ def expected() -> Any:
     return pytest.approx(plain_losses(job, batch=8, steps=STEPS), rel=1e-4)
 
 
+@pytest.mark.campaign
 def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_change(run: Callable[..., Any]) -> None:
     """Of few large tensors: without memory for one of them, there is still enough for Ray, which would crash."""
     words = [word for word in WORDS if not word.startswith(("job.layers=", "job.width="))]
@@ -59,6 +58,7 @@ def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_chang
     assert "divide the model with strategy=fsdp or strategy=pipeline" in result.reason
 
 
+@pytest.mark.campaign  # ``tests/distributed/strategies/test_fsdp.py`` has what a worker holds
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_trains_heals_resumes_and_is_exported_in_parts(
     run: Callable[..., Any], expected: Any, strategy: str

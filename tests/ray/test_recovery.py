@@ -100,7 +100,7 @@ def test_a_run_recovers_from_every_kind_of_failure(run: Any, reference: Any, kin
     assert lost["rank"] == 1
     if kind == "segv":
         assert "crashed: SIGSEGV (Segmentation fault) in string_at" in lost["reason"]
-        assert "fault_injection.py" in lost["log_tail"], "the Python stack"
+        assert "control.py" in lost["log_tail"], "the Python stack"
         assert "ffi_call" in lost["log_tail"], "the C stack"
     if kind == "stop":
         assert "is stopped (SIGSTOP" in lost["reason"]

@@ -88,7 +88,6 @@ def make_submission(
     Args:
         configs: the configuration of each run that the words start; several form a sweep.
         words: the arguments of ``orchestrator launch``.
-        working_dir: the directory that travels.
         source: the version of the code there, which becomes metadata.
         suffix: what makes the id unique, such as the time.
         origin: how commands begin where the user is, for those that the run suggests.
@@ -195,8 +194,6 @@ class JobServer:
         A lost connection is opened again, for up to ``RECONNECT_TIMEOUT_S``.
 
         Args:
-            submission_id: the job.
-            out: receives the output.
             is_new: the job has just been submitted, so its log is short and may soon be complete.
 
         Returns:

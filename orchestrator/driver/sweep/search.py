@@ -21,7 +21,7 @@ from orchestrator.config.schema import SweepConfig
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import errors_text
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep, output_of, resume_override
 from orchestrator.protocol.events import Event, MetricsLogged, RunStarted, Sink

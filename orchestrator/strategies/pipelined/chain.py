@@ -32,7 +32,7 @@ from orchestrator.strategies.measure.job_metrics import (
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 
 class Chain:

@@ -40,7 +40,7 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 from orchestrator.strategies.transforms.loss_proof import loss_divides, shortened, tensors_of_tokens

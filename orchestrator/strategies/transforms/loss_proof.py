@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,7 +90,11 @@ def _targets(target: Any) -> Iterator[Any]:
             fewer, tokens = labels.clone(), labels.shape[1]
             for row, ignored in enumerate((tokens // 3, tokens // 2)):
                 fewer[row::2, :ignored] = IGNORED
-            yield map_tensors(lambda t, labels=labels, fewer=fewer: fewer if t is labels else t, target)
+            yield map_tensors(functools.partial(_replaced, labels, fewer), target)
+
+
+def _replaced(tensor: Tensor, replacement: Tensor, other: Tensor) -> Tensor:
+    return replacement if other is tensor else other
 
 
 def _random(fake: Tensor) -> Tensor:

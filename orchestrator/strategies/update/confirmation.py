@@ -8,7 +8,7 @@ be made from garbage, and an event recorded after it would say that it is comple
 Therefore the host enqueues an update only after :class:`Confirmation`, and so an update is never made from garbage:
 
 1. Only an abort makes garbage, on any of the ranks that communicate. No rank aborts before all ranks have marked the
-   generation as ended (``driver/run/generation_end.py``).
+   generation as ended (``driver/run/run_workers.py``).
 2. The host has seen the event completed and, after that, found the generation not marked. So everything before the
    event had completed before any abort: the gradients, their all-reduce, and the norm.
 3. Nothing that other ranks take part in is enqueued between the event and the update. The update therefore completes,
@@ -89,7 +89,6 @@ def confirmation(
     """Return what a rank calls before it makes an update, or uses numbers that other ranks contribute to.
 
     Args:
-        device: where the rank computes.
         check: raises if the generation is marked as ended.
         has_peers: whether there are other ranks.
         recovers: whether the state of this rank may have to survive a failure of another.

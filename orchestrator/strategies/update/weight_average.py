@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from orchestrator.state.averages import KEY
+from orchestrator.state.checkpoint_store import KEY
 from orchestrator.state.train_state import TrainState
 
 

@@ -23,8 +23,8 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
-from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.loop import Loop
 
 EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")

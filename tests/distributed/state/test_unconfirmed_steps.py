@@ -35,8 +35,8 @@ from orchestrator.strategies.replicated import optimizer_shards
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update import whole_tensors
 from orchestrator.strategies.update.confirmation import no_confirmation
-from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.batches import SampleOrder
 
 SHORT = having(steps=6, global_batch_size=16)

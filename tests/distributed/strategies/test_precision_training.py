@@ -19,8 +19,8 @@ from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.trained import INITIAL
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.loss_scale import INITIAL
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)

@@ -18,8 +18,7 @@ from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.presets.product import MeshConfig

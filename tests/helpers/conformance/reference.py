@@ -13,7 +13,7 @@ from helpers.conformance.training import Steps, batches_in, losses, make, snapsh
 from helpers.ranks.job_trials import one_thread
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, num_rows, split_batch
-from orchestrator.state.averages import KEY
+from orchestrator.state.checkpoint_store import KEY
 from orchestrator.strategies.update.job_optimizer import scheduler_of
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.data.batches import Share

@@ -57,8 +57,6 @@ def share_meta(own: Mapping[str, Any] | None, *, mesh: Mesh, rank: int) -> dict[
 
     Args:
         own: the ``meta`` of this rank's state after the step to recover, or None if it has no such state.
-        mesh: the grid of ranks.
-        rank: this global rank.
     """
     first = torch.tensor(mesh.world_size if own is None else rank)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
