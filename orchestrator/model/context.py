@@ -126,8 +126,13 @@ class ContextPart:
 
         return map_leaves(cut, tree)
 
+    def is_whole(self, tree: Any, axes: Axes) -> bool:
+        """Return whether a tree has the rows of all ranks; see :meth:`whole`."""
+        rows = ((leaf, axis) for leaf, axis in zip(leaves(tree), axes, strict=True) if isinstance(leaf, Tensor))
+        return all(axis is None or axis == UNSEEN or leaf.shape[axis] == self.length for leaf, axis in rows)
+
     def whole(self, tree: Any, axes: Axes) -> Any:
-        """Return a tree with the rows of all ranks, which use it for the same. Collective.
+        """Return a tree with the rows of all ranks, which use it for the same. Collective, if it has not these already.
 
         Args:
             tree: has this rank's rows.
@@ -137,7 +142,7 @@ class ContextPart:
 
         def gather(leaf: Any) -> Any:
             axis = next(known)
-            if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN:
+            if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN or leaf.shape[axis] == self.length:
                 return leaf
             return self.gathered(leaf, axis, summed=False)
 

@@ -28,7 +28,7 @@ from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
+from orchestrator.strategies.transforms.tensor import check_tensor
 from orchestrator.strategies.update.gradients import found_anywhere
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
@@ -47,14 +47,10 @@ class TensorParallel(PartTrainer):
         errors += part_errors(config, outline)
         return (*notes, *check_tensor(config, outline, plan, errors))
 
-    @classmethod
-    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan.mesh.tensor)
-
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""
         context = self.context
-        self._tensor = tensor_parts(context, self.job, train_set)
+        self.find_parts(train_set)
         model, parameters = build_divided(
             self.constructor(),
             lambda shape: (),

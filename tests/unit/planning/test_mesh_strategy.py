@@ -72,11 +72,6 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             "divide the model over as many workers",
         ),
         (
-            {"context": 2, "pipeline": 2, "num_workers": 4},
-            "strategy.context=2: stages pass whole samples on; set strategy.pipeline=1, or use strategy.shard=2 in its "
-            "place",
-        ),
-        (
             {"context": 2, "shard": 2, "shard_optimizer": "true"},
             "strategy.shard_optimizer=true: with strategy.context=2, optimizers are divided together with the "
             "parameters alone; set it to false",
