@@ -40,12 +40,6 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        if (size := mesh.context * mesh.tensor) > 1 and _divides_optimizer(keys):
-            by = f"strategy.tensor={mesh.tensor}" if size == mesh.tensor else f"strategy.context={mesh.context}"
-            errors.append(
-                f"strategy.shard_optimizer=true: with {by}, optimizers are divided together with the parameters alone; "
-                "set it to false"
-            )
         if mesh.context > 1 and getattr(keys, "sequence", False):
             errors.append(
                 f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
@@ -60,7 +54,7 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def division(cls, options: Keys, mesh: Mesh) -> Division:
         if not _gathers(options, mesh):
-            return Division(optimizer=mesh.shard if _divides_optimizer(options) else 1, stages=mesh.pipeline)
+            return Division(optimizer=mesh.num_shards if _divides_optimizer(options) else 1, stages=mesh.pipeline)
         return dataclasses.replace(
             Division.of(mesh),
             gradients=mesh.num_shards if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
@@ -72,10 +66,10 @@ class Synchronous(Rules[Keys]):
         # Imported here, because only one of them is needed, and each imports another part of torch.
         gathers = _gathers(options, mesh)
         if mesh.pipeline == 1 and not gathers:
-            if mesh.tensor > 1:
-                from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+            if mesh.context * mesh.tensor > 1:
+                from orchestrator.strategies.sharded.tensor_parallel import ShardedTensorParallel, TensorParallel
 
-                return TensorParallel
+                return ShardedTensorParallel if _divides_optimizer(options) else TensorParallel
             if has_training_step(job):
                 from orchestrator.strategies.replicated.job_step import JobStep
 
@@ -114,7 +108,7 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
     elif mesh.pipeline > 1:
         reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
-    if mesh.pipeline * mesh.tensor > 1 or _gathers(options, mesh):
+    if mesh.pipeline * mesh.context * mesh.tensor > 1 or _gathers(options, mesh):
         of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
     return [

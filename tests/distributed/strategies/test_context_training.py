@@ -178,6 +178,7 @@ def test_initial_values_are_those_of_the_whole_model_in_shards(gang: Gang) -> No
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -189,9 +190,9 @@ def test_initial_values_are_those_of_the_whole_model_in_shards(gang: Gang) -> No
     ],
     ids=str,
 )
-def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_optimizer: bool) -> None:
     case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
-    assert_as_alone(gang, case, mesh(Mesh(**sizes)), want_grad_norm=True)
+    assert_as_alone(gang, case, mesh(Mesh(**sizes), shard_optimizer=shard_optimizer), want_grad_norm=True)
 
 
 @pytest.mark.campaign

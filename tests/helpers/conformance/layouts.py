@@ -208,6 +208,7 @@ TENSOR = {
     "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
     "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
+    "mesh-zero1-tensor-2x2": mesh(Mesh(shard=2, tensor=2), shard_optimizer=True),
 }
 """Those that need a model with blocks whose layers can be divided."""
 SEQUENCE = {
@@ -223,6 +224,7 @@ CONTEXT = {
     "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
     "context-in-stages-2x2": layout(replace(pipeline("1F1B", 2), context=2), 4),
     "mesh-context-in-stages-2x2": mesh(Mesh(pipeline=2, context=2)),
+    "mesh-zero1-context-2": mesh(Mesh(context=2), shard_optimizer=True),
 }
 """Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)

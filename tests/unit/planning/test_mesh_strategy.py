@@ -72,16 +72,6 @@ def test_the_sizes_make_a_mesh(sizes: dict[str, Any], mesh: Mesh) -> None:
             "divide the model over as many workers",
         ),
         (
-            {"context": 2, "shard": 2, "shard_optimizer": "true"},
-            "strategy.shard_optimizer=true: with strategy.context=2, optimizers are divided together with the "
-            "parameters alone; set it to false",
-        ),
-        (
-            {"tensor": 2, "shard": 2, "shard_optimizer": "true"},
-            "strategy.shard_optimizer=true: with strategy.tensor=2, optimizers are divided together with the "
-            "parameters alone; set it to false",
-        ),
-        (
             {"shard_optimizer": "true"},
             "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
             "workers over which the optimizer's state is divided",
