@@ -109,7 +109,11 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "other", "case"),
-    [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), (PACKED, CASE, PACKED, PACKED), strict=True)],
+    [
+        *zip(
+            TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2", "sharded-ddp-3"), (PACKED, CASE, *[PACKED] * 3), strict=True
+        )
+    ],
 )
 def test_checkpoints_go_to_and_from_other_layouts(
     gang: Gang, layout: str, other: str, case: Case, tmp_path: Path
@@ -156,10 +160,12 @@ def test_an_optimizer_gets_whole_tensors(gang: Gang, layout: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize("sizes", [{"pipeline": 2, "shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_optimizer: bool) -> None:
     case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
-    assert_as_alone(gang, case, mesh(Mesh(**sizes, tensor=2)), want_grad_norm=True)
+    of = mesh(Mesh(**sizes, tensor=2), shard_optimizer=shard_optimizer)
+    assert_as_alone(gang, case, of, want_grad_norm=True)
 
 
 @pytest.mark.campaign
