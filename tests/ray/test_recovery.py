@@ -30,9 +30,6 @@ WORDS = (
 )
 
 
-ONE_MODEL = "job._target_=helpers.jobs.faulty_jobs.OneModel"
-
-
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(load(path_of(run_dir / "checkpoints", STEPS)).model)
 
@@ -234,19 +231,25 @@ def test_an_error_repeated_at_the_same_step_ends_the_run(run: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", *in_campaign("single", "pipeline", "fsdp_pipeline")])
-def test_other_strategies_go_on_from_the_checkpoint_without_the_old_model(
-    run: Any, reference: Any, strategy: str
-) -> None:
+def test_other_strategies_go_on_from_the_checkpoint(run: Any, reference: Any, strategy: str) -> None:
     rank = 0 if strategy == "single" else 1
-    result = run(*WORDS, ONE_MODEL, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
+    result = run(*WORDS, f"strategy={strategy}", f"recovery.chaos=[kill@13:{rank}]")
     assert result.exit_code == 0, result.reason
     assert result.summary["restarts"] == 1
     assert result.summary["steps"] == STEPS
     (recovered,) = events(result.run_dir, "recovered")
     assert recovered["step"] in (0, 8)  # the checkpoint may not have been whole yet
     assert not recovered["in_place"]
-    assert recovered["replaced"] == [rank]
     assert_close_weights(result.run_dir, reference()[0])
+
+
+@pytest.mark.campaign
+def test_a_survivor_that_starts_from_a_checkpoint_frees_its_model_before_it_builds_another(run: Any) -> None:
+    words = ("job._target_=helpers.jobs.faulty_jobs.OneModel", "strategy.comm_hook=powersgd")
+    result = run(*WORDS, *words, "recovery.chaos=[kill@13:1]")
+    assert result.exit_code == 0, result.reason
+    (recovered,) = events(result.run_dir, "recovered")
+    assert (recovered["in_place"], recovered["replaced"]) == (False, [1])
 
 
 @pytest.mark.campaign
