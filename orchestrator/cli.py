@@ -25,7 +25,6 @@ class Verb:
     """A verb of the command ``orchestrator``.
 
     Attributes:
-        module: has the verb's ``main``.
         summary: its line in ``orchestrator --help``.
     """
 

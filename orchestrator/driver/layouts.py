@@ -47,7 +47,6 @@ class Layouts:
     """The layouts of a job.
 
     Attributes:
-        traced: the model.
         pruned: how many sizes and layouts the product refuses, by reason.
     """
 

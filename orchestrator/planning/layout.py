@@ -21,7 +21,6 @@ class Layout:
     """The ranks of a run and what each needs.
 
     Attributes:
-        mesh: the grid of ranks.
         devices_per_worker: the number of devices that one worker process drives.
         one_node: whether all ranks must be on one node.
         pipeline: the stages and micro-batches; None if the model is not cut.

@@ -74,7 +74,6 @@ class Plan:
         processes_per_core: counts servers and spares, too.
         memory: what a worker has.
         node: the host memory that workers of a node share.
-        faults: the faults to inject.
         notes: remarks for the user.
     """
 

@@ -66,7 +66,6 @@ class HangDetector:
     """Follows the ranks of one generation. All times are seconds of one monotonic clock.
 
     Args:
-        config: the limits.
         synchronous: whether a rank that hangs stops all others within a step.
         earlier_hangs: see :func:`limit_of`.
     """

@@ -315,8 +315,6 @@ class ModelWork:
     """A model of equal layers.
 
     Attributes:
-        layers: their number.
-        layer: one of them.
         ends: everything else: embeddings, the head and the loss.
         tokens: the tokens of a sample; 1 if samples have none.
     """

@@ -42,7 +42,6 @@ class Device:
 
     Attributes:
         bf16: the dense peak rate in TFLOP/s.
-        memory_gib: its memory.
         memory_gb_s: the bandwidth of its memory.
         inside: the link between the devices of a domain.
         between: the link between domains.
@@ -91,7 +90,6 @@ class Cluster:
         nodes: their number.
         per_node: the devices of a node.
         name: of the device.
-        device: the device.
         inside: the link in a domain.
         between: the link between domains.
     """

@@ -191,7 +191,6 @@ class Answer:
     """All layouts of a job on a cluster.
 
     Attributes:
-        question: what was asked.
         command: the overrides of a launch, without those of a layout.
         assumed: what was planned although the command line does not say it.
         fitting: the layouts that fit, the fastest first.

@@ -336,7 +336,6 @@ class Spread:
     """The errors of predictions.
 
     Attributes:
-        count: the number of runs.
         median: of the absolute relative errors.
         mean: of the same.
         ninth: what nine of ten of these do not exceed.

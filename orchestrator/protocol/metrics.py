@@ -27,7 +27,6 @@ class Column:
     """A column of ``compare``.
 
     Attributes:
-        heading: its heading.
         position: columns stand in ascending order of it.
         always: whether the column appears even if no run has a value.
         beside: the key of a second summary value, shown in parentheses.

@@ -32,8 +32,6 @@ class Context:
     """The place of a rank in the run.
 
     Attributes:
-        mesh: the grid of ranks.
-        global_rank: this rank.
         device: where model and batches are; the first device if this rank drives several.
         seed: ``seed`` of the configuration, equal on all ranks.
         train: the ``train`` section of the configuration.

@@ -40,7 +40,6 @@ class Trial:
     """An optimizer of small parameters.
 
     Attributes:
-        optimizer: the optimizer.
         parameters: by the names that they have in the model.
         alone: how they are divided if each of them is updated alone.
     """

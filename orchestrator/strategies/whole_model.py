@@ -29,7 +29,6 @@ class WholeModel:
     """The model, the loss, and the passes through both.
 
     Attributes:
-        model: the model.
         forward_model: what is called with a batch's input in training.
     """
 

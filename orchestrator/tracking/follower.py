@@ -67,7 +67,6 @@ class FollowerOptions:
         driver: the result of :func:`~orchestrator.records.lock.this_process` there.
         shared: a script logs to the same run on the server, which is therefore made at once and never replaced.
         log_model: upload the model of a run that finishes.
-        log_dataset: upload its dataset.
         import_paths: where its job and the sinks are found.
         sinks: the import paths of what else receives the run.
     """

@@ -18,7 +18,6 @@ class TrackedRun:
     """A run on a server.
 
     Attributes:
-        client: the client of MLflow.
         record: what MLflow keeps of ``run.json``; parameters are texts.
     """
 

@@ -22,7 +22,7 @@ from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
 from orchestrator.records.storable_names import storable
 from orchestrator.records.sweep_dir import SweepDir
-from orchestrator.tracking.backend import Point, TrackingBackend
+from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.pending_uploads import clear_pending
 from orchestrator.tracking.uri import redact_uri
 
@@ -87,7 +87,7 @@ class Transfer:
     """
 
     def __init__(
-        self, run_dir: RunDir, backend: TrackingBackend, *, secrets: Sequence[str] = (), replaces_run: bool = True
+        self, run_dir: RunDir, backend: MlflowBackend, *, secrets: Sequence[str] = (), replaces_run: bool = True
     ):
         self._replaces_run = replaces_run
         self._run_dir = run_dir
@@ -238,18 +238,18 @@ class Transfer:
             write_json(folder / name, data)
             yield [folder / name]
 
-    def _batches(self) -> Iterator[tuple[list[Point], int]]:
+    def _batches(self) -> Iterator[tuple[list[journal.Point], int]]:
         """Yield points of whole lines, about as many as one request takes, and the offset after them."""
         path = self._run_dir.metrics_file
         if path.exists() and path.stat().st_size < self.cursor.offset:
             self.cursor = replace(self.cursor, offset=0, points=0)
         offset = self.cursor.offset
-        points: list[Point] = []
+        points: list[journal.Point] = []
         for step, at, metrics, line_end in journal.read_points(path, offset):
             if points and len(points) + len(metrics) > self._backend.max_points_per_request:
                 yield points, offset
                 points = []
-            points += [Point(name, value, at, step) for name, value in metrics.items()]
+            points += [journal.Point(name, value, at, step) for name, value in metrics.items()]
             offset = line_end
         if offset > self.cursor.offset:
             yield points, offset

@@ -22,8 +22,7 @@ from helpers.records.tracked_runs import (
 )
 from orchestrator.protocol.events import Continued, MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
-from orchestrator.tracking.backend import OpenedRun
-from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.mlflow import MlflowBackend, OpenedRun
 from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 

@@ -56,8 +56,6 @@ class Submission:
     """A job for Ray.
 
     Attributes:
-        id: the readable submission id.
-        entrypoint: the shell command.
         working_dir: the directory that travels to the cluster; None if the job needs none.
         py_modules: the paths of modules that travel too.
         env: environment variables of the job.

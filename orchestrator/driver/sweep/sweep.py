@@ -60,7 +60,6 @@ class Sweep:
     Attributes:
         words: the overrides as typed, for the command that continues the sweep.
         runs: the overrides of each run, without ``resume``, with secrets masked; they identify the run.
-        output: where the runs are.
         redactor: masks secrets in what is printed and written.
         label: the name of the sweep; None to name the overrides in which the runs differ.
         sweep_id: identifies the sweep in the records and in MLflow.

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,19 @@ from torch import Tensor, nn
 from orchestrator.state.optimizers import AnyOptimizer
 
 
-class DeviceClock(Protocol):
-    """Marks points in the work of a device."""
+class DeviceClock:
+    """Marks points in the work of a device; this one, of a CPU."""
 
     def mark(self) -> Any:
         """Return a mark behind what has been enqueued. Does not wait."""
-        ...
+        return time.perf_counter()
 
     def ms_between(self, start: Any, end: Any) -> float:
         """Return the milliseconds from one mark to another. Waits until the device has reached both."""
-        ...
+        return float(end - start) * 1e3
 
 
-class _CpuClock:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def ms_between(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
-
-
-class _CudaClock:
+class _CudaClock(DeviceClock):
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -55,7 +47,7 @@ class _CudaClock:
 
 def clock_of(device: torch.device) -> DeviceClock:
     """Return the clock of ``device``, for the thread and the stream that compute on it."""
-    return _CudaClock() if device.type == "cuda" else _CpuClock()
+    return _CudaClock() if device.type == "cuda" else DeviceClock()
 
 
 class WaitTimer:

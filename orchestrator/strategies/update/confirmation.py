@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -40,14 +39,6 @@ POLL_S = 5e-5
 SPIN_S = 2e-4
 """A pause lasts up to 100 us longer than it should, and the GPU has nothing to do meanwhile. So the host makes none in
 a short wait; a long one, for a slow rank, must not take a CPU."""
-
-
-class DeviceEvent(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached this point."""
-        ...
 
 
 def no_confirmation() -> None:
@@ -65,7 +56,7 @@ class Confirmation:
     """
 
     def __init__(
-        self, check: Callable[[], None], *, waits: bool, record: Callable[[], DeviceEvent], spin_s: float = SPIN_S
+        self, check: Callable[[], None], *, waits: bool, record: Callable[[], torch.cuda.Event], spin_s: float = SPIN_S
     ):
         self._check = check
         self._waits = waits

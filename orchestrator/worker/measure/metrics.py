@@ -236,7 +236,6 @@ class CompileMeter:
     """Measures how long torch compiles the model. Meanwhile the rank is in the phase ``compile``, which may take long.
 
     Attributes:
-        seconds: the time so far.
         recompiles: how often code was compiled again, for other inputs or in another mode.
     """
 

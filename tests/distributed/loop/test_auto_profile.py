@@ -25,7 +25,8 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
 
     from orchestrator.planning.mesh import Mesh
     from orchestrator.strategies.base import Context
-    from orchestrator.strategies.tuned import passes, stopwatch
+    from orchestrator.strategies.measure import device
+    from orchestrator.strategies.tuned import passes
     from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto, AutoConfig
 
     options = AutoConfig(
@@ -51,7 +52,7 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
     )
     auto.setup(job.dataset("train"))
     auto.attach()
-    with patch.object(stopwatch, "MEASURED_S", 0.03), patch.object(passes, "TOGETHER_S", 0.05):
+    with patch.object(device, "MEASURED_S", 0.03), patch.object(passes, "TOGETHER_S", 0.05):
         for _ in range(3):
             auto.train_step([], want_grad_norm=False, want_metrics=False)
     state = auto.capture(step=3, samples_consumed=3 * batch, into=None)

@@ -17,7 +17,6 @@ class ServerConnection:
     """Pushes gradients to one server and receives its parameters as the answer.
 
     Attributes:
-        rank: the server's global rank.
         sends: the messages being sent to the server.
         received_bytes: the size of the answers received since the last :meth:`reset_counters`.
     """

@@ -25,8 +25,6 @@ class Groups:
     """Groups beside the default one.
 
     Attributes:
-        workers: all workers.
-        servers: all servers.
         long_timeout: all ranks, for messages between ranks that may be many steps apart.
         pushes: all ranks, for pushes received in the background. These use connections of their own, so that a server
             that leaves closes the others at once.

@@ -30,7 +30,6 @@ class ServerShards:
     Attributes:
         shards: which shards of the parameters the server has.
         memory: the dense tensors as bytes, of shape (n,), in the layout of an answer.
-        optimizer: updates the tensors.
         scheduler: the learning-rate schedule, or None.
     """
 
