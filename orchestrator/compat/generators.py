@@ -12,6 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+PHILOX_STEP = 4
+"""CUDA's generators go on by multiples of it."""
+
 
 def seed_generators(seed: int) -> None:
     """Seed all of them with a number below 2**63; CUDA's generators only if CUDA is initialized."""
@@ -53,6 +56,31 @@ def drawing(seed: int) -> Iterator[None]:
 def derived_seed(seed: int, first: int, second: int = 0) -> int:
     """Return a seed below 2**63 that belongs to ``seed`` and to two numbers."""
     return (seed * 0x9E3779B97F4A7C15 + first * 0xBF58476D1CE4E5B9 + second * 0x94D049BB133111EB) & ((1 << 63) - 1)
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device, index: int) -> Iterator[None]:
+    """Draw other numbers on ``device`` than ranks with another ``index``. torch's generators of all go on alike.
+
+    The numbers follow from the state of the generator, so that they are drawn again where that is restored.
+    """
+    if device.type == "cpu":
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(derived_seed(seed, index))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    seed, offset = generator.initial_seed(), generator.get_offset()  # on the host, which does not wait for the device
+    generator.manual_seed(derived_seed(seed, offset, index + 1))
+    try:
+        yield
+    finally:
+        generator.manual_seed(seed)
+        generator.set_offset(offset + PHILOX_STEP)
 
 
 @contextlib.contextmanager

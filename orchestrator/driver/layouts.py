@@ -137,7 +137,7 @@ class Layouts:
             for shard in self._free("strategy.shard", _powers(rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
-                divides = self._size(shard, "shard") > 1 and self._size(cut, "tensor") == 1
+                divides = self._size(shard, "shard") * self._size(cut, "context") > 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 

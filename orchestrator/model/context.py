@@ -9,6 +9,7 @@ all have as much to do if a token attends to those before it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from orchestrator.compat.attention import causal_to_the_end
+from orchestrator.compat.generators import own_stream
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
 from orchestrator.model.repeated_blocks import Block
@@ -105,6 +107,11 @@ class ContextPart:
                 f"pad them to {least}"
             )
 
+    @property
+    def own(self) -> int:
+        """The number of tokens of this rank in the present pass."""
+        return self.length // self.count
+
     def rows(self, tree: Any, axes: Axes | None = None) -> Any:
         """Return a tree with this rank's rows in place of whole tensors.
 
@@ -126,8 +133,13 @@ class ContextPart:
 
         return map_leaves(cut, tree)
 
+    def is_whole(self, tree: Any, axes: Axes) -> bool:
+        """Return whether a tree has the rows of all ranks; see :meth:`whole`."""
+        rows = ((leaf, axis) for leaf, axis in zip(leaves(tree), axes, strict=True) if isinstance(leaf, Tensor))
+        return all(axis is None or axis == UNSEEN or leaf.shape[axis] == self.length for leaf, axis in rows)
+
     def whole(self, tree: Any, axes: Axes) -> Any:
-        """Return a tree with the rows of all ranks, which use it for the same. Collective.
+        """Return a tree with the rows of all ranks, which use it for the same. Collective, if it has not these already.
 
         Args:
             tree: has this rank's rows.
@@ -137,7 +149,7 @@ class ContextPart:
 
         def gather(leaf: Any) -> Any:
             axis = next(known)
-            if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN:
+            if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN or leaf.shape[axis] == self.length:
                 return leaf
             return self.gathered(leaf, axis, summed=False)
 
@@ -164,7 +176,7 @@ class ContextPart:
             NotDivisible: the mask is not that of whole samples.
         """
         attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-        own = self.length // self.count
+        own = self.own
         if key.shape[-2] != own or query.shape[-2] != own:  # not between tokens
             return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None and (
@@ -172,9 +184,26 @@ class ContextPart:
         ):
             raise NotDivisible("makes a mask of the tokens that it is called with; make it before the blocks")
         key, value = self.gathered(key, key.ndim - 2), self.gathered(value, value.ndim - 2)
-        if not is_causal:
-            return attend(query, key, value, attn_mask, dropout_p, **options)
-        outputs, size = [], own // 2
+        with self.drawing(query, dropout_p):
+            if not is_causal:
+                return attend(query, key, value, attn_mask, dropout_p, **options)
+            return self._causal_attention(query, key, value, dropout_p, **options)
+
+    def dropout(self, rows: Tensor, **options: Any) -> Tensor:
+        """Return what ``dropout`` returns; this rank draws its own numbers for its rows."""
+        has_rows = self.own in rows.shape[1:-1]
+        with self.drawing(rows, options["p"] if has_rows and options["training"] else 0.0):
+            return F.dropout(rows, **options)
+
+    def drawing(self, rows: Tensor, probability: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank draws its own numbers, if it draws any."""
+        if not probability or isinstance(rows, FakeTensor):
+            return contextlib.nullcontext()
+        return own_stream(rows.device, self.index)
+
+    def _causal_attention(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Tensor:
+        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        outputs, size = [], self.own // 2
         for piece, rows in zip((self.index, 2 * self.count - 1 - self.index), query.chunk(2, -2), strict=True):
             seen = (piece + 1) * size
             before = key[..., :seen, :], value[..., :seen, :]
@@ -204,8 +233,8 @@ class _Gathered(torch.autograd.Function):
         return context.peers.scatter(parts, index, count, axis=0)[0], None, None, None
 
 
-class _Attention(TorchFunctionMode):
-    """Lets attention see all tokens."""
+class _OfRows(TorchFunctionMode):
+    """Lets attention see all tokens, and dropout draw other numbers for the tokens of other ranks."""
 
     def __init__(self, part: ContextPart):
         super().__init__()
@@ -214,6 +243,8 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             func = self._part.attention
+        elif func is F.dropout:
+            func = self._part.dropout
         return func(*args, **(kwargs or {}))
 
 
@@ -243,7 +274,7 @@ def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
     def of_rows(block: Any, *args: Any, **kwargs: Any) -> Any:
         part, axes = vars(block)[_TOKENS]
         own_args, own_kwargs = part.rows((args, kwargs), axes)
-        with _Attention(part):
+        with _OfRows(part):
             return forward(block, *own_args, **own_kwargs)
 
     def derived(base: type[nn.Module], **members: Any) -> type[nn.Module]:

@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from orchestrator.planning.mesh import Mesh
 
@@ -45,6 +46,13 @@ class Division:
         """Return that of strategies that divide all alike: over the shards and the stages of ``mesh``."""
         shards = mesh.num_shards
         return cls(parameters=shards, gradients=shards, optimizer=shards, stages=mesh.pipeline)
+
+    @property
+    def divided(self) -> Literal["each tensor", "the optimizer's state"] | None:
+        """What workers have shards of; None if of nothing."""
+        if self.parameters > 1:
+            return "each tensor"
+        return "the optimizer's state" if self.optimizer > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)

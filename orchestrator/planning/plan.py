@@ -70,7 +70,7 @@ class Plan:
         steps: the steps of the run; 0 if they are unknown.
         workers: an entry for each rank, in order.
         split: the layers at which the stages after the first begin; None to balance them by measured time.
-        divides_parameters: whether shards are of the parameters too, and not of the optimizer's state alone.
+        divided: what workers have shards of, for users; None if they have all of it whole.
         processes_per_core: counts servers and spares, too.
         memory: what a worker has.
         node: the host memory that workers of a node share.
@@ -96,7 +96,7 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     pipeline: PipelineLayout | None = None
     split: tuple[str, ...] | None = None
-    divides_parameters: bool = True
+    divided: Literal["each tensor", "the optimizer's state"] | None = None
     processes_per_core: float = 1.0
     memory: MemoryLimit = UNKNOWN
     node: NodeShare = field(default_factory=NodeShare)
@@ -111,9 +111,8 @@ class Plan:
     def describe(self) -> str:
         """Return how the model and the batch are divided, for users."""
         text = f"data parallel {self.mesh.data_parallel_size}"
-        if self.mesh.num_shards > 1:
-            divided = "each tensor" if self.divides_parameters else "the optimizer's state"
-            text += f", {divided} divided over {self.mesh.num_shards}"
+        if self.divided is not None:
+            text += f", {self.divided} divided over {self.mesh.num_shards}"
         sizes = {"pipeline": self.mesh.pipeline, "context": self.mesh.context, "tensor": self.mesh.tensor}
         return text + "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
 
@@ -203,7 +202,7 @@ def make_plan(
         workers=_worker_plans(layout, samples),
         pipeline=layout.pipeline,
         split=layout.split,
-        divides_parameters=division is None or division.parameters == layout.mesh.num_shards,
+        divided=None if division is None else division.divided,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=_memory(config, nodes, device),
         node=_tightest_node(nodes, found.room, num_processes),

@@ -135,7 +135,8 @@ def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], divi
     A part that is written into a checkpoint has one snapshot, and a second if the next one is due meanwhile.
     """
     mesh, workers, steps = plan.mesh, plan.node.workers, config.train.steps
-    memory, part = worker_memory(sizes, division), worker_memory(sizes, Division.of(mesh))
+    memory = worker_memory(sizes, division)
+    part = worker_memory(sizes, replace(division, parameters=division.optimizer))  # what is saved
     part_bytes = part.parameters + part.optimizer
     every, saved_every = config.recovery.peer_copy_every, config.checkpoint.every
     parts = mesh.num_shards * mesh.pipeline * mesh.tensor

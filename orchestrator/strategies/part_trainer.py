@@ -7,6 +7,7 @@ memory. All ranks then continue from the last step of which all parts are left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,26 +19,29 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement, Shape
+from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import constructor_of
+from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.transforms.context import ContextParts
-from orchestrator.strategies.transforms.tensor import TensorParts
+from orchestrator.strategies.transforms.context import ContextParts, context_outline, context_parts
+from orchestrator.strategies.transforms.tensor import TensorParts, tensor_outline, tensor_parts
 from orchestrator.strategies.whole_model import WholeModel
 
 COMPARED_BYTES = 2**30
@@ -53,7 +57,11 @@ ALL_REDUCE_MS, CONTEXT_MS, TENSOR_MS = map(wait_metric, ("all_reduce", "context"
 
 
 class PartTrainer(Trainer):
-    """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model."""
+    """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model.
+
+    Attributes:
+        job_of_part: the job, for passes through a model of :meth:`constructor`.
+    """
 
     _sharing: Sharing = NOTHING_SHARED
     _tensor: TensorParts | None = None  # from setup() on, if layers are divided
@@ -63,7 +71,21 @@ class PartTrainer(Trainer):
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
+        self.job_of_part = job
         self._copies = PeerCopies() if context.peer_copy_every and len(self._ring) > 1 else None
+
+    @classmethod
+    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
+        of_layers = tensor_outline(outline, plan.mesh.tensor)
+        return context_outline(of_layers, plan.mesh.context, outline.found)
+
+    def find_parts(self, train_set: Dataset[Any]) -> None:
+        """Find how layers and samples are divided, if they are."""
+        self._tensor = tensor_parts(self.context, self.job, train_set)
+        self._tokens = context_parts(self.context, self.job, train_set)
+        if self._tokens is not None:
+            self.job_of_part = self._tokens.job(self.job)
+            self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, self.job_of_part))
 
     def attach(self) -> None:
         """Undo an interrupted step, and connect the ring of neighbours that have copies of each other's parts."""

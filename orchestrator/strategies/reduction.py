@@ -99,18 +99,23 @@ def weighted(loss: Tensor, weight: Weight) -> Tensor:
     return loss * weight if weight else torch.zeros_like(loss)
 
 
-def without_gradient(output: Any, weight: Weight) -> None:
+def without_gradient(output: Any, weight: Weight, *, inside: bool = True) -> None:
     """Let the gradients of a loss of ``output`` be 0 if the part of the batch has a ``weight`` of 0.
 
     The mean over nothing is NaN, and so is its gradient, also 0 times. It must not reach the parameters: the gradients
     of other parts are added there, and other ranks wait for those of this one. A weight on a GPU is not read, which
     would wait for it, unless the model has computed the loss itself, so that the NaN is inside the model.
+
+    ``inside``: whether gradients inside of the model are to be 0 too; others pass through it if ranks compute together.
     """
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     counts = weight > 0
     if isinstance(counts, Tensor) and counts.device.type != "cpu" and any(tensor.ndim for tensor in tensors):
         for tensor in tensors:
             tensor.register_hook(functools.partial(_without, counts.logical_not()))
+    elif not counts and not inside:
+        for tensor in tensors:
+            tensor.register_hook(torch.zeros_like)
     elif tensors and not counts:
         for node in _nodes(tensors):
             node.register_prehook(_zeros)

@@ -266,8 +266,8 @@ def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):
     text = "given-secret and from-environment, password=x\n"
     run_dir.log_file(0).write_text(text)
     picture = b"\x89PNG\0 given-secret"
-    run_dir.samples.mkdir()
-    (run_dir.samples / "picture.png").write_bytes(picture)
+    run_dir.profile.mkdir()
+    (run_dir.profile / "picture.png").write_bytes(picture)
     transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5), secrets=["given-secret"])
     transfer.push(final_ending(run_dir))
     (log_file,) = tmp_path.glob("mlartifacts/**/rank-0.log")

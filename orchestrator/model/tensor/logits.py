@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from orchestrator.compat.torch import make_wrapper, mutates, pytree, version_of, without_torch_functions
 from orchestrator.model.tensor.peers import Peers
@@ -23,11 +24,40 @@ CHUNK_ELEMENTS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The part number ``index`` of ``count`` of the words; ``peers`` have the others."""
+    """The words that a rank has.
+
+    Attributes:
+        index: the number of the rank.
+        count: the number of ranks, the last of which may have fewer.
+        peers: the ranks that have the others.
+        words: how many there are in all.
+    """
 
     index: int
     count: int
     peers: Peers
+    words: int
+
+    @property
+    def first(self) -> int:
+        """The first word of the part."""
+        return self.index * self.most
+
+    def place(self, words: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the place of each word among the ``size`` of this part, and which of them are in it."""
+        own = words - self.first
+        return own.clamp(0, size - 1), (own >= 0) & (own < size)
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """Return the parts of all ranks along the last axis. Collective."""
+        if lacking := self.most - part.shape[-1]:
+            part = F.pad(part, (0, lacking))
+        return self.peers.gather(part, self.count, axis=-1)[..., : self.words]
+
+    @property
+    def most(self) -> int:
+        """The number of words of the largest part."""
+        return -(-self.words // self.count)
 
 
 class DividedLogits(Tensor):
@@ -77,9 +107,8 @@ class DividedLogits(Tensor):
 
     def _gathered(self) -> Tensor:
         if self._whole is None:
-            peers = self.share.peers
-            peers.gathered_logits = True
-            self._whole = peers.gather(self.part.detach(), self.share.count, axis=-1)
+            self.share.peers.gathered_logits = True
+            self._whole = self.share.gathered(self.part.detach())
         return self._whole
 
 
@@ -97,8 +126,8 @@ class _Whole(torch.autograd.Function):
         ctx.share, ctx.size = share, part.shape[-1]
         share.peers.cross(inside=False)
         if not when_needed:
-            return share.peers.gather(part, share.count, axis=-1)
-        logits: Tensor = make_wrapper(DividedLogits, part, (*part.shape[:-1], ctx.size * share.count))
+            return share.gathered(part)
+        logits: Tensor = make_wrapper(DividedLogits, part, (*part.shape[:-1], share.words))
         assert isinstance(logits, DividedLogits)
         logits.part, logits.share = part, share
         return logits
@@ -106,7 +135,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.share.peers.cross(inside=True)
-        return gradient.narrow(-1, ctx.share.index * ctx.size, ctx.size).contiguous(), None, None
+        return gradient.narrow(-1, ctx.share.first, ctx.size).contiguous(), None, None
 
 
 def _elementwise(logits: DividedLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +192,7 @@ def _log_softmax(
 def _picked(logits: DividedLogits, func: Callable[..., Any], dim: int, index: Tensor) -> Any:
     if dim not in (-1, logits.ndim - 1):
         return NotImplemented
-    own, here = own_words(index, logits.part.shape[-1], logits.share)
+    own, here = logits.share.place(index, logits.part.shape[-1])
     picked = leave(logits.part.gather(-1, own).masked_fill(~here, 0), logits.share.peers)
     return picked.masked_fill(logits.share.peers.sum(here.to(picked.dtype)) == 0, float("nan"))
 
@@ -228,12 +257,6 @@ _RULES: dict[str, Callable[..., Any]] = {
 """What is computed of parts, by the name of the function; NotImplemented if it has to be computed of the whole."""
 
 
-def own_words(words: Tensor, size: int, share: Share) -> tuple[Tensor, Tensor]:
-    """Return the place of each word among the ``size`` of this rank, and which of them this rank has."""
-    own = words - share.index * size
-    return own.clamp(0, size - 1), (own >= 0) & (own < size)
-
-
 def _of_rows(logits: DividedLogits, labels: Tensor | None, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each row, or, without ``labels``, the logarithm of its sum of exponentials.
 
@@ -255,14 +278,14 @@ class _RowLosses(torch.autograd.Function):
         exact = torch.promote_types(part.dtype, torch.float32)
         losses = part.new_empty(rows, dtype=exact)
         slopes = torch.empty_like(part) if ctx.needs_input_grad[0] else None
-        step = max(1, CHUNK_ELEMENTS // size)
+        step = max(1, CHUNK_ELEMENTS // share.most)  # the same on all ranks
         for chunk in (slice(start, start + step) for start in range(0, rows, step)):
             own = part[chunk].to(exact)
             top = own.amax(-1).clamp(min=torch.finfo(exact).min)  # so that words may be ruled out
             slope = (own - top[:, None]).exp_()
             known = [top, slope.sum(-1)]
             if labels is not None:
-                place, here = own_words(labels[chunk], size, share)
+                place, here = share.place(labels[chunk], size)
                 known += [own.gather(1, place[:, None])[:, 0].where(here, 0), here.to(exact)]
                 known += [own.sum(-1)] if smoothing else []
             tops, sums, *of_labels = share.peers.gather(torch.stack(known)[None], share.count, axis=0).unbind(1)
@@ -274,9 +297,9 @@ class _RowLosses(torch.autograd.Function):
                 wanted, found, *summed = (values.sum(0) for values in of_labels)
                 wanted = (1 - smoothing) * wanted
                 for values in summed:
-                    wanted += smoothing / (size * share.count) * values
+                    wanted += smoothing / share.words * values
                 losses[chunk] -= wanted.masked_fill(found == 0, float("nan"))
-                slope -= smoothing / (size * share.count)
+                slope -= smoothing / share.words
                 slope.scatter_add_(1, place[:, None], (smoothing - 1) * here.to(exact)[:, None])
             if slopes is not None:
                 slopes[chunk] = slope

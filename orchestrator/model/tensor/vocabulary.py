@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.tensor.logits import DividedLogits, Share, gathered, own_words
+from orchestrator.model.tensor.logits import DividedLogits, Share, gathered
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import enter, leave, part_of
 from orchestrator.planning.placement import AxisCut
 
@@ -42,10 +43,14 @@ def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) ->
         for module in model.modules()
         if module not in inside
         and (_is_embedding(module) or (type(module) is nn.Linear and module.out_features in rows))
-        and len(module.get_parameter("weight")) % count == 0
+        and _all_have_rows(len(module.get_parameter("weight")), count)
     }
     fitting = {m for m in candidates if all({*owners[p]} <= candidates for p in m.parameters(recurse=False))}
     return {name: module for name, module in model.named_modules() if module in fitting}
+
+
+def _all_have_rows(rows: int, count: int) -> bool:
+    return -(-rows // count) * (count - 1) < rows
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -137,21 +142,25 @@ class Reads(TorchDispatchMode):
 
 
 @torch.no_grad()
-def divide_rows(model: nn.Module, names: Sequence[str], share: Share, *, divided_logits: bool) -> None:
-    """Leave the rows of one share in modules of :func:`vocabularies`.
+def divide_rows(
+    model: nn.Module, names: Sequence[str], *, index: int, count: int, peers: Peers, divided_logits: bool
+) -> None:
+    """Leave the rows of the part number ``index`` of ``count`` in modules of :func:`vocabularies`.
 
     Args:
         model: the model.
         names: the modules.
-        share: what remains.
+        index, count: which part that is.
+        peers: the ranks that have the others.
         divided_logits: whether outputs are gathered, with gradients, only when something reads all of them.
     """
     parts: dict[Tensor, nn.Parameter] = {}
     for name in names:
         module = model.get_submodule(name)
+        share = Share(index, count, peers, words=len(module.get_parameter("weight")))
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in parts:
-                parts[whole] = part_of(whole, ROWS, index=share.index, count=share.count)
+                parts[whole] = part_of(whole, ROWS, index=index, count=count)
             setattr(module, attribute, parts[whole])
         kind: type[_Rows] = _Embedding if isinstance(module, nn.Embedding) else _Output
         module.__class__ = type(type(module).__name__, (kind, type(module)), {"__module__": type(module).__module__})
@@ -179,8 +188,8 @@ class _Embedding(_Rows):
         if func is not F.embedding:
             return func(*args, **kwargs)
         words, size = args[0], len(self.weight)
-        own, here = own_words(words, size, self.share)
-        padding = None if self.padding_idx is None else self.padding_idx - self.share.index * size
+        own, here = self.share.place(words, size)
+        padding = None if self.padding_idx is None else self.padding_idx - self.share.first
         if padding is not None and not 0 <= padding < size:
             padding = None
         return leave(F.embedding(own, self.weight, padding) * here[..., None], self.share.peers)

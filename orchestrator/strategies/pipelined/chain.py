@@ -32,6 +32,7 @@ from orchestrator.strategies.measure.job_metrics import (
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
+from orchestrator.strategies.transforms.context import ContextParts
 from orchestrator.timeline import Span
 
 
@@ -50,6 +51,7 @@ class Chain:
         layout: PipelineLayout,
         *,
         job: Job,
+        tokens: ContextParts | None,
         rows: int,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -62,7 +64,8 @@ class Chain:
         Args:
             stages: this rank's stages, in ascending order.
             layout: the schedule, the number of micro-batches and which rank has which stage.
-            job: defines loss, weight and metrics.
+            job: defines loss, weight and metrics of what the stages compute.
+            tokens: those that they compute of each sample; None for all.
             rows: samples in a micro-batch.
             device: the device of the stages.
             group: the ranks of this pipeline.
@@ -75,6 +78,7 @@ class Chain:
         self._stages = stages
         self._layout = layout
         self._job = job
+        self._tokens = tokens
         self._rows = rows
         self._device = device
         self._group: dist.ProcessGroup | None = group
@@ -126,7 +130,7 @@ class Chain:
         for number, batch in enumerate(slices):
             self.clock.first_microbatch = number * m
             if self.feeds:
-                self._inputs.microbatches = self.microbatches(batch[0])
+                self._inputs.microbatches = self._inputs_of(batch[0])
             if self.has_loss:
                 self._targets, self._weights = self.microbatches(batch[1]), weights[number * m : (number + 1) * m]
             self._run_schedule()
@@ -141,7 +145,7 @@ class Chain:
         with evaluation_mode(*modules), torch.no_grad(), self._precision.autocast():
             outputs = forward_only(
                 self._stages,
-                self.microbatches(inputs) if self.feeds else [],
+                self._inputs_of(inputs) if self.feeds else [],
                 layout=self._layout,
                 group=self._group,
                 device=device,
@@ -153,7 +157,8 @@ class Chain:
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
                     continue
-                output = first_rows(self._precision.outputs(output), rows)
+                output = self._precision.outputs(output if self._tokens is None else self._tokens.whole(output))
+                output = first_rows(output, rows)
                 wanted = first_rows(targets[number], rows)
                 weight = self._job.weight(wanted)
                 weight = rows if weight is None else weight
@@ -174,6 +179,11 @@ class Chain:
             rows_between(value, number * self._rows, (number + 1) * self._rows)
             for number in range(self._layout.num_microbatches)
         ]
+
+    def _inputs_of(self, value: Any) -> list[Any]:
+        """Return what the first stage is called with for each micro-batch of a slice."""
+        parts = self.microbatches(value)
+        return parts if self._tokens is None else [self._tokens.begin(self._job, part) for part in parts]
 
     def spans(self) -> tuple[Span, ...]:
         """Return what the stages did in the last :meth:`train`."""

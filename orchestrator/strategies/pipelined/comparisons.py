@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from orchestrator.job import Job
 from orchestrator.model.precision import Precision
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.batch_parts import (
@@ -19,12 +20,13 @@ from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 
 
 def compare_with_whole(
-    builder: StageBuilder, train_set: Any, *, context: Context, precision: Precision, rows: int
+    builder: StageBuilder, job: Job, train_set: Any, *, context: Context, precision: Precision, rows: int
 ) -> tuple[str, ...]:
     """Return what the user should know of the stages and of the micro-batches.
 
     Args:
         builder: the outline of the model.
+        job: calls the whole model, and has its loss.
         train_set: provides samples.
         context: the place of this rank.
         precision: what the forward passes are computed in.
@@ -33,7 +35,7 @@ def compare_with_whole(
     Raises:
         ValueError: the stages train otherwise than the whole model.
     """
-    division, job = _division(context, rows), builder.job
+    division = _division(context, rows)
     examined: list[str | None] = []
 
     def examine(whole: nn.Module) -> None:

@@ -78,7 +78,7 @@ class FSDPPipeline(Pipeline):
         whole, options = build_fake(builder.constructor, CPU), ShardedConfig.of(self.context.options)
         optimizer = optimizer_of_part(self.job, whole.model, own.module())
         own.model.calls = check_forward(
-            self.job,
+            self.job_of_part,
             sequence.whole,
             train_set,
             precision=self.precision,

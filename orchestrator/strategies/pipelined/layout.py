@@ -12,11 +12,11 @@ from orchestrator.config.schema import TrainConfig, option
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.transforms.options import TensorConfig
+from orchestrator.strategies.transforms.options import ContextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedConfig(TensorConfig):
+class StagedConfig(ContextConfig):
     """The keys of every strategy that cuts the model into stages."""
 
     elastic = True

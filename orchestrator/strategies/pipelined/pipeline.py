@@ -30,7 +30,7 @@ from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import Shared, Stage, state_of
-from orchestrator.planning.mesh import BATCH, even_shares
+from orchestrator.planning.mesh import TOKENS, even_shares
 from orchestrator.planning.placement import Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
@@ -54,7 +54,8 @@ from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
+from orchestrator.strategies.transforms.context import check_context
+from orchestrator.strategies.transforms.tensor import check_tensor
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline import Span
 
@@ -77,18 +78,16 @@ class Pipeline(PartTrainer):
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
         errors += diverging_errors(outline.model, plan)
-        if plan.mesh.tensor > 1 and schedule.splits_backward:
-            errors.append(
-                f"strategy.tensor={plan.mesh.tensor}: {schedule.name} computes backward passes in halves, for which a "
-                "division of layers is not proven; use strategy.schedule=1F1B"
-            )
+        for key, size in {"tensor": plan.mesh.tensor, "context": plan.mesh.context}.items():
+            if size > 1 and schedule.splits_backward:
+                errors.append(
+                    f"strategy.{key}={size}: {schedule.name} computes backward passes in halves, for which the "
+                    "division is not proven; use strategy.schedule=1F1B"
+                )
         if plan.mesh.tensor > 1 and plan.mesh.shard == 1:
             errors += part_errors(config, outline)
-        return (*check_stages(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
-
-    @classmethod
-    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        return tensor_outline(outline, plan.mesh.tensor)
+        notes = check_stages(config, outline, plan, errors)
+        return (*notes, *check_tensor(config, outline, plan, errors), *check_context(config, outline, plan, errors))
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -121,11 +120,11 @@ class Pipeline(PartTrainer):
     def setup(self, train_set: Dataset[Any]) -> None:
         """Outline the model. :meth:`attach` builds the stages, once the ranks have agreed on the cut."""
         context, self._train_set = self.context, train_set
-        self._tensor = tensor_parts(context, self.job, train_set)
+        self.find_parts(train_set)
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
-            self.job,
-            inputs,
+            self.job_of_part,
+            inputs if self._tokens is None else self._tokens.begin(self.job, inputs),
             target,
             constructor=self.constructor(),
             split=self._split() or (),
@@ -149,7 +148,12 @@ class Pipeline(PartTrainer):
         if self._builder is not None and self._train_set is not None:
             if self.context.global_rank == 0:
                 self._warnings = compare_with_whole(
-                    self._builder, self._train_set, context=context, precision=self.precision, rows=self._rows
+                    self._builder,
+                    self.job if self._tokens is None else self._tokens.job(self.job, by_rows=False),
+                    self._train_set,
+                    context=context,
+                    precision=self.precision,
+                    rows=self._rows,
                 )
             self._build(self._builder, self._train_set, cut)
             self.check_hooks(self.undivided(), num_microbatches=self.layout.num_microbatches, shared=bool(self._shared))
@@ -168,7 +172,8 @@ class Pipeline(PartTrainer):
         self.passes = Chain(
             self.stages,
             self.layout,
-            job=self.job,
+            job=self.job_of_part,
+            tokens=self._tokens,
             rows=self._rows,
             device=context.device,
             group=pipeline,
@@ -187,7 +192,7 @@ class Pipeline(PartTrainer):
 
     def _sums(self, groups: MeshGroups) -> Sums:
         """Return the sums that begin in the backward passes."""
-        return ReplicaSums(groups.over(*BATCH), *self.summed())
+        return ReplicaSums(groups.over(*TOKENS), *self.summed())
 
     def summed(
         self,

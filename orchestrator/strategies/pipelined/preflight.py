@@ -61,13 +61,17 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
     split = () if strategy.split == "auto" else strategy.split
     try:
         precision, train_set = outline.precision, job.dataset("train")
+
+        def as_called(inputs: Any) -> Any:
+            return precision.inputs(job.positioned(inputs) if plan.mesh.context > 1 else inputs)
+
         inputs, target = example_batch(job, train_set, rows)
         ragged = ragged_error((inputs, target), rows, strategy=strategy.name)
         if ragged is not None and layout.num_microbatches > 1:
             errors.append(ragged)
             return ()
         loss_reads_inputs = target is inputs
-        inputs = precision.inputs(inputs)
+        inputs = as_called(inputs)
         sequence = sequence_of(outline.whole, inputs, split=split, num_stages=layout.num_stages, job=job)
         layer_errors = _layer_errors(sequence, plan, strategy.size_key)
         all_layers = range(len(sequence.names))
@@ -86,7 +90,7 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
             if cut is not None:
                 boundaries_of(sequence, values, cut)
                 starts = cut.starts[1:]
-        other = None if layer_errors else _of_other_shape(job, train_set, inputs, rows, precision)
+        other = None if layer_errors else _of_other_shape(job, train_set, inputs, rows, as_called)
         if other is not None:
             _check_shapes(sequence, values, flow(sequence, other, precision=precision), starts, layout.num_stages)
         errors += layer_errors
@@ -169,10 +173,10 @@ def _layer_errors(sequence: LayerSequence, plan: Plan, size_key: str) -> list[st
     return errors
 
 
-def _of_other_shape(job: Job, train_set: Any, inputs: Any, rows: int, precision: Precision) -> Any:
+def _of_other_shape(job: Job, train_set: Any, inputs: Any, rows: int, as_called: Callable[[Any], Any]) -> Any:
     """Return the inputs of a micro-batch of another shape, from some training samples; None if there is none."""
     for item in spread(train_set, SAMPLES_OF_SHAPES):
-        other = precision.inputs(split_batch(make_batch(job.collate, [item] * rows))[0])
+        other = as_called(split_batch(make_batch(job.collate, [item] * rows))[0])
         if [t.shape for t in tensors_in(other)] != [t.shape for t in tensors_in(inputs)]:
             return other
     return None

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
-from orchestrator.planning.mesh import BATCH
+from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
@@ -35,18 +35,13 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
 
     def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
         # Divided as in the whole model, so that stages that share a tensor have the same part of it on each rank.
-        return self.trained_part_of(modules, whole, cuts_of(whole, self.context.mesh.shard), train_set)
+        return self.trained_part_of(modules, whole, cuts_of(whole, self.context.mesh.num_shards), train_set)
 
     def _sums(self, groups: MeshGroups) -> Sums:
-        self.shards.group = groups.over("shard")
-        sums = _SumsOfShards(groups.over(*BATCH), *self.summed())
+        self.shards.group = groups.over(*DENSE)
+        sums = _SumsOfShards(groups.over(*TOKENS), *self.summed())
         sums.shards = self.shards
         return sums
-
-    def sync_initial_state(self) -> None:
-        super().sync_initial_state()
-        self._sharing.sync_initial_state()
-        self.shards.exchange()
 
 
 class _SumsOfShards(ReplicaSums):

@@ -92,7 +92,7 @@ class Product(Synchronous[MeshConfig]):
             )
         sizes = {name: others or 1 if size == "auto" else size for name, size in options.sizes.items()}
         mesh = Mesh(**sizes, replicas_close=sizes["shard"] > 1 and sizes["replicate"] == 1)
-        if mesh.shard == 1 and options.shard_optimizer and len(errors) == before:
+        if mesh.num_shards == 1 and options.shard_optimizer and len(errors) == before:
             errors.append(
                 "strategy.shard_optimizer=true: strategy.shard=1 divides nothing; set strategy.shard to the number of "
                 "workers over which the optimizer's state is divided"

@@ -78,10 +78,10 @@ class _OnePipeline(Synchronous[S], Generic[S]):
             )
         elif stages < 2:
             errors.append(
-                f"strategy.num_workers={num_workers}: strategy.tensor={options.tensor} leaves one stage; set it to "
-                f"{2 * options.tensor} or more, or use strategy=ddp"
+                f"strategy.num_workers={num_workers}: {options.group_keys} leaves one stage; set it to "
+                f"{2 * options.group_size} or more, or use strategy=fsdp"
             )
-        return Mesh(pipeline=stages, tensor=options.tensor)
+        return Mesh(pipeline=stages, context=options.context, tensor=options.tensor)
 
 
 @register("model_parallel")
@@ -103,13 +103,13 @@ class _Grid(Synchronous[G], Generic[G]):
 
     @classmethod
     def replica_size(cls, options: G) -> int:
-        return options.pipeline_parallel_size * options.tensor
+        return options.pipeline_parallel_size * options.group_size
 
     @classmethod
     def pipelines(cls, options: G, num_workers: int, errors: list[str]) -> int:
         """Return how many pipelines ``num_workers`` workers make; append an error if some are left over."""
         size, by = cls.replica_size(options), f"strategy.pipeline_parallel_size={options.pipeline_parallel_size}"
-        by += f" x strategy.tensor={options.tensor}" if options.tensor > 1 else ""
+        by += f" x {options.group_keys}" if options.group_size > 1 else ""
         if num_workers % size:
             nearest = " or ".join(str(n) for n in (num_workers // size * size, (num_workers // size + 1) * size) if n)
             errors.append(f"strategy.num_workers={num_workers}: not divisible by {by}; set it to {nearest}")
@@ -127,6 +127,7 @@ class Pipelines(_Grid[DDPPipelineConfig]):
         return Mesh(
             replicate=cls.pipelines(options, num_workers, errors),
             pipeline=options.pipeline_parallel_size,
+            context=options.context,
             tensor=options.tensor,
             replicas_close=options.close == "replicas",
         )
@@ -157,9 +158,15 @@ class ShardedStages(_Grid[FSDPPipelineConfig]):
     def mesh(cls, options: FSDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
         before = len(errors)
         shards = cls.pipelines(options, num_workers, errors)
-        if shards == 1 and len(errors) == before:
+        if shards * options.context == 1 and len(errors) == before:
             errors.append(
                 f"strategy.num_workers={num_workers}: leaves one worker for each stage, which has nothing to divide; "
                 f"set it to {2 * cls.replica_size(options)} or more, or use strategy=pipeline"
             )
-        return Mesh(pipeline=options.pipeline_parallel_size, shard=shards, tensor=options.tensor, replicas_close=True)
+        return Mesh(
+            pipeline=options.pipeline_parallel_size,
+            shard=shards,
+            context=options.context,
+            tensor=options.tensor,
+            replicas_close=True,
+        )

@@ -40,33 +40,21 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        if (size := mesh.context * mesh.tensor) > 1 and _divides_optimizer(keys):
-            by = f"strategy.tensor={mesh.tensor}" if size == mesh.tensor else f"strategy.context={mesh.context}"
-            errors.append(
-                f"strategy.shard_optimizer=true: with {by}, optimizers are divided together with the parameters alone; "
-                "set it to false"
-            )
         if mesh.context > 1 and getattr(keys, "sequence", False):
             errors.append(
                 f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
                 "already; set it to false"
             )
-        if mesh.context > 1 and mesh.pipeline > 1:
-            errors.append(
-                f"strategy.context={mesh.context}: stages pass whole samples on; set strategy.pipeline=1, or use "
-                f"strategy.shard={mesh.context} in its place"
-            )
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
-        gathers = mesh.num_shards > 1 and not _divides_optimizer(keys)
-        if gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
+        if _gathers(keys, mesh) and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
             errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
         return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
 
     @classmethod
     def division(cls, options: Keys, mesh: Mesh) -> Division:
-        if _divides_optimizer(options):
-            return Division(optimizer=mesh.shard, stages=mesh.pipeline)
+        if not _gathers(options, mesh):
+            return Division(optimizer=mesh.num_shards if _divides_optimizer(options) else 1, stages=mesh.pipeline)
         return dataclasses.replace(
             Division.of(mesh),
             gradients=mesh.num_shards if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
@@ -76,11 +64,12 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
-        if mesh.pipeline == 1 and (mesh.num_shards == 1 or _divides_optimizer(options)):
-            if mesh.tensor > 1:
-                from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
+        gathers = _gathers(options, mesh)
+        if mesh.pipeline == 1 and not gathers:
+            if mesh.context * mesh.tensor > 1:
+                from orchestrator.strategies.sharded.tensor_parallel import ShardedTensorParallel, TensorParallel
 
-                return TensorParallel
+                return ShardedTensorParallel if _divides_optimizer(options) else TensorParallel
             if has_training_step(job):
                 from orchestrator.strategies.replicated.job_step import JobStep
 
@@ -96,17 +85,17 @@ class Synchronous(Rules[Keys]):
             from orchestrator.strategies.sharded.fsdp import FSDP
 
             return FSDP
-        if mesh.shard == 1:
-            from orchestrator.strategies.pipelined.pipeline import Pipeline
+        if gathers:
+            from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
 
-            return Pipeline
+            return FSDPPipeline
         if _divides_optimizer(options):
             from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
 
             return ShardedOptimizerPipeline
-        from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
+        from orchestrator.strategies.pipelined.pipeline import Pipeline
 
-        return FSDPPipeline
+        return Pipeline
 
 
 def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
@@ -119,7 +108,7 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
     elif mesh.pipeline > 1:
         reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
-    if mesh.pipeline * mesh.tensor > 1 or (mesh.num_shards > 1 and not _divides_optimizer(options)):
+    if mesh.pipeline * mesh.context * mesh.tensor > 1 or _gathers(options, mesh):
         of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
     return [
@@ -128,6 +117,11 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         for key, unset in keys.items()
         if (value := getattr(options, key, unset)) != unset
     ]
+
+
+def _gathers(options: StrategyConfig, mesh: Mesh) -> bool:
+    """Return whether workers have shards of parameters, which are gathered to be used."""
+    return isinstance(options, ShardedConfig) and mesh.num_shards > 1 and not _divides_optimizer(options)
 
 
 def _divides_optimizer(options: StrategyConfig) -> bool:

@@ -191,7 +191,7 @@ class ShardedDDP(OptimizerSharding, DDP):
     """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part."""
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        return self.trained_part_of([model], model, cuts_of(model, self.context.mesh.shard), train_set)
+        return self.trained_part_of([model], model, cuts_of(model, self.context.mesh.num_shards), train_set)
 
     def undivided(self) -> nn.Module:
         return self.passes.model

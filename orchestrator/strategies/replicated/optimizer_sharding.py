@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.measure.device import TensorSize, sizes_of
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards
@@ -42,8 +42,8 @@ class OptimizerSharding(PartTrainer):
             cuts: how its parameters are divided.
             train_set: the samples.
         """
-        mesh, rank = self.context.mesh, self.context.global_rank
-        self.shards = OptimizerShards(self.undivided, cuts, index=mesh.coords(rank).shard, count=mesh.shard)
+        index, count = self.context.mesh.place(DENSE, self.context.global_rank)
+        self.shards = OptimizerShards(self.undivided, cuts, index=index, count=count, placed=self.placement)
         trained = Trained(
             self.job,
             self.context,
@@ -58,9 +58,8 @@ class OptimizerSharding(PartTrainer):
         return trained
 
     def sync_initial_state(self) -> None:
-        assert isinstance(self.reduction, GroupReduction)
-        self.reduction.share([*self.shards.whole.values(), *self.trained.buffers])
-        self.shards.take()
+        super().sync_initial_state()
+        self.shards.exchange()
 
     def apply(self) -> None:
         self.shards.take(self.shards.frozen)  # which forward passes may have changed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import copy_all
 from orchestrator.config.text import first_few
 from orchestrator.model.stages import module_of
+from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Placement, Shape, is_divisible
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
@@ -42,14 +44,23 @@ class OptimizerShards:
 
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, model: Callable[[], nn.Module], cuts: Mapping[str, AxisCut], *, index: int, count: int):
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        cuts: Mapping[str, AxisCut],
+        *,
+        index: int,
+        count: int,
+        placed: Callable[[str, Shape], Placement],
+    ):
         """Divide parameters over ``count`` ranks, of which this one is number ``index``.
 
         Args:
             model: returns the model. Its parameters remain; a layer may replace its buffers.
             cuts: those of :func:`cuts_of`.
-            index: the place of this rank along ``shard``.
-            count: the number of ranks along ``shard``.
+            index: the place of this rank among those that divide the state.
+            count: their number.
+            placed: returns where a parameter is, given its name and shape here, before it is divided.
         """
         self._model = model
         self._index = index
@@ -60,8 +71,9 @@ class OptimizerShards:
         named = dict(model().named_parameters(remove_duplicate=False))
         first = {parameter: name for name, parameter in self.whole.items()}
         self._first = {name: first[parameter] for name, parameter in named.items()}
+        outer = {name: placed(name, tuple(self.whole[of].shape)) for name, of in self._first.items()}
         self.placements = {
-            name: Placement(shape=tuple(self.whole[of].shape), cuts=(self._cuts[of],) if of in self._cuts else ())
+            name: replace(outer[name], cuts=(*outer[name].cuts, self._cuts[of])) if of in self._cuts else outer[name]
             for name, of in self._first.items()
         }
 
@@ -157,7 +169,7 @@ def check_optimizer_shards(outline: Outline, plan: Plan, errors: list[str]) -> t
         )
     if errors:
         return ()
-    count = plan.mesh.shard
+    count = plan.mesh.num_shards
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     cuts = cut_evenly(shapes, count)
     held = [
@@ -181,7 +193,7 @@ def cuts_of(model: nn.Module, count: int) -> Mapping[str, AxisCut]:
 
 
 def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, AxisCut]:
-    """Divide those tensors over ``count`` ranks of the dimension ``shard`` that can be.
+    """Divide those tensors over ``count`` ranks along :data:`DENSE` that can be.
 
     The numbers of elements that the ranks have of all tensors differ at most by those of one place of a tensor.
     """
@@ -195,7 +207,7 @@ def cut_evenly(shapes: Mapping[str, Shape], count: int) -> dict[str, AxisCut]:
         least, rest = divmod(shape[axis], count)
         more = sorted(range(count), key=held.__getitem__)[:rest]
         sizes = tuple(least + (rank in more) for rank in range(count))
-        cuts[name] = AxisCut(over="shard", axis=axis, sizes=sizes)
+        cuts[name] = AxisCut(over=DENSE, axis=axis, sizes=sizes)
         place = math.prod(shape) // max(1, shape[axis])
         held = [had + size * place for had, size in zip(held, sizes, strict=True)]
     return cuts

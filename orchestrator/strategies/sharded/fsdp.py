@@ -6,7 +6,6 @@ it; gradients are summed into the shards. Rajbhandari et al., SC 2020, "ZeRO"; Z
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device import WaitTimer
-from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
@@ -34,8 +32,8 @@ from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.sharded_model import ShardedModel
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.context import check_context, context_outline, context_parts
-from orchestrator.strategies.transforms.tensor import check_tensor, tensor_outline, tensor_parts
+from orchestrator.strategies.transforms.context import check_context
+from orchestrator.strategies.transforms.tensor import check_tensor
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS = wait_metric("all_gather"), wait_metric("reduce_scatter")
@@ -56,23 +54,15 @@ class FSDP(PartTrainer):
         return (*notes, *check_context(config, outline, plan, errors))
 
     @classmethod
-    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        found, outline = outline, tensor_outline(outline, plan.mesh.tensor)
-        return context_outline(outline, plan.mesh.context, found.found)
-
-    @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         return ShardedConfig.of(config.strategy).gathered_bytes(model, share=share)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()
-        self._tensor = tensor_parts(self.context, self.job, train_set)
-        self._tokens = context_parts(self.context, self.job, train_set)
-        job = self.job if self._tokens is None else self._tokens.job(self.job)
-        self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, job))
+        self.find_parts(train_set)
         divided = DividedModel(self.constructor(), self.context, self.precision, placed=self.placement)
-        self.passes = ShardedModel(job, self.context, self.precision, divided)
+        self.passes = ShardedModel(self.job_of_part, self.context, self.precision, divided)
         self._warnings = self.notes_on(self.passes.model, train_set)
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:

@@ -65,7 +65,7 @@ def check_forward(
         with whole.mode, precision.autocast():
             inputs = precision.inputs(inputs)
             with uses.watched():
-                output = job.forward(model, inputs) if layers is None else layers(inputs)
+                output = job.forward(model if layers is None else layers, inputs)
             with in_loss.watched():
                 loss = job.loss(precision.outputs(output), target)
         with whole.mode, in_backward.watched():

@@ -90,7 +90,7 @@ class ContextPlan:
         given = job.weight(own)
         weight = _labels_in(own, part.length // self.count) if given is None else given
         if not isinstance(weight, FakeTensor):
-            without_gradient(output, weight)
+            without_gradient(output, weight, inside=False)  # others use this rank's keys and values
         loss_sum = weighted(loss_of(job, output, own), weight)
         sums = part.peers.sum(torch.stack((loss_sum.detach(), on_device(weight, loss_sum.device).to(loss_sum.dtype))))
         total = cast(Tensor, divisor_of(sums[1]))
@@ -121,9 +121,21 @@ class ContextParts:
             check_equal(self.plan, group, device, what="strategy.context: divisions of the samples")
         self.part.peers.group, self.part.peers.waiting = group, self.waits.waiting
 
-    def job(self, job: Job) -> Job:
-        """Return the job for passes through a model of :meth:`of`."""
-        return job_of_tokens(job, self.plan, self.part)
+    def begin(self, job: Job, inputs: Any) -> Any:
+        """Begin a pass with whole samples. Return what a model of :meth:`of` is called with."""
+        self.part.begin(inputs)
+        return job.positioned(inputs)
+
+    def whole(self, output: Any) -> Any:
+        """Return the output for all tokens. Collective."""
+        return self.part.whole(output, self.plan.outputs)
+
+    def job(self, job: Job, *, by_rows: bool = True) -> Job:
+        """Return the job for passes through a model of :meth:`of`.
+
+        ``by_rows``: whether a loss that is a mean over tokens is computed of this rank's tokens.
+        """
+        return job_of_tokens(job, replace(self.plan, by_rows=by_rows and self.plan.by_rows), self.part)
 
 
 def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
@@ -139,7 +151,8 @@ def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
         return output if torch.is_grad_enabled() else part.whole(output, plan.outputs)
 
     def loss(self: Job, output: Any, target: Any) -> Tensor:
-        return plan.loss(job, output, target, part) if torch.is_grad_enabled() else job.loss(output, target)
+        has_all = part.is_whole(output, plan.outputs)
+        return job.loss(output, target) if has_all else plan.loss(job, output, target, part)
 
     def train_metrics(self: Job, output: Any, target: Any) -> Mapping[str, Tensor]:
         return job.train_metrics(part.whole(output, plan.outputs), target)

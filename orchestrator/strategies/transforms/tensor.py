@@ -89,7 +89,7 @@ class TensorPlan:
         size: the number of parts.
         kinds: the blocks.
         vocabulary: the embeddings and output layers that are divided by rows.
-        rows: the names of their parameters.
+        rows: how many their parameters have, by name.
         divided_logits: whether the loss is computed of outputs that are not gathered.
         ends: the blocks that need all tokens, where a worker has its own between the divided layers.
     """
@@ -97,7 +97,7 @@ class TensorPlan:
     size: int
     kinds: tuple[BlockKind, ...]
     vocabulary: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
     divided_logits: bool = False
     ends: Ends = field(default_factory=Ends)
 
@@ -131,7 +131,9 @@ class TensorPlan:
         """Return where a parameter is of which a worker has a part of this shape."""
         if (cut := self.cuts.get(name)) is None:
             return Placement(shape=part, partial=("tensor",) if name in self.partial else ())
-        whole = tuple(size * self.size if axis == cut.axis else size for axis, size in enumerate(part))
+        whole = tuple(
+            self.rows.get(name, size * self.size) if axis == cut.axis else size for axis, size in enumerate(part)
+        )
         return Placement(shape=whole, cuts=(cut,))
 
     def divided(self, build: Callable[[], nn.Module], *, index: int, peers: Peers) -> Callable[[], nn.Module]:
@@ -142,8 +144,8 @@ class TensorPlan:
             for name, parts in self.blocks.items():
                 ends = {"enters": name in self.ends.enters, "leaves": name in self.ends.leaves}
                 divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers, **ends)
-            share = Share(index, self.size, peers)
-            divide_rows(model, self.vocabulary, share, divided_logits=self.divided_logits)
+            divided = self.divided_logits
+            divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers, divided_logits=divided)
             return model
 
         return built
@@ -218,12 +220,12 @@ def found_plan(
         found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
     tables = {name: module for name, module in tables.items() if module not in uses.found}
     weights = {parameter for module in tables.values() for parameter in module.parameters()}
-    rows = [name for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights]
-    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=tuple(rows), ends=ends)
+    rows = {name: len(p) for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights}
+    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=rows, ends=ends)
     names_of: dict[Tensor, list[str]] = {}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    in_blocks = plan.cuts.keys() - {*plan.rows}
+    in_blocks = plan.cuts.keys() - plan.rows.keys()
     if tied := [names for names in names_of.values() if len(names) > 1 and in_blocks & {*names}]:
         raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
     divides = any(is_linear(module) for module in tables.values()) and _loss_divides(outline, plan, train_set)
@@ -404,27 +406,29 @@ def _loss_divides(outline: Outline, plan: TensorPlan, train_set: Any) -> bool:
         _, output = seen_calls(whole, {}, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
     except Exception:  # the sizes of the model depend on those of the sample
         return False
-    divided = [isinstance(leaf, DividedLogits) for leaf in leaves(output)]
+    words = [leaf.shape[-1] if isinstance(leaf, DividedLogits) else 0 for leaf in leaves(output)]
     reads = [peers.gathered_logits]
 
-    def at_divided(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-        known = iter(divided)
-        return map_leaves(lambda leaf: change(leaf) if next(known) else leaf, tree)
+    def at_divided(change: Callable[[Tensor, int], Tensor], tree: Any) -> Any:
+        known = iter(words)
+        return map_leaves(lambda leaf: change(leaf, of_leaf) if (of_leaf := next(known)) else leaf, tree)
 
     def loss(own: Any, labels: Any, index: int, peers: Peers) -> Tensor:
-        share = Share(index, count, peers)
-        found = job.loss(at_divided(lambda part: DividedLogits.of(part, share), own), labels)
+        def logits(part: Tensor, words: int) -> Tensor:
+            return DividedLogits.of(part, Share(index, count, peers, words))
+
+        found = job.loss(at_divided(logits, own), labels)
         reads.append(peers.gathered_logits)
         return found
 
     return (
-        any(divided)
+        any(words)
         and loss_divides(
             job,
             output,
             target,
             count=count,
-            cut=lambda tree, index: at_divided(lambda whole: whole.chunk(count, dim=-1)[index], tree),
+            cut=lambda tree, index: at_divided(lambda whole, _: whole.chunk(count, dim=-1)[index], tree),
             loss=loss,
         )
         and not any(reads)

@@ -159,6 +159,7 @@ def _staged(context: Context, schedule: _Schedule, microbatches: int, stages_per
     options = PipelineConfig(
         name="pipeline",
         num_workers=n,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,

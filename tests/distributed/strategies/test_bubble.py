@@ -47,6 +47,7 @@ def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_ac
     options = PipelineConfig(
         name="pipeline",
         num_workers=P,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
 from helpers.conformance.exchanged_checkpoints import assert_checkpoints_exchanged
-from helpers.conformance.layouts import ADAMW, CONTEXT, LAYOUTS, SGD, assert_as_alone, mesh
+from helpers.conformance.layouts import (
+    ADAMW,
+    CONTEXT,
+    LAYOUTS,
+    SGD,
+    Layout,
+    assert_as_alone,
+    layout,
+    mesh,
+    pipeline,
+)
 from helpers.conformance.training import make, model_of, snapshot, train
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT
@@ -28,6 +40,29 @@ from orchestrator.strategies.trainer import Trainer
 JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
 TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(TinyGPT):
+    """Trains by SGD on the ends of some samples, of which a worker, or a micro-batch, may have many labels or none."""
+
+    layers: int = 4
+    lr: float = 0.2
+
+    def dataset(self, split: Split) -> Rows:
+        windows: Any = super().dataset(split)
+        rows = [(tokens, labels.clone()) for tokens, labels in (windows[i] for i in range(64))]
+        for i, (_, labels) in enumerate(rows):
+            labels[: i * 7 % (len(labels) + 1)] = -100
+        return Rows(rows)
+
+    def weight(self, target: torch.Tensor) -> torch.Tensor:
+        return (target >= 0).sum()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+
 CASES = {
     "llama": CASE,
     "gpt2": Case(job=TinyGPT(layers=2), train=TRAIN),
@@ -35,8 +70,8 @@ CASES = {
 }
 
 
-def assert_norms_too(gang: Gang, case: Case, layout: str, *, rtol: float = SGD) -> None:
-    ranks = assert_as_alone(gang, case, CONTEXT[layout], want_grad_norm=True, rtol=rtol)[CONTEXT[layout]]
+def assert_norms_too(gang: Gang, case: Case, of: Layout, *, rtol: float = SGD) -> None:
+    ranks = assert_as_alone(gang, case, of, want_grad_norm=True, rtol=rtol)[of]
     (alone,) = gang.run(train, case, True, world_size=1)
     for rank in ranks:
         torch.testing.assert_close(rank.norms, alone.norms, rtol=rtol, atol=0)
@@ -49,7 +84,21 @@ def assert_norms_too(gang: Gang, case: Case, layout: str, *, rtol: float = SGD) 
     + in_campaign(*((name, layout) for name in ("gpt2", "documents") for layout in CONTEXT)),
 )
 def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, name: str, layout: str) -> None:
-    assert_norms_too(gang, CASES[name], layout)
+    assert_norms_too(gang, CASES[name], CONTEXT[layout])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "job"),
+    [
+        ("Interleaved1F1B", Answers()),
+        *in_campaign(
+            *((s, job) for s in ("GPipe", "LoopedBFS", "1F1B") for job in (Answers(), replace(JOB, layers=4)))
+        ),
+    ],
+)
+def test_schedules_of_stages(gang: Gang, schedule: str, job: Job) -> None:
+    of = layout(replace(pipeline(schedule, 2), context=2), 4)
+    assert_norms_too(gang, Case(job=job, train=TRAIN), of)
 
 
 def answers(folder: Path, kind: str) -> Job:
@@ -82,7 +131,7 @@ def answers(folder: Path, kind: str) -> Job:
 )
 def test_unevenly_divided_labels_of_models_of_transformers(gang: Gang, kind: str, layout: str, tmp_path: Path) -> None:
     case = Case(job=answers(tmp_path, kind), train=having(steps=4, clip_norm=0.5, global_batch_size=8))
-    assert_norms_too(gang, case, layout, rtol=ADAMW)
+    assert_norms_too(gang, case, CONTEXT[layout], rtol=ADAMW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +141,7 @@ class FewToEvaluate(TinyGPT):
         return windows if split == "train" else Rows([windows[i] for i in range(13)])
 
 
-@pytest.mark.parametrize("layout", ["mesh-sharded-context-2x2"])
+@pytest.mark.parametrize("layout", ["mesh-sharded-context-2x2", "context-in-stages-2x2"])
 def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
     job = FewToEvaluate(layers=2, variant="llama", kv_heads=2, tied=True)
     assert_evaluated_exactly(gang, Case(job=job, train=having(steps=3, global_batch_size=8)), layout)
@@ -100,7 +149,13 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "other"),
-    [("mesh-sharded-context-2x2", "single"), *in_campaign(("mesh-context-2", "fsdp-3"), ("mesh-context-2", "1F1B-2"))],
+    [
+        ("mesh-sharded-context-2x2", "single"),
+        ("context-in-stages-2x2", "fsdp-3"),
+        *in_campaign(
+            ("mesh-context-2", "fsdp-3"), ("mesh-context-2", "1F1B-2"), ("mesh-context-in-stages-2x2", "ddp-2")
+        ),
+    ],
 )
 def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other: str, tmp_path: Path) -> None:
     assert_checkpoints_exchanged(gang, CONTEXT[layout], LAYOUTS[other], CASE, tmp_path)
@@ -123,10 +178,21 @@ def test_initial_values_are_those_of_the_whole_model_in_shards(gang: Gang) -> No
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("sizes", [{"shard": 2, "context": 2, "tensor": 2}, {"replicate": 2, "context": 4}], ids=str)
-def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"shard": 2, "context": 2, "tensor": 2},
+        {"replicate": 2, "context": 4},
+        {"pipeline": 2, "context": 2, "tensor": 2},
+        {"pipeline": 2, "context": 2, "shard": 2},
+        {"pipeline": 2, "context": 2, "replicate": 2},
+    ],
+    ids=str,
+)
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_optimizer: bool) -> None:
     case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
-    assert_as_alone(gang, case, mesh(Mesh(**sizes)), want_grad_norm=True)
+    assert_as_alone(gang, case, mesh(Mesh(**sizes), shard_optimizer=shard_optimizer), want_grad_norm=True)
 
 
 @pytest.mark.campaign

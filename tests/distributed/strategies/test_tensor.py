@@ -34,7 +34,7 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
-JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True)
+JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True, vocabulary=257)  # of which a worker has one more
 TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
 
@@ -109,7 +109,11 @@ def test_each_sample_is_evaluated_once(gang: Gang, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "other", "case"),
-    [*zip(TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2"), (PACKED, CASE, PACKED, PACKED), strict=True)],
+    [
+        *zip(
+            TENSOR, ("single", "fsdp-3", "1F1B-2", "ddp-2", "sharded-ddp-3"), (PACKED, CASE, *[PACKED] * 3), strict=True
+        )
+    ],
 )
 def test_checkpoints_go_to_and_from_other_layouts(
     gang: Gang, layout: str, other: str, case: Case, tmp_path: Path
@@ -156,10 +160,12 @@ def test_an_optimizer_gets_whole_tensors(gang: Gang, layout: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize("sizes", [{"pipeline": 2, "shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int]) -> None:
+def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_optimizer: bool) -> None:
     case = Case(job=JOB, train=having(TRAIN, global_batch_size=16))
-    assert_as_alone(gang, case, mesh(Mesh(**sizes, tensor=2)), want_grad_norm=True)
+    of = mesh(Mesh(**sizes, tensor=2), shard_optimizer=shard_optimizer)
+    assert_as_alone(gang, case, of, want_grad_norm=True)
 
 
 @pytest.mark.campaign

@@ -35,7 +35,7 @@ from orchestrator.strategies.replicated.dp import DPConfig
 SGD, ADAMW = 1e-5, 1e-4
 
 MODEL_PARALLEL = ModelParallelConfig(
-    name="model_parallel", num_workers=2, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
+    name="model_parallel", num_workers=2, context=1, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
 )
 
 
@@ -43,6 +43,7 @@ def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> Pipel
     return PipelineConfig(
         name="pipeline",
         num_workers=2,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,
@@ -58,6 +59,7 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
     return DDPPipelineConfig(
         name="ddp_pipeline",
         num_workers=4,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,
@@ -87,6 +89,7 @@ def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -
     return FSDPPipelineConfig(
         name="fsdp_pipeline",
         num_workers=4,
+        context=1,
         tensor=1,
         tensor_pairs="auto",
         sequence=False,
@@ -204,6 +207,7 @@ TENSOR = {
     "mesh-replicated-tensor-2x2": mesh(Mesh(replicate=2, tensor=2)),
     "mesh-sharded-tensor-2x2": mesh(Mesh(shard=2, tensor=2)),
     "mesh-tensor-in-stages-2x2": mesh(Mesh(pipeline=2, tensor=2)),
+    "mesh-zero1-tensor-2x2": mesh(Mesh(shard=2, tensor=2), shard_optimizer=True),
 }
 """Those that need a model with blocks whose layers can be divided."""
 SEQUENCE = {
@@ -217,6 +221,9 @@ CONTEXT = {
     "mesh-replicated-context-2x2": mesh(Mesh(replicate=2, context=2)),
     "mesh-sharded-context-2x2": mesh(Mesh(shard=2, context=2)),
     "mesh-context-tensor-2x2": mesh(Mesh(context=2, tensor=2)),
+    "context-in-stages-2x2": layout(replace(pipeline("1F1B", 2), context=2), 4),
+    "mesh-context-in-stages-2x2": mesh(Mesh(pipeline=2, context=2)),
+    "mesh-zero1-context-2": mesh(Mesh(context=2), shard_optimizer=True),
 }
 """Those that need a model whose samples can be divided by tokens."""
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)

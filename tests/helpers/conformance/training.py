@@ -175,7 +175,7 @@ def model_of(strategy: Strategy) -> nn.Module:
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
-    if isinstance(strategy, OptimizerSharding):
+    if isinstance(strategy, OptimizerSharding) and strategy.context.mesh.tensor == 1:
         return strategy.undivided()
     return module_of(gathered(strategy)) if strategy.trained.boxes else strategy.trained.module()
 

@@ -15,8 +15,8 @@ from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.logits import DividedLogits, Share
 from orchestrator.model.tensor.peers import Peers
 
-WORDS = 12
-LABELS = torch.tensor([[3, 0, 11, -100, 7], [-100, 5, 6, 2, 2]])
+WORDS = 11
+LABELS = torch.tensor([[3, 0, 10, -100, 7], [-100, 5, 6, 2, 2]])
 FLAT = LABELS.flatten()
 KNOWN = LABELS != -100
 COUNTS = torch.arange(10.0, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_whole(
 
     def of_rank(index: int, peers: Peers) -> tuple[Tensor, Tensor | None, bool]:
         part = values.chunk(count, -1)[index].clone().requires_grad_()
-        logits = DividedLogits.of(part, Share(index, count, peers))
+        logits = DividedLogits.of(part, Share(index, count, peers, WORDS))
         assert logits.shape == values.shape
         assert logits.requires_grad
         found = loss(logits)
@@ -90,19 +90,19 @@ def test_a_loss_and_its_gradient_are_those_of_the_whole(
 
 
 def test_a_label_that_is_no_word_makes_the_loss_nan() -> None:
-    logits = DividedLogits.of(torch.randn(2, 6), Share(0, 2, Peers()))
+    logits = DividedLogits.of(torch.randn(2, 6), Share(0, 2, Peers(), WORDS))
     assert F.cross_entropy(logits, torch.tensor([0, WORDS])).isnan()
 
 
 def test_a_change_in_place_is_refused() -> None:
-    logits = DividedLogits.of(torch.randn(2, 6), Share(0, 2, Peers()))
+    logits = DividedLogits.of(torch.randn(2, 6), Share(0, 2, Peers(), WORDS))
     with pytest.raises(TypeError, match="changes logits in place"):
         logits.mul_(2)
 
 
 def test_hooks_see_the_gradient_that_reaches_the_part() -> None:
     part, seen = torch.randn(2, 6, requires_grad=True), []
-    logits = DividedLogits.of(part * 1.0, Share(0, 2, Peers()))
+    logits = DividedLogits.of(part * 1.0, Share(0, 2, Peers(), WORDS))
     logits.register_hook(lambda gradient: seen.append(gradient.shape))
     F.cross_entropy(logits, torch.tensor([0, 1])).backward()
     assert seen == [(2, 6)]
@@ -110,7 +110,7 @@ def test_hooks_see_the_gradient_that_reaches_the_part() -> None:
 
 def test_16_bit_logits_have_their_losses_in_32() -> None:
     part = torch.randn(2, 6, dtype=torch.bfloat16, requires_grad=True)
-    loss = F.cross_entropy(DividedLogits.of(part, Share(0, 2, Peers())), torch.tensor([0, 1]))
+    loss = F.cross_entropy(DividedLogits.of(part, Share(0, 2, Peers(), WORDS)), torch.tensor([0, 1]))
     loss.backward()
     assert loss.dtype == torch.float32
     assert part.grad is not None
@@ -119,8 +119,8 @@ def test_16_bit_logits_have_their_losses_in_32() -> None:
 
 def test_a_loss_without_memory_is_traced_as_it_is_computed() -> None:
     with FakeTensorMode():
-        logits = DividedLogits.of(torch.empty(4, 6, requires_grad=True), Share(0, 2, Peers()))
+        logits = DividedLogits.of(torch.empty(4, 6, requires_grad=True), Share(0, 2, Peers(), WORDS))
         loss = F.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
         assert loss.shape == ()
         loss.backward()
-        assert logits.softmax(-1).shape == (4, 12)
+        assert logits.softmax(-1).shape == (4, WORDS)

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.logits import Share
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
 
-WORDS, WIDTH = 12, 6
+WORDS, WIDTH = 11, 6
 
 
 class Scaled(nn.Embedding):
@@ -79,7 +78,7 @@ def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(
 
     def of_rank(index: int, peers: Peers) -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(model)
-        divide_rows(own, names, Share(index, count, peers), divided_logits=divided_logits)
+        divide_rows(own, names, index=index, count=count, peers=peers, divided_logits=divided_logits)
         own.zero_grad()
         out = own(words)
         F.cross_entropy(out.flatten(0, 1), words.flatten()).backward()
@@ -96,8 +95,8 @@ def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(
             torch.testing.assert_close(gradients[name], part)
 
 
-def test_rows_that_do_not_divide_and_modules_of_other_kinds_stay_whole() -> None:
-    assert vocabularies(Language(), [], 5) == {}
+def test_too_few_rows_and_modules_of_other_kinds_stay_whole() -> None:
+    assert vocabularies(Language(), [], 7) == {}
     sparse = nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS))
     assert vocabularies(sparse, [], 2) == {}
     assert vocabularies(Language(tied=True, kind=Centred), [], 2) == {}, "its vectors depend on all rows"

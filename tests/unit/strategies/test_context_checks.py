@@ -16,10 +16,42 @@ from helpers.conformance.cases import having
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows, Toy
 from orchestrator.job import Job, Split
-from orchestrator.model.context import NotDivisible
+from orchestrator.model.context import ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.context_proof import prove
+from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.peers import Peers
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.transforms.context import ContextPlan, found_context
+
+
+def of_rank(index: int, peers: Peers) -> dict[str, Tensor]:
+    """What a rank of two draws in a block for its four tokens of each sample, and afterwards."""
+    torch.manual_seed(0)
+    part = ContextPart(index=index, count=2, peers=peers, length=8)
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {
+                "rows": F.dropout(x, 0.5, self.training),
+                "attention": F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+                "samples": F.dropout(torch.ones(2, 8), 0.5, self.training),
+                "afterwards": torch.rand(8),
+            }
+
+    model = nn.Sequential(Draws())
+    divide_tokens(model, {"0": (1,)}, part)
+    drawn: dict[str, Tensor] = model(torch.ones(2, 8, 8))
+    return drawn
+
+
+def test_ranks_drop_other_entries_of_what_is_divided_alone() -> None:
+    one, other = in_lockstep(2, of_rank)
+    assert {name: torch.equal(one[name], other[name]) for name in one} == {
+        "rows": False,
+        "attention": False,
+        "samples": True,
+        "afterwards": True,
+    }
 
 
 def proven(job: Job, count: int = 2) -> ContextPlan:
