@@ -65,6 +65,12 @@ def test_a_loss_that_reads_all_outputs_gets_them() -> None:
             f"2 (2) in the input tensor); set it to 2, or {INSTEAD.format(4)}",
         ),
         (
+            llama(),
+            3,
+            f"strategy.tensor=3: 0% of the parameters of the blocks could be divided ({MLP}: 40 is no multiple of 3; "
+            f"{ATTENTION}: 32 is no multiple of 3); set it to 2, or {INSTEAD.format(3)}",
+        ),
+        (
             Toy(),
             2,
             "strategy.tensor=2: the model has no nn.ModuleList or nn.Sequential with several blocks of one class; "
