@@ -127,7 +127,7 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
         return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
 
     def changed(stack: Stack, share: float) -> Stack:
-        return replace(stack, products=share, attention=share * usual.attention / usual.products)
+        return _with_products(stack, share, usual)
 
     found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
     if (least := predicted_ms(found)) > 1.01 * step_ms:
@@ -137,7 +137,15 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
 
 
 def _usual_stack(cluster: Cluster, config: Config) -> Stack:
-    return UNFUSED if cluster.name == CPU else stack_for(cluster.name, compiled=config.train.compile is not False)
+    on_gpus = cluster.name != CPU
+    stack = stack_for(cluster.name, compiled=config.train.compile is not False) if on_gpus else UNFUSED
+    reached = cluster.device.reached or stack.products
+    return _with_products(stack, reached, stack)
+
+
+def _with_products(stack: Stack, share: float, usual: Stack) -> Stack:
+    """Return ``stack`` with another share for products, and one for attention that is in proportion, as usual."""
+    return replace(stack, products=share, attention=share * usual.attention / usual.products)
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

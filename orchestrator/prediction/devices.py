@@ -50,6 +50,7 @@ class Device:
         source: where the figures stand.
         fp8: the peak rate of products in 8 bits; None if it has none.
         fp4: the same in 4 bits.
+        reached: the share of the peak rate that layers reach; None for that of published runs.
     """
 
     bf16: float
@@ -62,6 +63,7 @@ class Device:
     source: str
     fp8: float | None = None
     fp4: float | None = None
+    reached: float | None = None
 
     def peak_flops_s(self, precision: Precision) -> float:
         """Return the peak rate of matrix products, in FLOP/s; that of the next wider type if it has none."""

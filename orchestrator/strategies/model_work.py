@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.memory import GIB
@@ -120,8 +123,10 @@ def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dty
 
 
 UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS)
-"""Of what is measured here, products reach all, and each operator moves its own bytes."""
+"""Each operator moves its own bytes."""
 _SIZE, _COPIED = 1024, 2**25
+_ROWS, _WIDTH = 2048, 256
+"""The tokens of a micro-batch, and the width of a small model, whose wider layer is four times as wide."""
 _TIMES = 5
 _COPIES = 4
 """How often gloo copies a byte from worker to worker through the kernel; an assumption."""
@@ -130,38 +135,57 @@ _COPIES = 4
 def with_cpus(tables: Tables) -> Tables:
     """Return the tables with a core of this machine as the device ``cpu``. Takes a second.
 
-    A matrix product in float32 and a copy of memory are measured on one core, while the others do what they do.
+    A matrix product in float32 is measured on one core. What a linear layer reaches of that, forward and backward, and
+    how fast memory is copied, is measured on all cores at once, as workers use them.
     """
     cores = os.cpu_count() or 1
     a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
-    source, target = torch.zeros(_COPIED, dtype=torch.uint8), torch.empty(_COPIED, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        product_s = _shortest_s(lambda: torch.mm(a, b))
-        copy_s = _shortest_s(lambda: target.copy_(source))
+        peak = 2 * _SIZE**3 / min(_durations(lambda: torch.mm(a, b)))
+        with ThreadPoolExecutor(cores) as pool:
+            layer_s, copy_s = (max(pool.map(_median_s, [make] * cores)) for make in (_layer, _copy))
     finally:
         torch.set_num_threads(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gb_s = 2 * _COPIED / copy_s / 1e9
     device = Device(
-        bf16=2 * _SIZE**3 / product_s / 1e12,
+        bf16=peak / 1e12,
         memory_gib=memory / GIB / cores,
         memory_gb_s=gb_s,
         inside=CPU,
         between=CPU,
         node=cores,
         domain=None,
-        source="measured on a core of this machine, in float32",
+        source="measured on the cores of this machine, in float32",
+        reached=min(1.0, 6 * _ROWS * _WIDTH * 4 * _WIDTH / layer_s / peak),
     )
     link = Link(gb_s=gb_s / 2 / _COPIES, source=f"a byte is copied {_COPIES} times")
     return replace(tables, devices={**tables.devices, CPU: device}, links={**tables.links, CPU: link})
 
 
-def _shortest_s(run: Callable[[], object]) -> float:
+def _layer() -> Callable[[], object]:
+    layer, rows = nn.Linear(_WIDTH, 4 * _WIDTH), torch.randn(_ROWS, _WIDTH, requires_grad=True)
+    gradient = torch.randn(_ROWS, 4 * _WIDTH)
+    return lambda: layer(rows).backward(gradient)
+
+
+def _copy() -> Callable[[], object]:
+    source, target = torch.zeros(_COPIED, dtype=torch.uint8), torch.empty(_COPIED, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def _median_s(make: Callable[[], Callable[[], object]]) -> float:
+    """Return the median duration of what ``make`` returns, on one thread of this one."""
+    torch.set_num_threads(1)
+    return statistics.median(_durations(make()))
+
+
+def _durations(run: Callable[[], object]) -> list[float]:
     found = []
     for _ in range(_TIMES):
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return min(found)
+    return found

@@ -130,7 +130,7 @@ def test_cpus_of_this_machine_are_measured() -> None:
     found = answer(SMALL, parse_cluster("1x2xcpu", tables), Redactor())
     assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
     assert {Mesh(replicate=2), Mesh(shard=2, replicas_close=True)} <= {forecast.mesh for forecast in found.fitting}
-    assert "measured on a core of this machine" in text(found, rows=3)
+    assert "measured on the cores of this machine" in text(found, rows=3)
 
 
 @pytest.fixture
