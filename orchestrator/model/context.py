@@ -31,7 +31,7 @@ Axes = tuple[int | None, ...]
 UNSEEN = -1
 """The axis of a leaf that was no tensor, such as a mask that is not always needed."""
 _TOKENS = "_tokens_of_rank"
-"""The attribute of a block that has the tokens, and the axes of what the block is called with."""
+"""The attribute of a block that has the tokens, the axes of what it is called with, and what is not compiled."""
 
 
 class NotDivisible(ValueError):
@@ -189,11 +189,10 @@ class ContextPart:
                 return attend(query, key, value, attn_mask, dropout_p, **options)
             return self._causal_attention(query, key, value, dropout_p, **options)
 
-    def dropout(self, rows: Tensor, **options: Any) -> Tensor:
+    def dropout(self, tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Return what ``dropout`` returns; this rank draws its own numbers for its rows."""
-        has_rows = self.own in rows.shape[1:-1]
-        with self.drawing(rows, options["p"] if has_rows and options["training"] else 0.0):
-            return F.dropout(rows, **options)
+        with self.drawing(tensor, p if self.own in tensor.shape[1:-1] else 0.0):
+            return F.dropout(tensor, p, training, inplace)
 
     def drawing(self, rows: Tensor, probability: float) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank draws its own numbers, if it draws any."""
@@ -236,16 +235,21 @@ class _Gathered(torch.autograd.Function):
 class _OfRows(TorchFunctionMode):
     """Lets attention see all tokens, and dropout draw other numbers for the tokens of other ranks."""
 
-    def __init__(self, part: ContextPart):
+    def __init__(self, attention: Callable[..., Tensor], dropout: Callable[..., Tensor]):
         super().__init__()
-        self._part = part
+        self._attention = attention
+        self._dropout = dropout
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            func = self._part.attention
-        elif func is F.dropout:
-            func = self._part.dropout
+            func = self._attention
+        elif func is F.dropout and _draws(*args, **(kwargs or {})):
+            func = self._dropout
         return func(*args, **(kwargs or {}))
+
+
+def _draws(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
 
 
 def divide_tokens(model: nn.Module, blocks: Mapping[str, Axes], part: ContextPart) -> None:
@@ -257,31 +261,31 @@ def divide_tokens(model: nn.Module, blocks: Mapping[str, Axes], part: ContextPar
         part: the tokens.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
+    # Here, because it imports the compiler, which only a model with divided tokens needs.
+    uncompiled = (torch.compiler.disable(part.attention), torch.compiler.disable(part.dropout))
     for name, axes in blocks.items():
         block = model.get_submodule(name)
         kind = type(block)
         if kind not in classes:
             classes[kind] = _class_of_rows(kind)
         block.__class__ = classes[kind]
-        vars(block)[_TOKENS] = (part, axes)
+        vars(block)[_TOKENS] = (part, axes, uncompiled)
 
 
 def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of blocks that compute the tokens of a rank; also if they compute them again."""
-    inner = kind.kind if issubclass(kind, Block) else kind
-    forward: Callable[..., Any] = inner.forward
 
-    def of_rows(block: Any, *args: Any, **kwargs: Any) -> Any:
-        part, axes = vars(block)[_TOKENS]
+    def of_rows(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        part, axes, uncompiled = vars(block)[_TOKENS]
         own_args, own_kwargs = part.rows((args, kwargs), axes)
-        with _OfRows(part):
+        with _OfRows(*uncompiled):
             return forward(block, *own_args, **own_kwargs)
 
-    def derived(base: type[nn.Module], **members: Any) -> type[nn.Module]:
-        return type(base.__name__, (base,), {"__module__": base.__module__, **members})
+    def called(block: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_rows(block, kind.forward, *args, **kwargs)
 
-    own = derived(inner, forward=of_rows)
-    return derived(kind, kind=own) if issubclass(kind, Block) else own
+    member = {"around": of_rows} if issubclass(kind, Block) else {"forward": called}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **member})
 
 
 def shapes_in(tree: Any) -> list[tuple[int, ...] | None]:

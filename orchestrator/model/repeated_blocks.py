@@ -43,11 +43,15 @@ class Block(nn.Module):
     compiled: ForwardPass | None = None
     recomputes_fakes = False
 
+    def around(self, forward: ForwardPass, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass, compiled or not, also where it is computed again."""
+        return forward(self, *args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of ``kind``. With fake tensors, it runs as the job has written it."""
         is_fake = any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs)))
         compiled = None if is_fake else self.compiled
-        run = functools.partial(compiled or self.kind.forward, self, **kwargs)
+        run = functools.partial(self.around, compiled or self.kind.forward, **kwargs)
         recomputes = self.recomputes != "none" and torch.is_grad_enabled() and (self.recomputes_fakes or not is_fake)
         if not recomputes:
             return run(*args)

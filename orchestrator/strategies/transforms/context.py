@@ -258,10 +258,10 @@ def check_context(config: Config, outline: Outline, plan: Plan, errors: list[str
     if count == 1:
         return ()
     key, remedy = f"strategy.context={count}", f"use strategy.shard={count} in place of it"
-    if config.train.compile is not False:
+    if config.train.compile is not False and not config.train.compiles_blocks:
         errors.append(
-            f"train.compile={to_cli(config.train.compile)}: with {key}, attention gathers keys and values, which is "
-            "not compiled; set it to false"
+            f"train.compile={to_cli(config.train.compile)}: {key} divides what the blocks of the model compute; set it "
+            "to blocks, which compiles each of them"
         )
         return ()
     try:

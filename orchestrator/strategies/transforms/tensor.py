@@ -302,7 +302,7 @@ def tensor_errors(
     if plan.reasons and pairs != "auto":
         return [f"strategy.tensor_pairs: {first_few(plan.reasons, 1)}; leave it out, or set it to auto"], ()
     if plan.share < LEAST_SHARE:
-        smaller = (n for n in range(size - 1, 1, -1) if size % n == 0)
+        smaller = sorted(range(2, size), key=lambda n: (size % n != 0, -n))  # those first that divide as many workers
         fitting = next((n for n in smaller if found_plan(outline, train_set, n, pairs).share >= LEAST_SHARE), None)
         if fitting is not None:
             remedy = f"set it to {fitting}, or {remedy}"

@@ -204,7 +204,13 @@ def test_an_optimizer_gets_whole_tensors(gang: Gang) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "changes",
-    [{"activation_checkpointing": "blocks"}, {"activation_checkpointing": "selective"}, {"precision": "bf16"}],
+    [
+        {"activation_checkpointing": "blocks"},
+        {"activation_checkpointing": "selective"},
+        {"precision": "bf16"},
+        {"compile": "blocks"},
+        {"compile": "blocks", "activation_checkpointing": "blocks"},
+    ],
     ids=str,
 )
 def test_ways_to_train(gang: Gang, changes: dict[str, Any]) -> None:

@@ -179,6 +179,7 @@ def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_o
         ("mesh-sharded-tensor-2x2", {"compile": "blocks"}, {}),
         ("mesh-sharded-tensor-2x2", {"ema_decay": 0.8, "precision": "bf16"}, {}),
         ("mesh-sequence-2", {"activation_checkpointing": "blocks"}, {}),
+        ("mesh-sequence-2", {"compile": "blocks"}, {}),
         ("mesh-sharded-sequence-2x2", {"activation_checkpointing": "selective"}, {}),
     ],
     ids=str,

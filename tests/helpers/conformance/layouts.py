@@ -254,7 +254,7 @@ def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
     lengths = sorted({len(kind) for kind in kinds if len(kind) > 1})  # with whether the optimizer is sharded
-    now = lengths[turn % len(lengths)] if lengths else 1
+    now = lengths[(turn + 1) % len(lengths)] if lengths else 1
     return {of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now)}
 
 

@@ -65,6 +65,12 @@ def test_a_loss_that_reads_all_outputs_gets_them() -> None:
             f"2 (2) in the input tensor); set it to 2, or {INSTEAD.format(4)}",
         ),
         (
+            llama(),
+            3,
+            f"strategy.tensor=3: 0% of the parameters of the blocks could be divided ({MLP}: 40 is no multiple of 3; "
+            f"{ATTENTION}: 16 is no multiple of 3); set it to 2, or {INSTEAD.format(3)}",
+        ),
+        (
             Toy(),
             2,
             "strategy.tensor=2: the model has no nn.ModuleList or nn.Sequential with several blocks of one class; "
@@ -77,7 +83,7 @@ def test_a_loss_that_reads_all_outputs_gets_them() -> None:
             f"that feed other ones alone); {INSTEAD.format(2)}",
         ),
     ],
-    ids=["heads", "no blocks", "no pairs"],
+    ids=["heads", "three", "no blocks", "no pairs"],
 )
 def test_a_model_that_cannot_be_divided_is_refused_with_what_to_set(job: Job, size: int, error: str) -> None:
     assert said(job, size) == ([error], ())

@@ -242,5 +242,5 @@ def pipeline_warnings(job: Job) -> str:
     outline = StageBuilder.outline(
         job, inputs, target, constructor=job.model, split=(), num_stages=2, device=CPU, seed=3, precision=precision
     )
-    notes = compare_with_whole(outline, job.dataset("train"), context=context, precision=precision, rows=rows)
+    notes = compare_with_whole(outline, job, job.dataset("train"), context=context, precision=precision, rows=rows)
     return "\n".join(notes)
