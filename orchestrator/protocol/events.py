@@ -379,3 +379,4 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Release what it has; here, nothing."""
+        return
