@@ -7,6 +7,7 @@ Memory is the peak resident set of a worker's process, minus that of a worker wi
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ LAYERS, WIDTH = 12, 512
 SHARES = (2, 4)
 """Numbers of workers to divide the layers among."""
 MICROBATCHES = 16
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class WorkerMemory:
 
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)  # so that what is freed leaves the resident set
     large, tiny = GPT(layers=LAYERS, width=WIDTH, context=16), GPT(layers=LAYERS, width=8, context=16)
     long = GPT(layers=LAYERS, width=256, context=128)
     floor_mb = observe(tiny, ["strategy=single"], batch=8)[0].peak_mb
@@ -72,12 +75,11 @@ def main() -> None:
             at_most=0.6,
         )
     )
-    sample = GPT(layers=LAYERS, width=256, context=1024)
-    small = GPT(layers=LAYERS, width=8, context=16)
+    sample, short = (GPT(layers=LAYERS, width=256, context=context) for context in (1024, 16))
     divided = []
     for n in (1, *SHARES):
         layout = ["strategy=single"] if n == 1 else divided_samples(n)
-        peaks = (observe(job, layout, batch=2)[0].peak_mb for job in (sample, small))
+        peaks = (observe(job, layout, batch=2)[0].peak_mb for job in (sample, short))
         divided.append(next(peaks) - next(peaks))
     kept = [mb / divided[0] for mb in divided]
     for n, share in zip(SHARES, kept[1:], strict=True):
