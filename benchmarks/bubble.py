@@ -20,8 +20,7 @@ from orchestrator.config.schema import Config
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.timeline.ideal import theoretical_bubble
-from orchestrator.timeline.spans import Span, bubble
+from orchestrator.timeline import Span, bubble, theoretical_bubble
 
 GRIDS = ((4, 8), (8, 8))
 """``(workers, microbatches)``"""

@@ -72,6 +72,16 @@ def main() -> None:
             at_most=0.6,
         )
     )
+    sample = GPT(layers=LAYERS, width=256, context=1024)
+    small = GPT(layers=LAYERS, width=8, context=16)
+    divided = []
+    for n in (1, *SHARES):
+        layout = ["strategy=single"] if n == 1 else divided_samples(n)
+        peaks = (observe(job, layout, batch=2)[0].peak_mb for job in (sample, small))
+        divided.append(next(peaks) - next(peaks))
+    kept = [mb / divided[0] for mb in divided]
+    for n, share in zip(SHARES, kept[1:], strict=True):
+        claims.append(Claim(name=f"a sample's activations, strategy.context={n} / single", ratios=[share]))
     parameters = LAYERS * 12 * WIDTH**2
     report(
         "memory",
@@ -90,6 +100,14 @@ def main() -> None:
                     ["train.activation_checkpointing", "MB"],
                     [[mode, f"{mb:,.0f}"] for mode, mb in activations_mb.items()],
                 ),
+                "the same model, two samples of 1,024 tokens:",
+                table(
+                    ["strategy.context", "MB per worker", "relative to single"],
+                    [
+                        [str(n), f"{mb:,.0f}", f"{share:.2f}"]
+                        for n, mb, share in zip((1, *SHARES), divided, kept, strict=True)
+                    ],
+                ),
             ]
         ),
         keep=not arguments.quick,
@@ -106,6 +124,11 @@ def pipeline(stages: int, schedule: str, num_microbatches: int) -> list[str]:
         f"strategy.schedule={schedule}",
         f"strategy.num_microbatches={num_microbatches}",
     ]
+
+
+def divided_samples(workers: int) -> list[str]:
+    """Return the overrides of workers that divide the tokens of each sample, and the parameters."""
+    return ["strategy=fsdp", f"strategy.num_workers={workers}", f"strategy.context={workers}"]
 
 
 def observe(job: GPT, overrides: Sequence[str], *, batch: int) -> list[WorkerMemory]:

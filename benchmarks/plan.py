@@ -19,10 +19,11 @@ from harness.rounds import Claim, argument_parser, interleave, report, table
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import name
 from orchestrator.driver.forecasts import answer
+from orchestrator.prediction.cost import step_time
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast
 from orchestrator.records.run_dir import RunDir
-from orchestrator.strategies.this_machine import with_cpus
+from orchestrator.strategies.model_work import with_cpus
 
 WORKLOAD = Workload(
     job="jobs.gpt.GPT",
@@ -47,23 +48,20 @@ def main() -> None:
         arms = {name(f): partial(measure, found, f, Path(parent)) for f in (reference, *others)}
         rounds = interleave(arms, rounds=1 if arguments.quick else ROUNDS, text=lambda run: f"{step_ms(run):.4g} ms")
         measured = {layout: statistics.median(step_ms(r[layout]) for r in rounds) for layout in arms}
-        again = answer(words, cluster, Redactor(), measured=rounds[-1][name(reference)])
-    fitted = {name(f): 1e3 * f.seconds for f in again.fitting}
-    compared = [(name(f), 1e3 * f.seconds, fitted.get(name(f)), measured[name(f)]) for f in others]
+        stack = answer(words, cluster, Redactor(), measured=rounds[-1][name(reference)]).question.stack
+    fitted = [1e3 * step_time(found.question.work, f.step, cluster, stack).total for f in others]
+    compared = [(name(f), 1e3 * f.seconds, own, measured[name(f)]) for f, own in zip(others, fitted, strict=True)]
     by_rates = [abs(rates / real - 1) for _, rates, _, real in compared]
-    by_run = [abs(own / real - 1) for _, _, own, real in compared if own is not None]
+    by_run = [abs(own / real - 1) for _, _, own, real in compared]
     claims = [
         Claim(
             name="mean error of the predicted step time, with the rates of a core", ratios=[statistics.fmean(by_rates)]
         ),
         Claim(name="mean error, with the shares that a run reaches", ratios=[statistics.fmean(by_run)], at_most=0.10),
     ]
-    rows = [
-        [layout, f"{rates:.4g}", "" if own is None else f"{own:.4g}", f"{real:.4g}"]
-        for layout, rates, own, real in compared
-    ]
-    run_ms, products = measured[name(reference)], again.question.stack.products
-    shares = f"The run of {name(reference)} took {run_ms:.4g} ms; products reach {products:.0%}."
+    rows = [[layout, f"{rates:.4g}", f"{own:.4g}", f"{real:.4g}"] for layout, rates, own, real in compared]
+    run_ms = measured[name(reference)]
+    shares = f"The run of {name(reference)} took {run_ms:.4g} ms; products reach {stack.products:.0%}."
     heads = ["layout", "predicted by rates, ms", "predicted by a run, ms", "measured, ms"]
     report("plan", claims, ceiling=None, rounds={}, notes=f"{shares}\n\n{table(heads, rows)}", keep=not arguments.quick)
 

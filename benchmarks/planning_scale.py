@@ -22,7 +22,7 @@ from harness.rounds import Claim, argument_parser, report, table
 
 from orchestrator.config.compose import compose
 from orchestrator.display.report import plan_table
-from orchestrator.driver.preflight.size_plans import plan_sizes
+from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes, find_rank_assignment
 from orchestrator.strategies import registry

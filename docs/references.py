@@ -20,7 +20,7 @@ from orchestrator.config.job_loader import find_class
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job
 from orchestrator.protocol import events
 from orchestrator.protocol.metric_meanings import MEANINGS

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import has_torch_function
 from torch.utils.data import Dataset
 
 from jobs.pretrained import CONFIG, architecture_of, check_weights, load, save, save_tokenizer
@@ -119,7 +120,7 @@ class GPT(Job):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         logits, labels = output.flatten(0, 1), target.flatten()
-        if logits.numel() <= LOSS_ELEMENTS:
+        if logits.numel() <= LOSS_ELEMENTS or has_torch_function((logits,)):  # which may be divided over workers
             return F.cross_entropy(logits, labels)
         rows = max(1, LOSS_ELEMENTS // logits.shape[1])
         loss: Tensor = ChunkedCrossEntropy.apply(logits, labels, rows)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
+from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Verb:
     """A verb of the command ``orchestrator``.
 
     Attributes:
-        module: has the verb's ``main``.
         summary: its line in ``orchestrator --help``.
     """
 

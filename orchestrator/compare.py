@@ -14,11 +14,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.config.verb_options import add_run_search, finite, positive
 from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, curve_of, read_run, run_of
 from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_plot import draw
-from orchestrator.display.comparison_table import rows, table
+from orchestrator.display.comparison_report import draw, rows, table
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
@@ -26,6 +24,7 @@ from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
 from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
+from orchestrator.verb_options import add_run_search, finite, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:

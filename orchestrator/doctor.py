@@ -16,9 +16,9 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.display.plain_text import writable
-from orchestrator.exit_codes import BAD_INPUT, INTERRUPTED
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
+from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
 
 _DESCRIPTION = """\
 Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.eval_splits import VAL
-from orchestrator.config.verb_options import add_files, add_run, file_words
 from orchestrator.display.plain_text import refuse
-from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.user_code.results import kind_of
+from orchestrator.verb_options import INTERRUPTED, add_files, add_run, file_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:

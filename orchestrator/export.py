@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.display.terminal import closing_interrupts, still_working
-from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import INTERRUPTED, add_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,10 +26,9 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.text import did_you_mean
-from orchestrator.config.verb_options import add_files, file_words
 from orchestrator.display.terminal import lasting_output
-from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -132,9 +131,9 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     with StopSignals(owns_process=True) as stop, early_start(runs[0]):
         # Imported here because this takes seconds, in which Ray's processes start.
         from orchestrator.driver.checked_runs import check_all
-        from orchestrator.driver.process.parent_reports import report_end
+        from orchestrator.driver.process.origin import report_end
         from orchestrator.driver.session import run_all
-        from orchestrator.records.process_identity import process_started_at
+        from orchestrator.records.lock import process_started_at
 
         results = run_all(check_all(runs, redactor), stop, started_at=process_started_at())
         report_end()  # of plan=true, too

@@ -13,13 +13,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import clean, refuse, writable
 from orchestrator.records.output_dir import fetch, refresh
 from orchestrator.records.rank_log import LogLine, LogReader
 from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
+from orchestrator.verb_options import add_run
 
 _POLL_S = 0.5
 _POLL_REMOTE_S = 5.0

@@ -17,13 +17,12 @@ from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.config.verb_options import add_files, file_words, finite
 from orchestrator.display.plain_text import refuse, writable
-from orchestrator.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, finite
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -107,7 +106,7 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     tables = read_tables(options.devices)
     # Imported here because --help and a wrong name must not wait seconds for torch.
     if options.cluster.endswith(f"x{CPU}"):
-        from orchestrator.strategies.this_machine import with_cpus
+        from orchestrator.strategies.model_work import with_cpus
 
         tables = with_cpus(tables)
     cluster = parse_cluster(options.cluster, tables, link=options.link)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.display.plain_text import refuse
-from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
+from orchestrator.verb_options import INTERRUPTED
 
 if TYPE_CHECKING:
     from orchestrator.driver.queue.run_queue import QueueControl

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.display.plain_text import refuse, writable
-from orchestrator.exit_codes import CONNECTION_LOST, INTERRUPTED
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
 from orchestrator.tracking.pending_uploads import pending_runs
+from orchestrator.verb_options import CONNECTION_LOST, INTERRUPTED
 
 
 def run_verb(
@@ -24,8 +24,7 @@ def run_verb(
     """Run a verb on the runs here or, as ``--address`` says, on the runs of a cluster; returns the exit code.
 
     Args:
-        verb: its name.
-        parser: of its arguments, with the options of :func:`orchestrator.config.verb_options.add_run_search`.
+        parser: of its arguments, with the options of :func:`orchestrator.verb_options.add_run_search`.
         act: does the work and returns the exit code; a :class:`ValueError` or an :class:`OSError` is reported.
         argv: the arguments; None for the command line of this process.
     """

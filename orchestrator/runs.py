@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.verb_options import add_run_search, positive
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.plain_text import writable
 from orchestrator.display.run_list import plain, run_list
 from orchestrator.records.run_dir import END_STATES, STATES_WITHOUT_END, state_of
 from orchestrator.records.run_search import RunSearch, progress_of
 from orchestrator.run_verbs import run_verb
+from orchestrator.verb_options import add_run_search, positive
 
 STATES = (*STATES_WITHOUT_END, *END_STATES)
 

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.verb_options import add_files, file_words
-from orchestrator.exit_codes import BAD_INPUT
 from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, add_files, file_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:

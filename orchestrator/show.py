@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import writable
 from orchestrator.display.run_report import run_report
 from orchestrator.driver.process.origin import this_origin
@@ -18,6 +17,7 @@ from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import state_of
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
+from orchestrator.verb_options import add_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

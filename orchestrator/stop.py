@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from orchestrator.config.verb_options import add_run
 from orchestrator.display.plain_text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
 from orchestrator.records.run_dir import DIED, WHAT_DIED, RunDir, request_stop, state_of
 from orchestrator.records.run_search import NEWEST, NoSuchRunError, RunSearch
 from orchestrator.run_verbs import run_verb
+from orchestrator.verb_options import add_run
 
 _POLL_S = 0.5
 _DEFAULT_WAIT_S = 60.0

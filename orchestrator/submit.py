@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, TextIO, cast
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.config.verb_options import add_files, file_words
 from orchestrator.display.marked_output import JobLog
 from orchestrator.display.terminal import closing_interrupts
-from orchestrator.exit_codes import BAD_INPUT, CONNECTION_LOST, INTERRUPTED
 from orchestrator.launch import RESTARTS_OPTION
 from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, CONNECTION_LOST, INTERRUPTED, add_files, file_words
 
 if TYPE_CHECKING:
     from orchestrator.driver.process.origin import Origin

@@ -19,7 +19,6 @@ from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, find_run, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import StorageError
-from orchestrator.tracking.backend import TrackingBackend
 from orchestrator.tracking.exports import missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import (
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def _upload_exports(exports: Sequence[str], run_dir: RunDir, backend: TrackingBackend, ending: Ending) -> int:
+def _upload_exports(exports: Sequence[str], run_dir: RunDir, backend: MlflowBackend, ending: Ending) -> int:
     """Upload the model and the dataset of a run that has finished; returns the exit code."""
     try:
         upload_exports(exports, run_dir, backend, ending)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.verb_options import positive
 from orchestrator.display.plain_text import refuse, size, writable
 from orchestrator.display.terminal import LINE_EVERY_S, closing_interrupts
-from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.verb_options import INTERRUPTED, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:

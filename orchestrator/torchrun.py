@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.display.plain_text import refuse
-from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.verb_options import INTERRUPTED
 
 _MEANINGLESS = (
     *("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank", "--master-addr"),

@@ -28,8 +28,8 @@ from harness.rounds import Rounds, in_turn, interleave, median, ratios
 from gpu_probes.probe import NotHereError, ProbeError
 from helpers.machines.shared_gpu import shared_gpu_ray
 from orchestrator import run
-from orchestrator.driver.process.result import RunResult
-from orchestrator.strategies.update.confirmation import Confirmation, DeviceEvent, no_confirmation
+from orchestrator.driver.process.run_context import RunResult
+from orchestrator.strategies.update.confirmation import Confirmation, no_confirmation
 from orchestrator.worker.measure.flops import peak_flops_per_s
 
 LOADING_PROCESSES = 2
@@ -196,7 +196,7 @@ def confirmation(*, on_cpu: bool) -> str:
         synchronize(device)
         return (time.perf_counter() - began) * 1e3 / steps
 
-    def record() -> DeviceEvent:
+    def record() -> torch.cuda.Event:
         return Deadline(time.perf_counter() + STEP_MS / 1e3) if on_cpu else torch.cuda.current_stream().record_event()
 
     timed_ms(no_confirmation, 1)  # the first call of a kernel takes longer

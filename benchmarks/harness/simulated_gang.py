@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.records import run_dir as run_dirs
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 
@@ -71,6 +71,7 @@ class SimulatedRank:
         leaving: it has received SIGTERM.
         deaf: it does not answer ``hold``.
         num_failing: how many of its next heartbeats raise.
+        has_port: it can open the store of a generation.
         resumed_at: the step and time from which it trains; None while it does not.
     """
 
@@ -80,6 +81,7 @@ class SimulatedRank:
     leaving: bool = False
     deaf: bool = False
     num_failing: float = 0
+    has_port: bool = True
     held: bool = False
     stops_after: int | None = None
     resumed_at: tuple[int, float] | None = None
@@ -148,6 +150,8 @@ class Host:
         return await self.worker_info(rank)
 
     async def open_store(self, rank: SimulatedRank, *_: Any) -> tuple[str, int]:
+        if not rank.has_port:
+            raise OSError("no port is free")
         return "127.0.0.1", 1
 
     async def train(self, rank: SimulatedRank, packed: bytes, _: int) -> Outcome:

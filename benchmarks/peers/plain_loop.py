@@ -10,7 +10,7 @@ import torch
 from settings import StepTimer, parse, write_timing
 from torch.utils.data import DataLoader
 
-from orchestrator.strategies.update.fused_updates import fuse_updates
+from orchestrator.strategies.update.job_optimizer import fuse_updates
 
 
 class GpuStepTimer:

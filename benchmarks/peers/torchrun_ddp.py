@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from orchestrator.strategies.update.fused_updates import fuse_updates
+from orchestrator.strategies.update.job_optimizer import fuse_updates
 
 
 def replicated(model: nn.Module) -> nn.Module:

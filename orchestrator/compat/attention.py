@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,6 +22,8 @@ def causal_to_the_end(queries: int, keys: int) -> Tensor:
 
     It is made outside of dispatch modes, such as counters of operations, in which torch refuses such tensors.
     """
+    from torch.nn.attention.bias import causal_lower_right  # which imports torch._dynamo
+
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
 

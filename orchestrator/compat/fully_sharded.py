@@ -84,7 +84,6 @@ class FullySharded:
 
         Args:
             root: the module that is called.
-            group: the ranks.
             device: where the parameters are.
             keep_whole: whether what a step has gathered is kept up to its end, and gradients are summed over its
                 slices before they are summed over the ranks.

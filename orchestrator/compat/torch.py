@@ -108,6 +108,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def make_wrapper(kind: type[Tensor], like: Tensor, shape: Sequence[int]) -> Any:
+    """Return a tensor of the class ``kind``, of the type of ``like`` and on its device, which has a shape alone."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+
+
+without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which no ``__torch_function__`` of a class of tensors is called."""
+
+
 CAST: Any = torch.ops.aten._to_copy.default
 """The operator that copies a tensor in another type, as autocast does."""
 

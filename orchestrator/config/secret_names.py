@@ -28,8 +28,6 @@ _ENDS_OF_WORDS_OF_SECRETS = (
 )
 """Words that names also have without a separator: ``sslpassword``, ``clientsecret``."""
 _LAST_WORDS_OF_SECRETS = _words_in("pat cookie cookies sas otp totp hotp psk cred oauth dsn dsns")
-_PHRASES = _words_in("seed recovery backup wallet")
-"""Before ``phrase``, which is a secret then."""
 _NAMES_OF_PROPERTIES = _words_in(
     "file path dir folder mode type method kind scheme host port timeout ttl retries enabled required provider name "
     "env var variable sock socket dim size len length count limit rate ratio dropout ids"
@@ -68,8 +66,6 @@ _BEFORE_PINS_OF_HARDWARE = _words_in(
     "gpio led cpu cpus gpu core cores thread threads numa memory io input output data clock reset power ground signal "
     "is no use do should num each per first last in out to"
 )
-_CONNECTIONS = _words_in("connection connections conn")
-_SESSIONS = _words_in("session sess")
 _FILES_OF_SECRETS = _words_in("keyfile pemfile")
 _CONTENTS = _words_in("content contents json data text string base64 b64")
 """After the name of a file: ``keyfile`` is a path, and ``keyfile_json`` is what is there."""
@@ -77,6 +73,22 @@ _VALUES_OF_TOKENS = _words_in("value text string str bytes base64 b64 header")
 _OWNERS_OF_PW = _words_in(
     "user db database smtp ftp mysql postgres redis root admin login http proxy mail bind ldap vpn wifi sudo ssh"
 )
+_IF_AFTER = {
+    **dict.fromkeys(("token", "tokens", "key", "keys"), _OWNERS_OF_CREDENTIALS),
+    **dict.fromkeys(("code", "codes"), _BEFORE_SECRET_CODES),
+    **dict.fromkeys(("string", "strings", "str"), _words_in("connection connections conn")),
+    "phrase": _words_in("seed recovery backup wallet"),
+    "id": _words_in("session sess"),
+    "pw": _OWNERS_OF_PW,
+}
+"""Words that are secrets after one of these words."""
+_UNLESS_AFTER = {
+    "token": _BEFORE_TOKENS_OF_TEXT,
+    "key": _BEFORE_KEYS_OF_DATA,
+    "pass": _BEFORE_PASSES_OF_COMPUTATION,
+    "pin": _BEFORE_PINS_OF_HARDWARE,
+}
+"""Words that are secrets as the last one of a name, unless after one of these words. Only ``token`` is one alone."""
 _MAYBE_ORDINARY = _words_in("id code codes pin dsn dsns")
 """As the last word of a secret, these do not make its value one beyond doubt."""
 _LONGEST_REMEMBERED = 256
@@ -142,32 +154,8 @@ def _is_secret(words: tuple[str, ...]) -> bool:
 
 def _names_secret(word: str, *, before: str | None, last: str | None) -> bool:
     """Return whether ``word`` makes a secret of the name. ``last`` is the last word of the name, None if it is this."""
-    owned = before in _OWNERS_OF_CREDENTIALS
-    match word:
-        case "token":
-            if last is not None:
-                return owned or last in _VALUES_OF_TOKENS
-            return before not in _BEFORE_TOKENS_OF_TEXT
-        case "key":
-            if last is not None:
-                return owned
-            return before is not None and before not in _BEFORE_KEYS_OF_DATA
-        case "tokens" | "keys":
-            return owned
-        case "pass":
-            return last is None and before is not None and before not in _BEFORE_PASSES_OF_COMPUTATION
-        case "pw":
-            return last is None and before in _OWNERS_OF_PW
-        case "phrase":
-            return before in _PHRASES
-        case "code" | "codes":
-            return before in _BEFORE_SECRET_CODES
-        case "pin":
-            return last is None and before is not None and before not in _BEFORE_PINS_OF_HARDWARE
-        case "id":
-            return last is None and before in _SESSIONS
-        case "string" | "strings" | "str":
-            return before in _CONNECTIONS
-        case _ if last is not None:
-            return word in _FILES_OF_SECRETS and last in _CONTENTS
-    return False
+    if last is None and word in _UNLESS_AFTER:
+        return (before is not None or word == "token") and before not in _UNLESS_AFTER[word]
+    if before in _IF_AFTER.get(word, ()):
+        return True
+    return (word == "token" and last in _VALUES_OF_TOKENS) or (word in _FILES_OF_SECRETS and last in _CONTENTS)

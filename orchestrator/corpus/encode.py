@@ -37,8 +37,6 @@ class Recipe:
     """How a file of tokens is made.
 
     Attributes:
-        inputs: the texts, in order.
-        tokenizer: the ``tokenizer.json``.
         output: the file, ``.npy`` or ``.bin``.
         field: where JSON or a table has the text of a document.
         end: the token after each document; None for that of :data:`END_TOKENS` which the tokenizer has.

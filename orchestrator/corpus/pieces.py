@@ -64,7 +64,6 @@ def documents(piece: TextPiece, field: str) -> Iterator[str | Damaged]:
     """Yield the documents of a piece, of a text the one part of it.
 
     Args:
-        piece: the piece.
         field: where an object in JSON or a row has its text.
 
     Raises:

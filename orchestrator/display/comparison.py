@@ -52,7 +52,6 @@ class ComparedRun:
         started: seconds since the epoch; None if it is unknown.
         settings: in which it differs from the other runs of its sweep; empty if it belongs to none.
         metrics: those that the run declares.
-        curve: reads its loss curve.
         repeats: the number of runs that it stands for.
         spread: by key of the summary, half the range of the repeats.
     """

@@ -15,7 +15,7 @@ from orchestrator.config.text import first_few
 from orchestrator.display.comparison import ComparedRun, Curve
 from orchestrator.display.plain_text import count, number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
-from orchestrator.protocol.machine_use import describe_sharing
+from orchestrator.protocol.metrics import describe_sharing
 
 RATE = SAMPLES_PER_S.summaries[0].key
 FINAL_LOSS = LOSS.summaries[0].key
@@ -314,13 +314,11 @@ def _different_params(runs: Sequence[ComparedRun]) -> list[str]:
 
 def _varying(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """The values of the settings with an effect in which ``runs`` differ, by key."""
-    keys = dict.fromkeys(key for run in runs for key in run.params if _has_effect(key))
+    keys = dict.fromkeys(
+        key for run in runs for key in run.params if (not key.startswith(_NO_EFFECT) and not key.endswith("timeout_s"))
+    )
     values = {key: list(dict.fromkeys(_shown(run.params.get(key)) for run in runs)) for key in keys}
     return {key: found for key, found in values.items() if len(found) > 1}
-
-
-def _has_effect(key: str) -> bool:
-    return not key.startswith(_NO_EFFECT) and not key.endswith("timeout_s")
 
 
 def _shown(value: Any) -> str:

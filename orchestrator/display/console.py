@@ -24,21 +24,8 @@ from orchestrator.display.event_text import Line, describe_event
 from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
 from orchestrator.display.plain_text import clean, number, takes_unicode, writable
 from orchestrator.display.report import verdict
+from orchestrator.protocol import events
 from orchestrator.protocol.core_metrics import LOSS
-from orchestrator.protocol.events import (
-    CheckpointSaved,
-    Event,
-    MetricsLogged,
-    RankProgress,
-    RunEnded,
-    RunStarted,
-    Sink,
-    StopRequested,
-    TextSampled,
-    WaitingForResources,
-    WaitingInQueue,
-    WorkerFailed,
-)
 
 _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
@@ -49,7 +36,7 @@ _VERDICT_STYLES = {"FINISHED": "bold green", "PRUNED": "bold", "KILLED": "bold y
 
 def make_console(
     *, steps: int, world_size: int, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
-) -> Sink:
+) -> events.Sink:
     """Return the console of one run on ``stream`` (default: standard output).
 
     Close it after every other sink, so that their warnings come before the verdict. ``clock`` returns seconds, which
@@ -84,7 +71,7 @@ class PlainConsole:
         self._printed_at = clock()
         self._error_logged = False
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Show ``event``."""
         try:
             self._emit(event)
@@ -103,37 +90,37 @@ class PlainConsole:
         except Exception:
             logging.getLogger(__name__).exception("the console cannot be closed")
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         with self._lock:
             self._view.update(event, self._clock())
             lines = self._lines(event)
         self._print(lines)
-        if isinstance(event, TextSampled):
+        if isinstance(event, events.TextSampled):
             text = Text(clean(event.text).strip("\n"))
             self._console.print(Panel.fit(text, title=Text(clean(event.name)), title_align="left"))
-        if isinstance(event, RunEnded):
+        if isinstance(event, events.RunEnded):
             self._verdict = lines
-        elif lines or isinstance(event, TextSampled):
+        elif lines or isinstance(event, events.TextSampled):
             self._printed_after_verdict = bool(self._verdict)
 
-    def _lines(self, event: Event) -> list[Line]:
+    def _lines(self, event: events.Event) -> list[Line]:
         match event:
-            case MetricsLogged() if all(name.startswith("recovery/") for name in event.metrics):
+            case events.MetricsLogged() if all(name.startswith("recovery/") for name in event.metrics):
                 return []  # an event of its own has reported them
-            case MetricsLogged():
+            case events.MetricsLogged():
                 if event.step != self._unshown_step:
                     self._unshown = {}  # a line has the metrics of one step only
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
                 due = self._is_due("metrics" if LOSS.name in event.metrics else "evaluation")
                 return self._last_metrics() if due else []
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 return [*self._last_metrics(), *describe_event(event)] if self._is_due("checkpoint") else []
-            case WorkerFailed() | StopRequested():
+            case events.WorkerFailed() | events.StopRequested():
                 return [*self._last_metrics(), *describe_event(event)]
-            case RunEnded():
+            case events.RunEnded():
                 return [*self._last_metrics(), *self._ending(event)]
-            case RankProgress() if event.evaluated and self._clock() - self._printed_at >= _SILENCE_S:
+            case events.RankProgress() if event.evaluated and self._clock() - self._printed_at >= _SILENCE_S:
                 return [(evaluation_line(*event.evaluated), "")]
             case _:
                 return describe_event(event)
@@ -152,7 +139,7 @@ class PlainConsole:
         eta_s = self._view.eta_s()
         return [(status_line(self._unshown_step, self._view.steps, metrics, eta_s, self._view.metrics), "")]
 
-    def _ending(self, event: RunEnded) -> list[Line]:
+    def _ending(self, event: events.RunEnded) -> list[Line]:
         view = self._view
         first, *rest = verdict(
             event,
@@ -192,15 +179,21 @@ class LiveConsole(PlainConsole):
         self._stop()
         super().close()
 
-    def _emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+    def _emit(self, event: events.Event) -> None:
+        if isinstance(event, events.RunStarted):
             self._live.start()
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, events.RunEnded):
             self._stop()
         super()._emit(event)
 
-    def _lines(self, event: Event) -> list[Line]:
-        shown_in_panel = (RankProgress, MetricsLogged, CheckpointSaved, WaitingForResources, WaitingInQueue)
+    def _lines(self, event: events.Event) -> list[Line]:
+        shown_in_panel = (
+            events.RankProgress,
+            events.MetricsLogged,
+            events.CheckpointSaved,
+            events.WaitingForResources,
+            events.WaitingInQueue,
+        )
         if isinstance(event, shown_in_panel) and self._live.is_started:
             return []
         return super()._lines(event)

@@ -4,37 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import clean, count, duration, first_line, size, workers_text
-from orchestrator.protocol.events import (
-    BestFound,
-    CheckpointFailed,
-    CheckpointSaved,
-    Continued,
-    Event,
-    FirstStepDone,
-    GenerationStarted,
-    MetricsLogged,
-    ModelCut,
-    Noted,
-    RankPrinted,
-    RankProgress,
-    Recovered,
-    RunEnded,
-    RunStarted,
-    SampleSaved,
-    StageSummary,
-    StateChanged,
-    StepsKnown,
-    StopRequested,
-    StragglerFound,
-    SystemMetricsLogged,
-    TextSampled,
-    WaitingForResources,
-    WaitingInQueue,
-    Warned,
-    WorkerFailed,
-    WorkerLost,
-    Yielded,
-)
+from orchestrator.protocol import events
 
 Line = tuple[str, str]
 """Text and its style, which is used only on a terminal."""
@@ -42,58 +12,58 @@ Line = tuple[str, str]
 _LOG_TAIL_LINES = 60
 
 
-def describe_event(event: Event) -> list[Line]:
+def describe_event(event: events.Event) -> list[Line]:
     """Return the lines that report an event; none for events that only update the progress."""
     match event:
-        case RunStarted():
+        case events.RunStarted():
             return _started(event)
-        case WaitingForResources() | WaitingInQueue():
+        case events.WaitingForResources() | events.WaitingInQueue():
             return [(waiting_text(event), "")]
-        case Yielded():
+        case events.Yielded():
             text = f"yielded to {event.to} at step {event.step}: the run continues when there is room again"
             return [(text, "yellow")]
-        case GenerationStarted():
+        case events.GenerationStarted():
             return _generation(event)
-        case ModelCut():
+        case events.ModelCut():
             return [(_stage_text(number, stage), "") for number, stage in enumerate(event.stages)]
-        case CheckpointSaved():
+        case events.CheckpointSaved():
             return [(checkpoint_text(event), "")]
-        case CheckpointFailed():
+        case events.CheckpointFailed():
             text = f"warning: cannot write the checkpoint of step {event.step}: {first_line(event.reason)}"
             return [(f"{text}; training continues", "yellow")]
-        case WorkerFailed():
+        case events.WorkerFailed():
             return _worker_failed(event)
-        case WorkerLost():
+        case events.WorkerLost():
             return [(f"{event.display_name} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
-        case StragglerFound():
+        case events.StragglerFound():
             return [(_straggler(event), "yellow")]
-        case Recovered():
+        case events.Recovered():
             return [(_recovered(event), "green")]
-        case StopRequested():
+        case events.StopRequested():
             return [(stop_text(event), "yellow")]
-        case Noted():
+        case events.Noted():
             return [(f"note: {event.message}", "")]
-        case Warned():
+        case events.Warned():
             return [(f"warning: {event.message}", "yellow")]
-        case RankPrinted():
+        case events.RankPrinted():
             return [(f"[rank {event.rank}] {line}", "") for line in event.lines]
         case (
-            StepsKnown()
-            | BestFound()
-            | StateChanged()
-            | FirstStepDone()
-            | RankProgress()
-            | SystemMetricsLogged()
-            | MetricsLogged()
+            events.StepsKnown()
+            | events.BestFound()
+            | events.StateChanged()
+            | events.FirstStepDone()
+            | events.RankProgress()
+            | events.SystemMetricsLogged()
+            | events.MetricsLogged()
         ):
             return []
-        case SampleSaved() | TextSampled() | Continued() | RunEnded():
+        case events.SampleSaved() | events.TextSampled() | events.Continued() | events.RunEnded():
             return []
         case _:
             return [(event.kind.replace("_", " "), "")]
 
 
-def _started(event: RunStarted) -> list[Line]:
+def _started(event: events.RunStarted) -> list[Line]:
     what = f"{event.name}: strategy {event.strategy}, job {event.job}"
     steps = f", {count(event.steps, 'step')}" if event.steps else ""
     lines = [f"{what}, {workers_text(event.world_size, event.num_servers)}{steps}"]
@@ -107,13 +77,13 @@ def _started(event: RunStarted) -> list[Line]:
     return [(lines[0], "bold"), *((line, "") for line in lines[1:])]
 
 
-def _generation(event: GenerationStarted) -> list[Line]:
+def _generation(event: events.GenerationStarted) -> list[Line]:
     ranks = [f"rank {rank} on {place}" for rank, place in enumerate(event.workers)]
     text = f"{event.backend} on {event.device} in {event.precision}: {first_few(ranks)}"
     return [(text if event.generation <= 1 else f"generation {event.generation}: {text}", "")]
 
 
-def _straggler(event: StragglerFound) -> str:
+def _straggler(event: events.StragglerFound) -> str:
     compute = f"it computes {event.compute_ms:.3g} ms per step (the others {event.others_compute_ms:.3g} ms)"
     data = f"waits {event.data_wait_ms:.3g} ms for data (the others {event.others_data_wait_ms:.3g} ms)"
     rank = f"{event.display_name} on {event.node}"
@@ -121,7 +91,7 @@ def _straggler(event: StragglerFound) -> str:
     return f"warning: {rank} is {event.slower_by:.1f} times slower than the others, {cost}: {compute} and {data}"
 
 
-def _recovered(event: Recovered) -> str:
+def _recovered(event: events.Recovered) -> str:
     ranks = ", ".join(str(rank) for rank in event.replaced)
     if event.planned == "yielded":
         how = f"it is the run's turn again with {count(event.num_workers, 'worker')}"
@@ -138,12 +108,12 @@ def _recovered(event: Recovered) -> str:
     return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 
-def _stage_text(number: int, stage: StageSummary) -> str:
+def _stage_text(number: int, stage: events.StageSummary) -> str:
     share = "" if stage.time_share is None else f"{stage.time_share:.0%} of the time, "
     return f"stage {number}: {share}{count(stage.num_parameters, 'parameter')}: {first_few(stage.layers)}"
 
 
-def _worker_failed(event: WorkerFailed) -> list[Line]:
+def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     reason = first_line(event.reason)
     lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
     lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
@@ -156,14 +126,14 @@ def _worker_failed(event: WorkerFailed) -> list[Line]:
     return lines
 
 
-def stop_text(event: StopRequested) -> str:
+def stop_text(event: events.StopRequested) -> str:
     """Return what a signal to stop causes."""
     return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
 
 
-def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
+def waiting_text(event: events.WaitingForResources | events.WaitingInQueue) -> str:
     """Return what the run waits for, and why."""
-    if isinstance(event, WaitingInQueue):
+    if isinstance(event, events.WaitingInQueue):
         place = "without a place" if event.unfit else f"place {len(event.ahead) + 1}"
         parts = [f"waiting {duration(event.waited_s)} in the queue, {place}"]
         parts += [f"before it: {first_few(event.ahead)}"] if event.ahead else []
@@ -173,7 +143,7 @@ def waiting_text(event: WaitingForResources | WaitingInQueue) -> str:
     return f"waiting {duration(event.waited_s)} for {event.wanted}{why}"
 
 
-def checkpoint_text(event: CheckpointSaved) -> str:
+def checkpoint_text(event: events.CheckpointSaved) -> str:
     """Return that a checkpoint was saved, with its size and time."""
     cost = f"{size(event.size_bytes)} in {event.seconds:.2f} s"
     return f"checkpoint of step {event.step:,} saved ({cost})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.planning.microbatch_size import growth, remedy
+from orchestrator.planning.schedules import growth, remedy
 from orchestrator.protocol.metrics import summary_value
 
 _WORTH_NAMING_PCT = 10.0

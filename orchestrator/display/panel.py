@@ -22,21 +22,8 @@ from orchestrator.display.plain_text import (
     sparkline,
     workers_text,
 )
+from orchestrator.protocol import events
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
-from orchestrator.protocol.events import (
-    CheckpointSaved,
-    Continued,
-    Event,
-    GenerationStarted,
-    MetricsLogged,
-    RankProgress,
-    RunStarted,
-    StepsKnown,
-    StopRequested,
-    WaitingForResources,
-    WaitingInQueue,
-    WorkerFailed,
-)
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec
 
 _SLOWEST_FROM = 1.25
@@ -55,54 +42,54 @@ class RunView:
         self.steps = steps
         self.world_size = world_size
         self.step = 0
-        self.started: RunStarted | None = None
+        self.started: events.RunStarted | None = None
         self.started_at = 0.0
-        self.waiting: WaitingForResources | WaitingInQueue | None = None
-        self.generation: GenerationStarted | None = None
-        self.checkpoint: CheckpointSaved | None = None
-        self.stop: StopRequested | None = None
-        self.failure: WorkerFailed | None = None
+        self.waiting: events.WaitingForResources | events.WaitingInQueue | None = None
+        self.generation: events.GenerationStarted | None = None
+        self.checkpoint: events.CheckpointSaved | None = None
+        self.stop: events.StopRequested | None = None
+        self.failure: events.WorkerFailed | None = None
         self.metrics = MetricRegistry(CORE_METRICS)
         self.latest: dict[str, float] = {}
         self.val_step = 0
         self.losses: deque[tuple[int, float]] = deque(maxlen=_POINTS)
         self.rates: deque[float] = deque(maxlen=_POINTS)
-        self.ranks: dict[int, RankProgress] = {}
+        self.ranks: dict[int, events.RankProgress] = {}
         self._reached_at: deque[tuple[float, int]] = deque(maxlen=_SPEED_POINTS)
         self._reached_from = 0.0
 
-    def update(self, event: Event, now: float) -> None:
+    def update(self, event: events.Event, now: float) -> None:
         """Take over what ``event`` says, which came at ``now``, in seconds of a clock that never steps."""
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self.started, self.started_at, self.step = event, now, event.resumed_from_step or 0
-            case WaitingForResources() | WaitingInQueue():
+            case events.WaitingForResources() | events.WaitingInQueue():
                 self.waiting = event
-            case GenerationStarted():
+            case events.GenerationStarted():
                 self.generation, self.waiting, self.failure = event, None, None
                 self.world_size = len(event.workers)
                 self.ranks.clear()
                 self._reached_at.clear()
-            case MetricsLogged():
+            case events.MetricsLogged():
                 self._metrics(event, now)
-            case StepsKnown():
+            case events.StepsKnown():
                 self.steps = event.steps
-            case RankProgress():
+            case events.RankProgress():
                 self.ranks[event.rank] = event
                 least = min(r.step for r in self.ranks.values())
                 if least > 0 and len(self.ranks) == self.world_size:
                     self._reached(least, now)
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self.checkpoint = event
-            case Continued():
+            case events.Continued():
                 while self.losses and self.losses[-1][0] > event.step:
                     self.losses.pop()
-            case StopRequested():
+            case events.StopRequested():
                 self.stop = event
-            case WorkerFailed() if self.failure is None:
+            case events.WorkerFailed() if self.failure is None:
                 self.failure = event
 
-    def _metrics(self, event: MetricsLogged, now: float) -> None:
+    def _metrics(self, event: events.MetricsLogged, now: float) -> None:
         self._reached(event.step, now)
         for spec in event.specs:
             self.metrics.add(spec)

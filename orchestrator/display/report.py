@@ -191,7 +191,6 @@ def verdict(
     if end.advice and end.status == "FINISHED":
         lines.append(end.advice)
     if "profile" in summary:
-        lines += [f"profiled: {end.profiled}"] if end.profiled else []
         lines.append(f"profile: {summary['profile']} (open in https://ui.perfetto.dev)")
     if "samples" in summary:
         lines.append(f"samples: {summary['samples']}")

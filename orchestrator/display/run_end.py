@@ -10,8 +10,7 @@ from typing import Any
 from orchestrator.config.text import plain
 from orchestrator.display.plain_text import count, duration, first_line, number, rate
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.protocol.machine_use import describe_sharing
-from orchestrator.protocol.metrics import summary_value, waited_s
+from orchestrator.protocol.metrics import describe_sharing, summary_value, waited_s
 from orchestrator.records.json_file import read_json
 from orchestrator.records.run_dir import RunDir
 
@@ -30,7 +29,6 @@ class RunEnd:
         bubble_pct: the measured bubble of the pipeline, and the one in theory.
         warning: what makes the times doubtful.
         advice: what limited the speed, and what to change.
-        profiled: where the time of a step went.
         recovery_s: how long each recovery took.
         steps_lost: the steps that were repeated.
     """
@@ -46,7 +44,6 @@ class RunEnd:
     bubble_pct: tuple[float, float] | None
     warning: str
     advice: str
-    profiled: str
     restarts: int
     recovery_s: tuple[float, ...]
     steps_lost: int
@@ -92,7 +89,6 @@ def run_end(
         bubble_pct=None if bubble is None or theory is None else (bubble, theory),
         warning="" if others is None else warning,
         advice=str(summary.get("limit") or ""),
-        profiled=str(summary.get("profiled") or ""),
         restarts=int(restarts or 0),
         recovery_s=tuple(summary.get("recovery_s") or ()),
         steps_lost=int(lost or 0),
@@ -152,8 +148,6 @@ def _limits(end: RunEnd) -> Iterator[str]:
     if end.bubble_pct is not None:
         bubble, theory = end.bubble_pct
         yield f"Pipeline bubble: {bubble:.0f}%, in theory {theory:.0f}%."
-    if end.profiled:
-        yield f"Profiled {end.profiled}."
     if end.startup_s is not None:
         yield f"Start-up: {duration(end.startup_s)}."
 

@@ -115,8 +115,6 @@ def _speed(end: RunEnd) -> Iterator[str]:
         yield f"first step after {duration(end.startup_s)}"
     if end.advice:
         yield end.advice
-    if end.profiled:
-        yield f"profiled: {end.profiled}"
 
 
 def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
@@ -153,7 +151,7 @@ def _files(run_dir: RunDir) -> Iterator[str]:
         run_dir.config_file: "the configuration",
         run_dir.choice_report: "why strategy=auto chose this strategy",
         run_dir.logs: "the output of each rank",
-        run_dir.timeline_picture: "what each stage did in a step",
+        run_dir.timeline_trace: "what each stage did in a step",
         run_dir.profile: "traces of ten steps",
         run_dir.samples: "samples of the model",
     }

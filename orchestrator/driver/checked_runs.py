@@ -25,9 +25,9 @@ from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
+from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
-from orchestrator.driver.preflight.size_plans import plan_sizes
 from orchestrator.driver.process import cluster
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job

@@ -25,18 +25,7 @@ from orchestrator.driver.preflight.run_config import absolute_paths, output_erro
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
 from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import (
-    check_clock,
-    check_gpus,
-    check_interface,
-    check_limits,
-    check_network,
-    check_output_dir,
-    check_token,
-    differences,
-    grouped,
-    versions,
-)
+from orchestrator.policy import node_check
 from orchestrator.protocol.node_report import Finding, NodeReport, NoReport
 from orchestrator.storage.remote import is_url
 from orchestrator.tracking.uri import check_tracking
@@ -49,7 +38,7 @@ TOKEN_FILE = Path("~/.ray/auth_token")
 def examine(config: Config) -> Iterator[Finding]:
     """Yield what the checks find, each as soon as it is known. Without a cluster, a Ray is embedded for them."""
     config = absolute_paths(config)
-    yield Finding(check="versions", level="ok", text=versions(driver_report()), where=("this process",))
+    yield Finding(check="versions", level="ok", text=node_check.versions(driver_report()), where=("this process",))
     for error in output_errors(config):
         yield Finding(check="output_dir", level="fault", text=error)
     yield from check_job(config)
@@ -72,7 +61,7 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
     try:
         with cluster.connected(address, metadata={"job_name": "orchestrator doctor"}):
             yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
-            yield check_token(required=cluster.asks_for_token(), file=_token_file())
+            yield node_check.check_token(required=cluster.asks_for_token(), file=_token_file())
             yield from _nodes(config)
     except ConfigError as e:
         yield Finding(check="Ray", level="fault", text=str(e), remedy="see cluster/README.md")
@@ -129,26 +118,26 @@ def _nodes(config: Config) -> Iterator[Finding]:
             of_node += _clock(node, report, timeout_s)
         findings += of_node
         able += [] if any(finding.level == "fault" for finding in of_node) else [node]
-    yield from grouped(findings)
+    yield from node_check.grouped(findings)
     yield from _network(able, timeout_s)
 
 
 def _node(node: Node, report: NodeReport | NoReport, driver: NodeReport, output_dir: str) -> Iterator[Finding]:
-    faults = list(differences(report, driver))
+    faults = list(node_check.differences(report, driver))
     yield from faults
     if isinstance(report, NoReport):
         return
     if not faults:
-        yield Finding(check="versions", level="ok", text=versions(report), where=(report.place,))
-    yield from check_limits(report)
-    yield from check_output_dir(report, output_dir)
-    yield from check_gpus(report, node.gpus)
-    yield from check_interface(report)
+        yield Finding(check="versions", level="ok", text=node_check.versions(report), where=(report.place,))
+    yield from node_check.check_limits(report)
+    yield from node_check.check_output_dir(report, output_dir)
+    yield from node_check.check_gpus(report, node.gpus)
+    yield from node_check.check_interface(report)
 
 
 def _clock(node: Node, report: NodeReport, timeout_s: float) -> Iterator[Finding]:
     with contextlib.suppress(ray.exceptions.RayError):  # the node has been lost, as the network check then says
-        yield check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
+        yield node_check.check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
 
 
 def _network(nodes: Sequence[Node], timeout_s: float) -> Iterator[Finding]:
@@ -160,7 +149,7 @@ def _network(nodes: Sequence[Node], timeout_s: float) -> Iterator[Finding]:
     # With gloo as long as a GPU is in use, because the measurement would wait for it.
     on_gpus = all(gpus) and sum(gpus) >= 2 and ray.available_resources().get("GPU", 0) >= sum(gpus)
     try:
-        yield check_network(measure_all_reduce(nodes, on_gpus=on_gpus, timeout_s=timeout_s))
+        yield node_check.check_network(measure_all_reduce(nodes, on_gpus=on_gpus, timeout_s=timeout_s))
     except GangError as e:
         yield _no_network(str(e))
     except ray.exceptions.RayError as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import sys
 import time
@@ -17,8 +16,7 @@ from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
 from orchestrator.display.run_end import choice_in_words, describe_run
 from orchestrator.driver.process.origin import Origin
-from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_context import EventStream
+from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.run_state import RESULT_LOST
@@ -30,15 +28,12 @@ from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.timeline.draw import draw, trace
-from orchestrator.timeline.traces import step_parts
+from orchestrator.timeline import trace
 from orchestrator.tracking.uploader import Upload, Uploader
 from orchestrator.tracking.uri import page_command
 
 PROMPT_WAIT_S = 0.5
 """Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""
-MAX_BYTES = 300_000_000
-"""Larger traces are not read: that would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +81,7 @@ class RunEnding:
         )
         summary = {**result.summary, **self._write_timeline(result), **self._limit(result)}
         if run_dir.profile.is_dir():
-            summary |= self._profile()
+            summary["profile"] = run_dir.location_of(run_dir.profile)
         if run_dir.samples.is_dir():
             summary["samples"] = run_dir.location_of(run_dir.samples)
         self._describe(result, summary)
@@ -171,18 +166,16 @@ class RunEnding:
             self.events.show(Warned(message=text))
 
     def _write_timeline(self, result: RunResult) -> dict[str, str]:
-        """Draw the timeline of the pipeline stages, if there is one; returns where it is, for the summary."""
-        plan, run_dir = self.plan, self.run_dir
-        if result.timeline is None or plan.pipeline is None:
+        """Write the trace of the pipeline stages, if there is one; returns where it is, for the summary."""
+        if result.timeline is None:
             return {}
-        title = f"{plan.job}: {plan.strategy}, {plan.pipeline.schedule}"
+        file = self.run_dir.timeline_trace
         try:
-            write_json(run_dir.timeline_trace, trace(result.timeline))
-            draw(result.timeline, run_dir.timeline_picture, title=title)
-        except Exception as e:  # a missing picture is no reason to fail a run
-            self.events.show(Warned(message=f"no timeline was drawn: {type(e).__name__}: {e}"))
+            write_json(file, trace(result.timeline))
+        except OSError as e:  # a missing trace is no reason to fail a run
+            self.events.show(Warned(message=f"no timeline was written: {e}"))
             return {}
-        return {"timeline": run_dir.location_of(run_dir.timeline_picture)}
+        return {"timeline": self.run_dir.location_of(file)}
 
     def _limit(self, result: RunResult) -> dict[str, str]:
         """What limited the speed of the run, for the summary."""
@@ -192,14 +185,6 @@ class RunEnding:
             self.events.show(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
             return {}
         return {} if text is None else {"limit": text}
-
-    def _profile(self) -> Mapping[str, str]:
-        """Return where the traces of the ranks are and what they say, for the summary."""
-        try:
-            return report_profile(self.run_dir)
-        except Exception as e:  # the traces of the ranks are there
-            self.events.show(Warned(message=f"the traces were not read: {type(e).__name__}: {e}"))
-            return {"profile": self.run_dir.location_of(self.run_dir.profile)}
 
     def _has_checkpoint(self) -> bool:
         try:
@@ -238,17 +223,3 @@ def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
         return []
     where = f"on {socket.gethostname()}: " if origin.remote else ""
     return [f"{where}{page_command(tracking.uri)}"]
-
-
-def report_profile(run_dir: RunDir) -> Mapping[str, str]:
-    """Return where the traces are and, if they are on this machine, where the time of a step goes, for the summary.
-
-    Raises:
-        OSError, ValueError, KeyError: a trace cannot be read.
-    """
-    where = {"profile": run_dir.location_of(run_dir.profile)}
-    files = list(run_dir.profile.glob("rank-*.json"))
-    if sum(path.stat().st_size for path in files) > MAX_BYTES:
-        return where
-    parts = step_parts(json.loads(path.read_text()) for path in files)
-    return where if parts is None else {**where, "profiled": str(parts)}

@@ -17,12 +17,11 @@ from orchestrator.driver.layouts import Layouts, best_of_each
 from orchestrator.job import Job
 from orchestrator.prediction.cost import Stack, step_time
 from orchestrator.prediction.devices import CPU, Cluster, read_tables
-from orchestrator.prediction.forecast import Answer, Question, like
-from orchestrator.prediction.goodput import DEVICE_HOURS
+from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Question, like
 from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.this_machine import UNFUSED
+from orchestrator.strategies.model_work import UNFUSED
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
@@ -45,7 +44,6 @@ def answer(
 
     Args:
         words: the overrides of a launch.
-        cluster: the cluster.
         redactor: learns the secrets of the job.
         tokens: of the whole run; None if no whole run is asked for.
         price: of an hour of a device; None if it is unknown.
@@ -129,7 +127,7 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
         return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
 
     def changed(stack: Stack, share: float) -> Stack:
-        return replace(stack, products=share, attention=share * usual.attention / usual.products)
+        return _with_products(stack, share, usual)
 
     found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
     if (least := predicted_ms(found)) > 1.01 * step_ms:
@@ -139,7 +137,15 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
 
 
 def _usual_stack(cluster: Cluster, config: Config) -> Stack:
-    return UNFUSED if cluster.name == CPU else stack_for(cluster.name, compiled=config.train.compile is not False)
+    on_gpus = cluster.name != CPU
+    stack = stack_for(cluster.name, compiled=config.train.compile is not False) if on_gpus else UNFUSED
+    reached = cluster.device.reached or stack.products
+    return _with_products(stack, reached, stack)
+
+
+def _with_products(stack: Stack, share: float, usual: Stack) -> Stack:
+    """Return ``stack`` with another share for products, and one for attention that is in proportion, as usual."""
+    return replace(stack, products=share, attention=share * usual.attention / usual.products)
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

@@ -28,8 +28,7 @@ from orchestrator.strategies.memory_plan import parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.strategies.transforms.tensor import assumed_division
-from orchestrator.timeline.ideal import UNIT_TIMES, simulate
-from orchestrator.timeline.spans import busy_s, extent_s
+from orchestrator.timeline import UNIT_TIMES, busy_s, extent_s, simulate
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
@@ -48,7 +47,6 @@ class Layouts:
     """The layouts of a job.
 
     Attributes:
-        traced: the model.
         pruned: how many sizes and layouts the product refuses, by reason.
     """
 
@@ -57,7 +55,6 @@ class Layouts:
 
         Args:
             config: the configuration of a launch.
-            job: its job.
             cluster: where it would be trained.
             given: the keys that stay as they are.
 

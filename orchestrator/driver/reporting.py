@@ -24,19 +24,8 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, StorageConfig
 from orchestrator.driver.process import cluster
+from orchestrator.protocol import events
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
-from orchestrator.protocol.events import (
-    Event,
-    GenerationStarted,
-    MetricsLogged,
-    RankProgress,
-    RunEnded,
-    RunStarted,
-    StateChanged,
-    WaitingForResources,
-    WaitingInQueue,
-    Yielded,
-)
 from orchestrator.records.lease import Lease
 from orchestrator.records.output_dir import OutputDir, find_run
 from orchestrator.records.run_dir import RunDir
@@ -63,20 +52,20 @@ def job_metadata(configs: Sequence[Config], redactor: Redactor) -> dict[str, str
     return {key: redactor.text(value) for key, value in metadata.items()}
 
 
-def job_state(event: Event) -> str | None:
+def job_state(event: events.Event) -> str | None:
     """Return the state of a run after ``event``, with what it waits for; None if the event does not change it."""
     match event:
-        case RunStarted():
+        case events.RunStarted():
             return "waiting"
-        case WaitingInQueue():
+        case events.WaitingInQueue():
             return "waiting: without a place" if event.unfit else f"waiting: place {len(event.ahead) + 1}"
-        case WaitingForResources():
+        case events.WaitingForResources():
             return f"waiting: {event.wanted}"
-        case Yielded():
+        case events.Yielded():
             return f"waiting: yielded to {event.to}"
-        case StateChanged():
+        case events.StateChanged():
             return event.state
-        case RunEnded():
+        case events.RunEnded():
             return event.status.lower()
     return None
 
@@ -87,7 +76,7 @@ class JobStateSink:
     def __init__(self) -> None:
         self._state = ""
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Write the state if ``event`` changes it."""
         state = job_state(event)
         if state is not None and state != self._state:
@@ -241,7 +230,7 @@ class PrometheusSink:
         self._refresh_at = 0.0
         self._error_logged = False
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Export what ``event`` says."""
         try:
             self._emit(event)
@@ -253,18 +242,18 @@ class PrometheusSink:
     def close(self) -> None:
         """Do nothing: Ray drops the values."""
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._labels = {"run": event.name, "strategy": event.strategy, "job_name": event.job}
                 self._gauges = {name: Gauge(name, text, tag_keys=LABELS) for name, text in GAUGES.items()}
-            case GenerationStarted():
+            case events.GenerationStarted():
                 self._record(orchestrator_workers=len(event.workers), orchestrator_restarts=event.generation - 1)
-            case MetricsLogged() if LOSS.name in event.metrics:
+            case events.MetricsLogged() if LOSS.name in event.metrics:
                 self._record(orchestrator_loss=event.metrics[LOSS.name], orchestrator_step=event.step)
                 if SAMPLES_PER_S.name in event.metrics:  # the first point has no speed
                     self._record(orchestrator_samples_per_s=event.metrics[SAMPLES_PER_S.name])
-            case RankProgress() if time.monotonic() >= self._refresh_at:
+            case events.RankProgress() if time.monotonic() >= self._refresh_at:
                 self._record()
 
     def _record(self, **values: float) -> None:

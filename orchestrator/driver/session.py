@@ -30,10 +30,8 @@ from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process import cluster
-from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.parent_reports import report_end, report_run
-from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunSpec
+from orchestrator.driver.process.origin import report_end, report_run, this_origin
+from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunResult, RunSpec
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output, job_metadata
@@ -48,7 +46,7 @@ from orchestrator.policy.node_check import exposure_warning
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process_identity import end_with_parent
+from orchestrator.records.lock import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry
@@ -84,7 +82,6 @@ def run_all(
 
     Args:
         checked_runs: what :func:`check_all` returned.
-        stop: handles the signals.
         sweep: the sweep that the runs belong to.
         part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
             that has started this one.
@@ -263,7 +260,6 @@ def _execute(
 
     Args:
         launch: what it shares with the other runs.
-        checked_run: the run.
         sizes: the sizes that it may have.
         sweep: the sweep that it belongs to.
         started_at: when it was requested, in seconds since the epoch; None for now.

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from orchestrator.driver.checked_runs import CheckedRun, check_all
 from orchestrator.driver.ending import commands_for_page
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.session import run_all
 from orchestrator.driver.sweep.search import Search
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.protocol.events import Sink
-from orchestrator.records.process_identity import process_started_at
+from orchestrator.records.lock import process_started_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import report_sweep
 

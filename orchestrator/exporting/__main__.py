@@ -40,9 +40,8 @@ from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import tensor_file
-from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import step_of
-from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_store import CheckpointStore, exported_weights, exports_average
 from orchestrator.state.model_state import LEFT_OUT, own_tensors
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream, known_length

@@ -20,11 +20,10 @@ from orchestrator.config.job_loader import find_class, unmasked
 from orchestrator.config.recorded_config import recorded_job, why_no_checkpoint
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.averages import exported_weights, exports_average
 from orchestrator.state.checkpoint import path_of, step_of
-from orchestrator.state.checkpoint_store import CheckpointStore
+from orchestrator.state.checkpoint_store import CheckpointStore, exported_weights, exports_average
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, own_tensors
 from orchestrator.user_code.errors import error_text

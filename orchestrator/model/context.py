@@ -31,7 +31,7 @@ Axes = tuple[int | None, ...]
 UNSEEN = -1
 """The axis of a leaf that was no tensor, such as a mask that is not always needed."""
 _TOKENS = "_tokens_of_rank"
-"""The attribute of a block that has the tokens, and the axes of what the block is called with."""
+"""The attribute of a block that has the tokens, the axes of what it is called with, and what is not compiled."""
 
 
 class NotDivisible(ValueError):
@@ -160,7 +160,6 @@ class ContextPart:
         whole: Tensor = _Gathered.apply(part, axis, summed, self)
         return whole
 
-    @torch.compiler.disable
     def attention(
         self,
         query: Tensor,
@@ -190,7 +189,6 @@ class ContextPart:
                 return attend(query, key, value, attn_mask, dropout_p, **options)
             return self._causal_attention(query, key, value, dropout_p, **options)
 
-    @torch.compiler.disable
     def dropout(self, tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Return what ``dropout`` returns; this rank draws its own numbers for its rows."""
         with self.drawing(tensor, p if self.own in tensor.shape[1:-1] else 0.0):
@@ -237,15 +235,16 @@ class _Gathered(torch.autograd.Function):
 class _OfRows(TorchFunctionMode):
     """Lets attention see all tokens, and dropout draw other numbers for the tokens of other ranks."""
 
-    def __init__(self, part: ContextPart):
+    def __init__(self, attention: Callable[..., Tensor], dropout: Callable[..., Tensor]):
         super().__init__()
-        self._part = part
+        self._attention = attention
+        self._dropout = dropout
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            func = self._part.attention
+            func = self._attention
         elif func is F.dropout and _draws(*args, **(kwargs or {})):
-            func = self._part.dropout
+            func = self._dropout
         return func(*args, **(kwargs or {}))
 
 
@@ -262,22 +261,24 @@ def divide_tokens(model: nn.Module, blocks: Mapping[str, Axes], part: ContextPar
         part: the tokens.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
+    # Here, because it imports the compiler, which only a model with divided tokens needs.
+    uncompiled = (torch.compiler.disable(part.attention), torch.compiler.disable(part.dropout))
     for name, axes in blocks.items():
         block = model.get_submodule(name)
         kind = type(block)
         if kind not in classes:
             classes[kind] = _class_of_rows(kind)
         block.__class__ = classes[kind]
-        vars(block)[_TOKENS] = (part, axes)
+        vars(block)[_TOKENS] = (part, axes, uncompiled)
 
 
 def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of blocks that compute the tokens of a rank; also if they compute them again."""
 
     def of_rows(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        part, axes = vars(block)[_TOKENS]
+        part, axes, uncompiled = vars(block)[_TOKENS]
         own_args, own_kwargs = part.rows((args, kwargs), axes)
-        with _OfRows(part):
+        with _OfRows(*uncompiled):
             return forward(block, *own_args, **own_kwargs)
 
     def called(block: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from orchestrator.compat.generators import derived_seed, kept_generators, seed_g
 from orchestrator.compat.torch import FakeTensor, FakeTensorMode
 from orchestrator.model.recorder import NeedsRandomValues, Recorder, fake_like
 from orchestrator.model.tensor_slots import move, overlap_in, random_like, tensor_slots
-from orchestrator.planning.boxes import Index
+from orchestrator.planning.placement import Index
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ class Layout:
     """The ranks of a run and what each needs.
 
     Attributes:
-        mesh: the grid of ranks.
         devices_per_worker: the number of devices that one worker process drives.
         one_node: whether all ranks must be on one node.
         pipeline: the stages and micro-batches; None if the model is not cut.
@@ -139,7 +138,6 @@ class LayoutRules(Generic[Keys]):
 
         Args:
             options: the options at the largest size of the run.
-            num_workers: the other size.
             mesh: the mesh at the largest size.
             pipeline: the pipeline layout at the largest size; None if the model is not cut.
 

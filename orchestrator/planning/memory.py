@@ -177,7 +177,6 @@ def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit) -> int | No
     """Return the smallest number of workers over which parameters, gradients and optimizer state can be divided to fit.
 
     Args:
-        sizes: the parameters.
         limit: the memory of the workers.
 
     Returns:

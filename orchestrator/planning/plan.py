@@ -12,9 +12,8 @@ from orchestrator.config.text import first_few
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
-from orchestrator.planning.mesh import Mesh, even_shares
+from orchestrator.planning.mesh import Mesh, Resources, even_shares, workers_on_node, workers_on_nodes
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.planning.worker_capacity import Resources, workers_on_node, workers_on_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,6 @@ class Plan:
         processes_per_core: counts servers and spares, too.
         memory: what a worker has.
         node: the host memory that workers of a node share.
-        faults: the faults to inject.
         notes: remarks for the user.
     """
 

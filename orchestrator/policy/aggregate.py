@@ -36,8 +36,7 @@ from orchestrator.protocol.core_metrics import (
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks
-from orchestrator.timeline.ideal import theoretical_bubble
-from orchestrator.timeline.spans import Timeline, aligned
+from orchestrator.timeline import Timeline, aligned, theoretical_bubble
 
 MOST_KEPT = 16384
 """Keep all values up to this number, and beyond it a random sample of so many."""

@@ -113,7 +113,6 @@ def find_rank_assignment(
     A size in which all workers keep their state is preferred to a larger one in which they do not, unless ``saved``.
 
     Args:
-        plan: the present plan.
         sizes: the sizes to choose from.
         alive: the ranks of ``plan`` whose workers continue.
         ready: the number of new workers that could take a rank at once.

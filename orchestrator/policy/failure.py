@@ -153,8 +153,6 @@ def death(
 
     Args:
         cause: the cause that Ray reports.
-        pid: the process.
-        hostname: its node.
         time: seconds since the epoch.
         crash_report: what its fault handlers have written into its log; empty if nothing.
         kernel_oom_kill: whether the out-of-memory killer of the kernel was at work on the node.
@@ -195,7 +193,6 @@ def failed_call(error: str, *, pid: int, hostname: str, time: float, traceback: 
     """Describe a worker that lives, but could not carry out or answer a call of the driver.
 
     Args:
-        error: why it could not.
         time: seconds since the epoch.
     """
     text = (

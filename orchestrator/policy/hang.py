@@ -23,7 +23,6 @@ def limit_of(config: RecoveryConfig, heartbeat: Heartbeat, *, earlier_hangs: Seq
     """Return the seconds without progress after which a rank counts as hanging, and the key that allows it more.
 
     Args:
-        config: the limits.
         heartbeat: the state of the rank.
         earlier_hangs: the steps at which ranks were killed before because they hung. Each of them at the step of
             ``heartbeat`` doubles the time, because a slow rank would otherwise be killed again at the same place.
@@ -67,7 +66,6 @@ class HangDetector:
     """Follows the ranks of one generation. All times are seconds of one monotonic clock.
 
     Args:
-        config: the limits.
         synchronous: whether a rank that hangs stops all others within a step.
         earlier_hangs: see :func:`limit_of`.
     """

@@ -130,7 +130,6 @@ def completed(step: int, *, ended_early: str | None = None, checkpoint_missing: 
     """Return the verdict on a run that has done all its steps, the last of them ``step``, or has ended early.
 
     Args:
-        step: the last step.
         ended_early: why there are no further steps; None if there were to be none.
         checkpoint_missing: why the last checkpoint is missing, as a predicate; None if it is there.
     """
@@ -168,7 +167,6 @@ def stopped(
     """Return the verdict on a run that was stopped by a signal.
 
     Args:
-        signal_number: the signal.
         cause: who sent it, in words.
         at_step: the step after which all ranks have stopped; None if they have not.
         trained: whether any step was done.

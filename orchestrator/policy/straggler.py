@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from orchestrator.protocol.events import Straggler
-from orchestrator.protocol.machine_use import IDLE_CPU_PCT, OTHERS_CPU_PCT, OTHERS_GPU_PCT, MachineUse
 from orchestrator.protocol.messages import TrainPoint
+from orchestrator.protocol.metrics import IDLE_CPU_PCT, OTHERS_CPU_PCT, OTHERS_GPU_PCT, MachineUse
 
 MIN_SLOWDOWN = 1.5
 """A straggler's step takes at least this many times the median of the others."""

@@ -109,7 +109,6 @@ def placement_note(mesh: Mesh, workers: Sequence[WorkerInfo]) -> str | None:
     """Return which groups that should share a node cross nodes, for the user; None if there are none.
 
     Args:
-        mesh: the grid of ranks.
         workers: the worker of each rank.
     """
     if len(mesh.close_groups) == 1 or len(mesh.close_groups[0]) == 1:

@@ -42,7 +42,6 @@ class Device:
 
     Attributes:
         bf16: the dense peak rate in TFLOP/s.
-        memory_gib: its memory.
         memory_gb_s: the bandwidth of its memory.
         inside: the link between the devices of a domain.
         between: the link between domains.
@@ -51,6 +50,7 @@ class Device:
         source: where the figures stand.
         fp8: the peak rate of products in 8 bits; None if it has none.
         fp4: the same in 4 bits.
+        reached: the share of the peak rate that layers reach; None for that of published runs.
     """
 
     bf16: float
@@ -63,6 +63,7 @@ class Device:
     source: str
     fp8: float | None = None
     fp4: float | None = None
+    reached: float | None = None
 
     def peak_flops_s(self, precision: Precision) -> float:
         """Return the peak rate of matrix products, in FLOP/s; that of the next wider type if it has none."""
@@ -91,7 +92,6 @@ class Cluster:
         nodes: their number.
         per_node: the devices of a node.
         name: of the device.
-        device: the device.
         inside: the link in a domain.
         between: the link between domains.
     """

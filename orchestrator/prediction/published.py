@@ -15,9 +15,8 @@ from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.planning.mesh import Mesh
-from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
+from orchestrator.prediction.cost import ModelWork, Stack, Step, StepTime, Transformer, step_time
 from orchestrator.prediction.devices import Cluster, Precision, Tables, parse_cluster, read_tables
-from orchestrator.prediction.work import ModelWork, Transformer
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 COLUMNS = (
@@ -244,7 +243,6 @@ def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
     """Return the shares of a stack, and the runs that they come from.
 
     Args:
-        name: of the stack.
         runs: the runs among which the rows of its calibration are.
     """
     rule = CALIBRATIONS[name]
@@ -289,7 +287,6 @@ def stack_for(device: str, *, compiled: bool) -> Stack:
     """Return the shares that plain PyTorch reaches in published runs on a device like this one.
 
     Args:
-        device: its name.
         compiled: whether the blocks of the model are compiled.
     """
     if device.startswith("A100"):
@@ -339,7 +336,6 @@ class Spread:
     """The errors of predictions.
 
     Attributes:
-        count: the number of runs.
         median: of the absolute relative errors.
         mean: of the same.
         ninth: what nine of ten of these do not exceed.

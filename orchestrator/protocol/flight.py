@@ -75,7 +75,11 @@ def _pending(entries: Sequence[Mapping[str, Any]]) -> tuple[Counter[Message], Co
 
     Those of a batch share a number with the entry of the batch, and only that entry is marked as completed.
     """
-    completed = {_number(e) for e in entries if _is_message(e) and _has_completed(e)}
+    completed = {
+        _number(e)
+        for e in entries
+        if (bool(e["is_p2p"]) or e["profiling_name"].endswith(":coalesced")) and _has_completed(e)
+    }
     sends: Counter[Message] = Counter()
     receives: Counter[Message] = Counter()
     for entry in entries:
@@ -93,10 +97,6 @@ def _pending(entries: Sequence[Mapping[str, Any]]) -> tuple[Counter[Message], Co
 
 def _has_completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry["retired"]) or entry["state"] == "completed"
-
-
-def _is_message(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["is_p2p"]) or entry["profiling_name"].endswith(":coalesced")
 
 
 def _number(entry: Mapping[str, Any]) -> tuple[str, int]:

@@ -14,10 +14,9 @@ from orchestrator.planning.faults import Fault
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.protocol.flight import Enqueued
-from orchestrator.protocol.machine_use import MachineUse
-from orchestrator.protocol.metrics import Metric
+from orchestrator.protocol.metrics import MachineUse, Metric
 from orchestrator.storage.remote import Remote
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 ANY_RANK = -1
 """Key for all ranks, if they have equal state."""
@@ -116,7 +115,6 @@ class Assignment:
         sources: for each rank, the rank that has its state after ``source_step``; None to start from ``checkpoint``.
         checkpoint: the path of the checkpoint to start from; None, without ``sources``, for a new training.
         checkpoint_remote: the directory on a store that it has to be fetched from; None if it is on disk.
-        faults: the faults to inject.
         places: the place of each rank.
         failures: how many failures have ended earlier generations.
         tracked_as: the id of the run on the tracking server, for a script that logs there; None if there is none.
@@ -162,7 +160,6 @@ class TrainPoint:
     """One rank's part of a logged point, over the steps since the last one.
 
     Attributes:
-        step: the last step.
         time: wall-clock seconds since the epoch.
         loss_sum: this rank's part of the loss; the loss of the run is the sum of it over the sum of ``weight``.
         weight: see ``loss_sum``.
@@ -205,7 +202,6 @@ class EvalPoint:
 
     Attributes:
         sums: by the name of the job's metric.
-        perplexity: whether to report it.
         values: the metrics of all ranks' samples that are no sums, on the rank that has computed them; None if they
             cannot be computed of the few samples of a trial.
         ema: the same with the moving average of the weights; None without ``train.ema_decay``.

@@ -269,6 +269,15 @@ def read_metrics(run_dir: RunDir) -> Iterator[tuple[int, float, dict[str, float]
             yield line.step, line.time, line.metrics
 
 
+class Point(NamedTuple):
+    """One value of a metric; ``time`` in seconds since the epoch."""
+
+    name: str
+    value: float
+    time: float
+    step: int
+
+
 class Sample(NamedTuple):
     """A sample of the job: an image (``.png``) or a text (``.txt``); ``time`` in seconds since the epoch."""
 

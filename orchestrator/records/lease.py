@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from orchestrator.records.json_file import read_json, write_json
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import LEASE_S, RunDir
 
 RENEW_EVERY_S = LEASE_S / 12

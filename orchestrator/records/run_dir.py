@@ -15,8 +15,7 @@ from typing import Any, get_args
 
 from orchestrator.protocol.events import RunState
 from orchestrator.records.json_file import Types, read_json, write_json
-from orchestrator.records.lock import changed_at, locked, now_on
-from orchestrator.records.process_identity import is_alive, is_visible
+from orchestrator.records.lock import changed_at, is_alive, is_visible, locked, now_on
 from orchestrator.storage.remote import Remote
 
 
@@ -89,7 +88,6 @@ class RunDir:
     """The contenders of ``strategy=auto``, and which of them was chosen."""
     choice_report = _Entry("auto.md")
     """The same as a table, and the reason."""
-    timeline_picture = _Entry("timeline.png")
     timeline_trace = _Entry("timeline.json")
     profile = _Entry("profile")
     sinks = _Entry("sinks")

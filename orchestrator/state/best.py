@@ -21,7 +21,6 @@ class BestSoFar:
         step: the step of the best evaluation; 0 if none has had a finite value.
         value: its value; None if there is none.
         bar: the value that the last improvement by more than ``train.stop_min_delta`` has reached.
-        evaluations_since: evaluations since that improvement.
         last_step: the step of the last evaluation.
         last_value: its value; None if it is not finite.
     """

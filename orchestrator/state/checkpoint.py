@@ -25,12 +25,13 @@ import psutil
 
 from orchestrator.state import tensor_file
 from orchestrator.state.best import BestSoFar
-from orchestrator.state.digests import CHUNK_BYTES, Digests
 from orchestrator.state.fence import Fence, check_fence
 from orchestrator.state.manifest import (
+    CHUNK_BYTES,
     KINDS,
     MANIFEST,
     CheckpointError,
+    Digests,
     Kind,
     file_name,
     files_of,
@@ -63,7 +64,6 @@ def save(
 
     Args:
         root: the directory that holds the checkpoints; created if missing.
-        state: the snapshot to write.
         run_uid: the identity of the run, recorded in the manifest.
         fence: consulted after the files are written, just before the rename. None if this process may always save.
         chunk_bytes: the size of the parts of a file that a reader can verify by themselves.
@@ -125,7 +125,6 @@ def write_part(
         directory: an existing directory.
         state: the boxes of this writer.
         part: the number of this writer, from 0.
-        parts: the number of writers.
         chunk_bytes: the size of the parts of a file that a reader can verify by themselves.
         on_progress: called whenever some of the bytes have been written.
 
@@ -160,7 +159,6 @@ def commit(
         meta: of the state of the whole model.
         files: the digests of all files by name.
         run_uid: the identity of the run, recorded in the manifest.
-        parts: the number of writers.
         fence: consulted just before the rename. None if this process may always save.
 
     Raises:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import (
@@ -26,11 +28,11 @@ from orchestrator.state.checkpoint import (
     verify,
     write_manifest,
 )
-from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence, check_fence
 from orchestrator.state.manifest import (
     MANIFEST,
     CheckpointError,
+    Digests,
     Kind,
     amended,
     files_of,
@@ -173,7 +175,6 @@ class CheckpointStore:
         """Return the parameters and buffers in the checkpoint ``name``.
 
         Args:
-            name: of the checkpoint.
             folder: an existing directory, to which the files are copied if they are on a store.
             more: what else is wanted beside the model.
 
@@ -286,3 +287,42 @@ class CheckpointStore:
 def _stored_name(file: str, digests: Digests) -> str:
     stem, _, suffix = file.partition(".")
     return f"{stem}.{digests.name}.{suffix}"
+
+
+KEY = "param_ema"
+"""The key of the average in the optimizer state of a parameter."""
+
+
+def exports_average(store: CheckpointStore, checkpoint: str) -> bool:
+    """Return whether the model of a checkpoint has averaged weights: ``checkpoint.best`` is a metric of these."""
+    best = BestSoFar.from_meta(store.read_manifest(checkpoint)["meta"])
+    return best is not None and best.of_average
+
+
+def exported_weights(store: CheckpointStore, checkpoint: str, folder: Path) -> Mapping[str, Tensor]:
+    """Return the parameters and buffers of the model of a checkpoint, each read when it is asked for.
+
+    Arguments and errors as of :meth:`CheckpointStore.model`.
+    """
+    if not exports_average(store, checkpoint):
+        return store.model(checkpoint, folder)
+    names = list(store.model(checkpoint, folder))
+    tied = store.read_manifest(checkpoint)["meta"].get("tied", {})
+    return _Averaged(store.model(checkpoint, folder, "optimizer"), names, tied)
+
+
+class _Averaged(Mapping[str, Tensor]):
+    """The tensors of a model, with the averages of those that have one."""
+
+    def __init__(self, stored: StoredTensors, names: list[str], tied: Mapping[str, str]):
+        self._stored, self._names, self._tied = stored, names, tied
+
+    def __getitem__(self, name: str) -> Tensor:
+        average = f"{self._tied.get(name, name)}/{KEY}"
+        return self._stored[average if average in self._stored else name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

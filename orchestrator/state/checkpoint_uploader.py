@@ -160,7 +160,9 @@ class CheckpointUploader:
                 seconds = written.seconds + time.perf_counter() - began
                 return replace(written, seconds=seconds, size_bytes=size_bytes)
             with self._changed:
-                if self._changed.wait_for(lambda: self._is_replaced(written), pause_s):
+                if self._changed.wait_for(
+                    lambda: bool(self._waiting) and self._best_here(self._waiting[-1]) != written.step, pause_s
+                ):
                     return _replaced(written, self._waiting[-1], why=self._problem)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -181,9 +183,6 @@ class CheckpointUploader:
             remove_staging(written.part.directory)
         if _reports(written):
             self._on_result(result)
-
-    def _is_replaced(self, written: Written) -> bool:
-        return bool(self._waiting) and self._best_here(self._waiting[-1]) != written.step
 
     def _best_here(self, newest: Written) -> int | None:
         """Return the step of the best checkpoint that still has to be uploaded; None if the best is on the store."""

@@ -77,7 +77,6 @@ class CheckpointWriter:
         """Queue ``state`` for writing. The writer owns it from here on.
 
         Args:
-            state: the snapshot to write.
             stalled_since: when training stopped for the snapshot, by ``time.perf_counter``; None if it stops now.
             timeout_s: how long to wait for the previous write.
             jointly: of which checkpoint ``state`` is a part; None if it is a whole one. Only the rank that commits such

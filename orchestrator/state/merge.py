@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.manifest import Kind
 from orchestrator.state.model_state import LEFT_OUT, total
 from orchestrator.state.optimizer_state import FURTHER

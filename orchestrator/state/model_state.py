@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.modules import has_loading_code, own_parameters, persistent_buffers
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.optimizer_state import pack_values, unpack_values
 
 MODEL_FURTHER = "model_further"
@@ -73,7 +73,6 @@ def load_tensors(model: nn.Module, values: Mapping[str, Tensor], further: Mappin
     """Give a model the values of its own tensors, and let it load its further entries.
 
     Args:
-        model: the model.
         values: parameters and buffers by name, and further tensors.
         further: what :func:`pack_further` returned as JSON.
     """

@@ -15,26 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed import Store
 
 from orchestrator.state.checkpoint import commit, make_staging, path_of, remove_staging, staging, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.digests import Digests
 from orchestrator.state.fence import Fence
-from orchestrator.state.manifest import manifest_text
+from orchestrator.state.manifest import Digests, manifest_text
 from orchestrator.state.merge import META_OF_PARTS, merge_meta
 from orchestrator.state.train_state import TrainState
 
 _POLL_S = 0.02
 _PROGRESS_S = 0.5
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 class PartError(RuntimeError):

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.torch import as_bytes
-from orchestrator.planning.boxes import Box, box_problem, first_overlap, has_hole
-from orchestrator.state.digests import CHUNK_BYTES, ChunkHasher, Digests, VerifiedFile
-from orchestrator.state.manifest import CheckpointError
+from orchestrator.planning.placement import Box, box_problem, first_overlap, has_hole
+from orchestrator.state.manifest import CHUNK_BYTES, CheckpointError, ChunkHasher, Digests, VerifiedFile
 
 _BOXES = "boxes"
 _OTHER_DTYPES = "dtypes"
@@ -66,7 +65,6 @@ def write(
     """Write contiguous host tensors through to the disk.
 
     Args:
-        path: the file.
         tensors: what to write, by name.
         boxes: the boxes of those that are shards of larger tensors.
         chunk_bytes: the size of the chunks of the digests.

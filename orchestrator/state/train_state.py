@@ -16,18 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
+from orchestrator.state import model_state
 from orchestrator.state.manifest import Kind
-from orchestrator.state.model_state import (
-    LEFT_OUT,
-    MODEL_FURTHER,
-    capped_lines,
-    further_entries,
-    load_tensors,
-    mismatches,
-    own_tensors,
-    pack_further,
-)
 from orchestrator.state.optimizer_state import FURTHER, Move, load, pack
 from orchestrator.state.optimizers import AnyOptimizer, AnyScheduler, Shard, from_json, label_of, to_json
 from orchestrator.state.tensor_file import StoredTensors
@@ -134,8 +125,8 @@ def capture(
     tied = _tied_names(model)
     parameters: dict[str, Tensor] = {}
     left_out = left_out or {}
-    further_tensors, further = pack_further(model)
-    for name, value in own_tensors(model).items():
+    further_tensors, further = model_state.pack_further(model)
+    for name, value in model_state.own_tensors(model).items():
         if name not in left_out:
             same = parameters.get(tied.get(name, ""))
             parameters[name] = value.detach() if same is None else same
@@ -171,9 +162,9 @@ def capture(
     if packed.further:
         meta[FURTHER] = packed.further
     if further:
-        meta[MODEL_FURTHER] = further
+        meta[model_state.MODEL_FURTHER] = further
     if left_out:
-        meta[LEFT_OUT] = dict(left_out)
+        meta[model_state.LEFT_OUT] = dict(left_out)
     trained = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     finite = _all_finite(trained)
     if not live:
@@ -203,7 +194,6 @@ def restore(
     their own memory where dtypes and shapes fit, because a GPU may have no room for those of two states.
 
     Args:
-        state: the snapshot to load.
         model: the model, possibly wrapped in ``DistributedDataParallel`` or ``DataParallel``.
         optimizer: its optimizer, or several as one.
         scheduler: the learning-rate scheduler, or None.
@@ -218,12 +208,12 @@ def restore(
     """
     model = _unwrapped(model)
     boxes = boxes or {}
-    own = own_tensors(model)
-    stored = {name: tensor for name, tensor in own.items() if name not in state.meta.get(LEFT_OUT, {})}
+    own = model_state.own_tensors(model)
+    stored = {name: tensor for name, tensor in own.items() if name not in state.meta.get(model_state.LEFT_OUT, {})}
     shapes = {name: (boxes[name].full if name in boxes else tuple(t.shape), t.dtype) for name, t in stored.items()}
     there = _full_outline(state)
-    further = [name for name in further_entries(model) if name in there]
-    errors = mismatches(shapes, {n: t for n, t in there.items() if n not in further}, partial=partial)
+    further = [name for name in model_state.further_entries(model) if name in there]
+    errors = model_state.mismatches(shapes, {n: t for n, t in there.items() if n not in further}, partial=partial)
     for kind, here in (("optimizer", optimizer), ("scheduler", scheduler)):
         recorded = state.meta[kind]
         saved = recorded["class"] if isinstance(recorded, Mapping) else recorded
@@ -237,10 +227,10 @@ def restore(
         raise ValueError("\n".join(errors))
 
     dtypes = {name: tensor.dtype for name, tensor in outline(state.model).items()}
-    load_tensors(
+    model_state.load_tensors(
         model,
         {name: _take(state, "model", name, boxes.get(name), consume=consume) for name in (*stored, *further)},
-        state.meta.get(MODEL_FURTHER, {}),
+        state.meta.get(model_state.MODEL_FURTHER, {}),
     )
     saved_names = {parameter: name for name, parameter in model.named_parameters()}
     updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -347,9 +337,11 @@ def _match_groups(
         unexpected += sorted(known.difference(*(aliases[p] for p in parameters)))
         names.append([name for name in found if name is not None])
     absent = "not in this parameter group of the"
-    errors = list(capped_lines(missing, lambda n: f"{n}: {absent} checkpoint's optimizer", f"are {absent} same"))
+    errors = list(
+        model_state.capped_lines(missing, lambda n: f"{n}: {absent} checkpoint's optimizer", f"are {absent} same")
+    )
     if not partial:
-        errors += capped_lines(unexpected, lambda n: f"{n}: {absent} job's optimizer", f"are {absent} same")
+        errors += model_state.capped_lines(unexpected, lambda n: f"{n}: {absent} job's optimizer", f"are {absent} same")
     return names, errors
 
 
@@ -359,7 +351,6 @@ def _mover(
     """Return what takes the tensors of an optimizer out of ``state``, or copies of them, because training changes them.
 
     Args:
-        state: the saved state.
         boxes: where those parameters are that are shards of larger tensors, by saved name.
         own: the tensors that the optimizer has now, by their saved paths. Their memory is used again.
         consume: whether the tensors are removed from ``state``.

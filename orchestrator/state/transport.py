@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.compat.torch import as_bytes, copy_all
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.manifest import Kind
 from orchestrator.state.tensor_memory import runs_of
 from orchestrator.state.train_state import TrainState, outline
@@ -38,8 +38,6 @@ def broadcast_state(
 
     Args:
         state: the state to send on ``source``, which is returned there; None on the other ranks.
-        source: the sending rank.
-        rank: this rank.
         device: the device that the backend sends from and receives on, one tensor at a time.
         onto: the device on which this rank keeps what it receives.
         into: whose memory receives what is kept, where device, shape and dtype fit.
@@ -139,9 +137,7 @@ def gather_states(
     """Collect the states of several ranks in host memory of the first one, point to point.
 
     Args:
-        state: this rank's state.
         ranks: the ranks that take part; the first one receives.
-        rank: this rank.
         device: the device that the backend sends from.
         group: None for the default group.
 
@@ -158,8 +154,6 @@ def send_state(state: TrainState, *, to: int, device: torch.device, group: dist.
     """Send a state to a rank that calls :func:`receive_state`.
 
     Args:
-        state: the state.
-        to: the receiving rank.
         device: the device that the backend sends from.
         group: None for the default group.
     """
@@ -181,7 +175,6 @@ def receive_state(
     """Receive the state that ``sender`` passes to :func:`send_state`.
 
     Args:
-        sender: the sending rank.
         device: the device that the backend receives on.
         onto: the device on which the state is kept.
         into: a state whose memory is reused where it is on ``onto`` and shapes and dtypes fit.

@@ -60,7 +60,6 @@ class Mirror:
     Hidden files, and what others write to the store, are left out. A store that is away is tried again.
 
     Args:
-        source: the local directory.
         remote: the directory on the store.
         every_s: seconds between two rounds.
         masked: copies a log with its secrets masked; the result says whether there was any.

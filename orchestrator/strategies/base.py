@@ -22,9 +22,9 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.measure.memory import TensorSize
+from orchestrator.strategies.measure.device import TensorSize
 from orchestrator.strategies.update.confirmation import no_confirmation
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,6 @@ class Context:
     """The place of a rank in the run.
 
     Attributes:
-        mesh: the grid of ranks.
-        global_rank: this rank.
         device: where model and batches are; the first device if this rank drives several.
         seed: ``seed`` of the configuration, equal on all ranks.
         train: the ``train`` section of the configuration.
@@ -174,9 +172,7 @@ class Strategy(abc.ABC):
         """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
 
         Args:
-            config: the whole configuration.
             outline: the job and its model.
-            plan: the plan of the run.
             errors: receives a line for each reason why the job cannot be trained.
 
         Returns:

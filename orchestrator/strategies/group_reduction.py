@@ -13,10 +13,9 @@ from orchestrator.planning.mesh import BATCH, DIVIDING, WITHIN_STAGE, Axes
 from orchestrator.planning.placement import Placement
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.groups import MeshGroups, Sharing
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.reduction import Reduction, Weight, on_device, weight_sum
-from orchestrator.strategies.shared_tensors import Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over
 from orchestrator.strategies.update.whole_tensors import ShardMap
@@ -129,8 +128,6 @@ class PartReduction(GroupReduction):
         """Prepare for the sums. Collective.
 
         Args:
-            context: of this rank.
-            trained: its part.
             groups: those of this generation.
             sums: makes the first of the sums.
             sharing: the tensors that belong to stages on several ranks.

@@ -33,8 +33,7 @@ from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.peer_copies import KEPT
-from orchestrator.strategies.update.elementwise import ELEMENTWISE
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
+from orchestrator.strategies.update.job_optimizer import ELEMENTWISE, optimizer_of_part
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 """The schedules that make the forward passes of all micro-batches before a backward pass."""
@@ -48,9 +47,7 @@ def memory_notes(
     """Compute the memory of a worker, and whether it has as much.
 
     Args:
-        config: the configuration.
         outline: the job and its model, which is known.
-        plan: the plan of the run.
         division: what is divided over how many workers.
         gathered: the bytes that a worker gathers at the same time.
         errors: receives a line if the training state alone does not fit.
@@ -221,7 +218,6 @@ class KeptByRows:
         Args:
             memory: of the state.
             rows: the samples of a pass.
-            mesh: the mesh.
             pipeline: the stages; None if the model is not cut.
             is_gathered: whether parameters are gathered: they are so in the type of the passes.
         """

@@ -1,17 +1,25 @@
-"""What the model of a job computes and moves for a sample, from a pass with fake tensors."""
+"""What the model of a job computes and moves for a sample, and how fast the CPUs of this machine do such work."""
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.prediction.work import ModelWork, Work
+from orchestrator.planning.memory import GIB
+from orchestrator.prediction.cost import ModelWork, Stack, Work
+from orchestrator.prediction.devices import CPU, Device, Link, Tables
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.measure.work_counter import WorkCounter
+from orchestrator.strategies.measure.flop_counter import WorkCounter
 from orchestrator.strategies.memory_plan import KeptByRows, fake_loss, kept_of
 
 Recomputed = Literal["none", "blocks"]
@@ -22,7 +30,7 @@ PASSES = 3
 """A backward pass moves and computes twice as much as a forward pass."""
 IN_KERNELS = 0.35
 """The share of the bytes of single operators that GPUs move, whose kernels take several at once, as for a norm: what
-:class:`~orchestrator.prediction.work.Transformer` counts of a block of Llama, relative to its operators."""
+:class:`~orchestrator.prediction.cost.Transformer` counts of a block of Llama, relative to its operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +120,72 @@ def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dty
         summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
         key_bytes=2 * counted["output_bytes"],
     )
+
+
+UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS)
+"""Each operator moves its own bytes."""
+_SIZE, _COPIED = 1024, 2**25
+_ROWS, _WIDTH = 2048, 256
+"""The tokens of a micro-batch, and the width of a small model, whose wider layer is four times as wide."""
+_TIMES = 5
+_COPIES = 4
+"""How often gloo copies a byte from worker to worker through the kernel; an assumption."""
+
+
+def with_cpus(tables: Tables) -> Tables:
+    """Return the tables with a core of this machine as the device ``cpu``. Takes a second.
+
+    A matrix product in float32 is measured on one core. What a linear layer reaches of that, forward and backward, and
+    how fast memory is copied, is measured on all cores at once, as workers use them.
+    """
+    cores = os.cpu_count() or 1
+    a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peak = 2 * _SIZE**3 / min(_durations(lambda: torch.mm(a, b)))
+        with ThreadPoolExecutor(cores) as pool:
+            layer_s, copy_s = (max(pool.map(_median_s, [make] * cores)) for make in (_layer, _copy))
+    finally:
+        torch.set_num_threads(threads)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gb_s = 2 * _COPIED / copy_s / 1e9
+    device = Device(
+        bf16=peak / 1e12,
+        memory_gib=memory / GIB / cores,
+        memory_gb_s=gb_s,
+        inside=CPU,
+        between=CPU,
+        node=cores,
+        domain=None,
+        source="measured on the cores of this machine, in float32",
+        reached=min(1.0, 6 * _ROWS * _WIDTH * 4 * _WIDTH / layer_s / peak),
+    )
+    link = Link(gb_s=gb_s / 2 / _COPIES, source=f"a byte is copied {_COPIES} times")
+    return replace(tables, devices={**tables.devices, CPU: device}, links={**tables.links, CPU: link})
+
+
+def _layer() -> Callable[[], object]:
+    layer, rows = nn.Linear(_WIDTH, 4 * _WIDTH), torch.randn(_ROWS, _WIDTH, requires_grad=True)
+    gradient = torch.randn(_ROWS, 4 * _WIDTH)
+    return lambda: layer(rows).backward(gradient)
+
+
+def _copy() -> Callable[[], object]:
+    source, target = torch.zeros(_COPIED, dtype=torch.uint8), torch.empty(_COPIED, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def _median_s(make: Callable[[], Callable[[], object]]) -> float:
+    """Return the median duration of what ``make`` returns, on one thread of this one."""
+    torch.set_num_threads(1)
+    return statistics.median(_durations(make()))
+
+
+def _durations(run: Callable[[], object]) -> list[float]:
+    found = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found

@@ -22,10 +22,9 @@ from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
-from orchestrator.planning.boxes import Shape
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
-from orchestrator.planning.placement import Placement
+from orchestrator.planning.placement import Placement, Shape
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
@@ -36,11 +35,10 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
-from orchestrator.strategies.groups import MeshGroups, divided
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.peer_copies import PeerCopies
-from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.context import ContextParts, context_outline, context_parts
 from orchestrator.strategies.transforms.tensor import TensorParts, tensor_outline, tensor_parts
@@ -297,7 +295,6 @@ class PartTrainer(Trainer):
 
         Args:
             rank: a replica of this rank, or of the preceding one of the ring.
-            wanted: the step.
             step: the last one that this rank has completed.
             samples_consumed: global samples consumed up to ``step``.
         """

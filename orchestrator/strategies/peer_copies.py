@@ -53,7 +53,6 @@ class PeerCopies:
         Args:
             group: a gloo group of the ranks of ``ring``, used for nothing else.
             ring: global ranks; each sends to the next one, and the last one to the first.
-            rank: this global rank.
         """
         place = ring.index(rank)
         self._sends_first = place % 2 == 0

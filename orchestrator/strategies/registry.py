@@ -22,7 +22,7 @@ MODULES: Mapping[str, str] = {
     "mesh": "presets.product",
     "dp": "replicated.dp",
     "hogwild": "asynchronous.hogwild",
-    "locked_sgd": "asynchronous.locked_sgd",
+    "locked_sgd": "asynchronous.hogwild",
     "parameter_server": "asynchronous.parameter_server.strategy",
     "auto": "tuned.auto",
     "script": "external.script",

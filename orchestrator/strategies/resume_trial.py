@@ -27,8 +27,7 @@ from orchestrator.state.optimizer_state import FURTHER, optimizers_in
 from orchestrator.state.optimizers import AnyOptimizer, label_of
 from orchestrator.state.train_state import TrainState, capture, restore
 from orchestrator.strategies.training_step import joined, optimizers_of
-from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part
-from orchestrator.strategies.update.optimizer_modes import to_training
+from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, to_training
 from orchestrator.strategies.update.weight_average import keep_average
 from orchestrator.strategies.update.whole_tensors import ShardMap, computed
 
@@ -41,7 +40,6 @@ class Trial:
     """An optimizer of small parameters.
 
     Attributes:
-        optimizer: the optimizer.
         parameters: by the names that they have in the model.
         alone: how they are divided if each of them is updated alone.
     """
@@ -67,10 +65,8 @@ class Trial:
         """Make the updates of ``steps``, with gradients that depend on the step and the name alone.
 
         Args:
-            steps: their numbers.
             shapes: those of the parameters, by name.
             noise: the seed of what the optimizer draws.
-            scale: of the gradients.
         """
         for step in steps:
             torch.manual_seed(step)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 
 import torch
+from torch import nn
 
 from orchestrator.compat.modules import own_buffers
 from orchestrator.config.schema import Config
-from orchestrator.config.text import first_few, to_cli
+from orchestrator.config.text import did_you_mean, first_few, to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.tensor_slots import sparse_error, tensor_slots
 from orchestrator.planning.layout import Keys, LayoutRules
@@ -16,14 +17,13 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.model_state import saving_errors
 from orchestrator.strategies.base import Context, Strategy
-from orchestrator.strategies.carried import carried_errors
 from orchestrator.strategies.constructor import Outline, lazy_names
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
-from orchestrator.strategies.update.gradient_hooks import backward_hooks_note
+from orchestrator.strategies.update.gradients import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 from orchestrator.strategies.whole_tensor_trial import check_whole_tensors
 
@@ -46,9 +46,6 @@ class Rules(LayoutRules[Keys], abc.ABC):
         """Check whether the job can be trained by ``plan``, without allocating memory for its tensors.
 
         Args:
-            config: the whole configuration.
-            job: the job.
-            plan: the plan of the run.
             errors: receives a line for each reason why the job cannot be trained.
 
         Returns:
@@ -117,3 +114,32 @@ def _memory_errors(config: Config, outline: Outline, plan: Plan, trainer: type[S
         "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "
         "strategy.shard_optimizer"
     ]
+
+
+def carried_errors(config: Config, job: Job, model: nn.Module | None) -> list[str]:
+    """Return why a run cannot carry the buffers in ``job.carried``. ``model``: None if it is not known here."""
+    train = config.train
+    what = f"Job.carried: row i of {', '.join(job.carried)} belongs to row i of every batch"
+    if config.strategy.name != "single":
+        return [f"strategy={config.strategy.name}: {what}, and workers divide batches; use strategy=single"]
+    errors = []
+    if train.grad_accumulation > 1:
+        errors.append(f"train.grad_accumulation={train.grad_accumulation}: {what}, and slices are parts of it; set 1")
+    if train.activation_checkpointing != "none":
+        errors.append(
+            f"train.activation_checkpointing={train.activation_checkpointing}: {what}, and a block that is computed "
+            "again would begin with its own result; set none"
+        )
+    buffers = {} if model is None else dict(model.named_buffers())
+    saved = () if model is None else model.state_dict()
+    for name in () if model is None else job.carried:
+        if name not in buffers:
+            errors.append(f"Job.carried: the model has no buffer {name}; {did_you_mean(name, buffers)}")
+        elif name not in saved:
+            errors.append(f"Job.carried: the buffer {name} is in no checkpoint; register it with persistent=True")
+        elif (shape := tuple(buffers[name].shape))[:1] != (train.global_batch_size,):
+            errors.append(
+                f"train.global_batch_size={train.global_batch_size}: {what}, and {name} has the shape {list(shape)}; "
+                "make the first dimension this size"
+            )
+    return errors

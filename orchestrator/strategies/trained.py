@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,26 +19,25 @@ from orchestrator.compat.torch import copies_of, copy_all, multiply
 from orchestrator.config.text import first_few
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.tensor_slots import sparse_error
-from orchestrator.planning.boxes import Box
-from orchestrator.planning.placement import Placement
+from orchestrator.planning.placement import Box, Placement
 from orchestrator.state import train_state
 from orchestrator.state.model_state import checksum, dropped_names, own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.changed_weights import changed_weights
-from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.training_step import joined
-from orchestrator.strategies.update.closure import Closure, closure_errors
-from orchestrator.strategies.update.elementwise import ELEMENTWISE
-from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
 from orchestrator.strategies.update.gradients import clip
-from orchestrator.strategies.update.job_optimizer import schedule_of
-from orchestrator.strategies.update.loss_scale import LossScale
-from orchestrator.strategies.update.optimizer_modes import (
+from orchestrator.strategies.update.job_optimizer import (
+    ELEMENTWISE,
     MODE,
+    Closure,
+    closure_errors,
     evaluation_weights,
+    fuse_updates,
     loading_in_mode,
+    schedule_of,
+    sparse_parameters,
     to_training,
     with_modes,
 )
@@ -222,7 +223,6 @@ class Trained:
         """Compute the update of an optimizer that needs whole tensors, as :meth:`apply` makes it. Collective.
 
         Args:
-            norm: of the gradient.
             shard_map: how the parameters are divided.
         """
         if self._is_finite(norm) or not self._skips_nonfinite:
@@ -338,3 +338,42 @@ def _refuse_sparse(modules: Sequence[nn.Module], *, saved: Collection[str], sent
     buffers = [(name, buffer) for module in modules for name, buffer in module.named_buffers()]
     if sparse := [n for n, buffer in buffers if buffer.layout is not torch.strided and (sent or n in saved)]:
         raise JobError(sparse_error(sparse))
+
+
+INITIAL = 2.0**16
+GROWTH_STEPS = 2000
+"""The number of updates in a row after which the factor is doubled."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor of the loss in float16, always a power of two, and the number of updates since it last changed.
+
+    Micikevicius et al., ICLR 2018, "Mixed Precision Training", with the constants of ``torch.amp.GradScaler``. That
+    class decides on each rank by the gradients there whether to update. Here the caller decides, once for all ranks.
+    """
+
+    factor: float = INITIAL
+    updates: int = 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller factor may make infinite gradients finite; at 1, they come from the loss itself."""
+        return self.factor > 1
+
+    def after(self, *, finite: bool) -> LossScale:
+        """Return the scale for the next step, given whether the gradient of this one was finite."""
+        if not finite:
+            return LossScale(max(1.0, self.factor / 2))
+        if self.updates + 1 == GROWTH_STEPS:
+            return LossScale(self.factor * 2)
+        return LossScale(self.factor, self.updates + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any] | None) -> LossScale:
+        """Return the scale that a checkpoint has; the initial one if it is of a run in another precision."""
+        return cls() if state is None else cls(**state)

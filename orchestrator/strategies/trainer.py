@@ -37,20 +37,16 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
-from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
-from orchestrator.strategies.device_precision import prepare_device
+from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
-from orchestrator.strategies.measure.memory import TensorSize, sizes_of
 from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.update.closure import Closure
-from orchestrator.strategies.update.diverging import diverging_errors
-from orchestrator.strategies.update.gradient_hooks import check_gradient_hooks
-from orchestrator.strategies.update.job_optimizer import optimizer_of
-from orchestrator.strategies.update.optimizer_modes import evaluation_weights
+from orchestrator.strategies.update.gradients import check_gradient_hooks
+from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
 from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -134,7 +130,6 @@ class Trainer(Strategy):
         """Refuse hooks that make another gradient of parts of a batch, among those of this rank's parameters.
 
         Args:
-            model: has the parameters.
             num_microbatches: the parts of a slice.
             shared: whether the gradient of a parameter may be a sum over stages.
 

@@ -90,7 +90,6 @@ def training_step_errors(config: Config, outline: Outline, *, supported: bool) -
     """Return why the job, which overrides ``Job.training_step``, cannot be trained.
 
     Args:
-        config: the whole configuration.
         outline: the job and its model.
         supported: whether the strategy calls ``Job.training_step``.
     """

@@ -29,7 +29,6 @@ class WholeModel:
     """The model, the loss, and the passes through both.
 
     Attributes:
-        model: the model.
         forward_model: what is called with a batch's input in training.
     """
 
@@ -65,7 +64,6 @@ class WholeModel:
             slices: the slices of this rank's share of the batch, as pairs of inputs and targets on the device.
             reduction: weighs the parts, and is told of each.
             metrics: receives the metrics of each part.
-            context: of this rank.
             factor: what the loss is multiplied by.
 
         Returns:

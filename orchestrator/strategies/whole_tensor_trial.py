@@ -18,15 +18,13 @@ from orchestrator.compat.generators import kept_generators
 from orchestrator.compat.torch import pytree
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.planning.boxes import Box, is_divisible
 from orchestrator.planning.memory import size_text
+from orchestrator.planning.placement import Box, is_divisible
 from orchestrator.planning.plan import Plan
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.resume_trial import Trial, trial_of
-from orchestrator.strategies.update.elementwise import ELEMENTWISE, own_step_errors
 from orchestrator.strategies.update.gradients import buckets
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
-from orchestrator.strategies.update.optimizer_modes import with_modes
+from orchestrator.strategies.update.job_optimizer import ELEMENTWISE, optimizer_of_part, own_step_errors, with_modes
 from orchestrator.strategies.update.whole_tensors import ShardMap
 from orchestrator.user_code.results import needs_closure
 
@@ -41,10 +39,7 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, 
     """Check that the job's optimizer can make updates where workers have shards of tensors.
 
     Args:
-        config: the configuration.
-        job: makes the optimizer.
         model: the whole model, which may be of fake tensors.
-        plan: the plan of the run.
         errors: receives a line if it cannot.
 
     Returns:

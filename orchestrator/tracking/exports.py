@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator.records.journal import Ending
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.backend import TrackingBackend
+from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, read_cursor
 
 EXPORT_TIMEOUT_S = 300.0
@@ -38,7 +38,7 @@ def missing_exports(run_dir: RunDir, ending: Ending, *, log_model: bool, log_dat
 def upload_exports(
     exports: Sequence[str],
     run_dir: RunDir,
-    backend: TrackingBackend,
+    backend: MlflowBackend,
     ending: Ending,
     *,
     import_paths: Sequence[str] = (),
@@ -48,9 +48,7 @@ def upload_exports(
     """Export what :func:`missing_exports` has returned and upload it, unless the run has been resumed meanwhile.
 
     Args:
-        exports: what to export.
         run_dir: the run, closed on the server.
-        backend: the server.
         ending: how the run ended.
         import_paths: where the job's class is found, besides ``sys.path`` of a new process.
         secrets: texts to mask in what is uploaded.

@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from orchestrator.records.journal import Ending, read_ending
-from orchestrator.records.process_identity import end_with_parent, is_alive
+from orchestrator.records.lock import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
@@ -64,10 +64,9 @@ class FollowerOptions:
     Attributes:
         uri: the server; None if there are only sinks.
         events_offset: skips the ending that a resumed run already has in its journal.
-        driver: the result of :func:`~orchestrator.records.process_identity.this_process` there.
+        driver: the result of :func:`~orchestrator.records.lock.this_process` there.
         shared: a script logs to the same run on the server, which is therefore made at once and never replaced.
         log_model: upload the model of a run that finishes.
-        log_dataset: upload its dataset.
         import_paths: where its job and the sinks are found.
         sinks: the import paths of what else receives the run.
     """

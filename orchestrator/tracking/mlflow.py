@@ -14,16 +14,15 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orchestrator.records.journal import Ending, Sample
+from orchestrator.records.journal import Ending, Point, Sample
 from orchestrator.records.lock import locked
 from orchestrator.records.storable_names import storable_name
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
-from orchestrator.tracking.backend import OpenedRun, Point
-from orchestrator.tracking.tags import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
+from orchestrator.tracking.views import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -61,25 +60,41 @@ def connect(uri: str, *, request_timeout_s: float) -> MlflowClient:
     return MlflowClient(uri, registry_uri=uri)
 
 
+class OpenedRun(NamedTuple):
+    """A run on the server: its id there, and the address of the page that compares it with others, if there is one."""
+
+    id: str
+    page: str | None
+
+
 class MlflowBackend:
-    """The :class:`~orchestrator.tracking.backend.TrackingBackend` for the MLflow server or database at ``uri``."""
+    """The MLflow server or database at ``uri``, which may contain passwords.
+
+    Every call may be repeated, for example after a timeout whose request had in fact arrived: a run is found again
+    by its uid, and equal points and samples are stored once. The first call connects. A call raises whatever MLflow
+    raises, which :meth:`describe` puts into words; the caller retries.
+    """
 
     max_points_per_request = 1000
 
     def __init__(self, uri: str, *, request_timeout_s: float):
-        self._uri = uri
+        self.uri = uri
         self._request_timeout_s = request_timeout_s
         self._client: MlflowClient | None = None
 
-    @property
-    def uri(self) -> str:
-        return self._uri
-
     def open_run(self, record: Mapping[str, Any], *, run_id: str | None, start_time: float, running: bool) -> OpenedRun:
+        """Find or create a run, and set its tags and parameters.
+
+        Args:
+            record: the contents of ``run.json``.
+            run_id: the id that an earlier call returned; None if there was none.
+            start_time: seconds since the epoch, for a run that is created.
+            running: whether the run has not ended. A run that has ended on the server then becomes running again.
+        """
         client = self._connected()
         run = _active_run(client, run_id) if run_id else None
         if run is None:
-            experiment_id = _experiment(client, record["tracking"]["experiment"], self._uri)
+            experiment_id = _experiment(client, record["tracking"]["experiment"], self.uri)
             run = _find(client, experiment_id, UID_TAG, record["uid"])
             if run is None:
                 run = client.create_run(
@@ -98,11 +113,14 @@ class MlflowBackend:
         _log_params_and_tags(client, run, params=record.get("params", {}), tags=run_tags(record))
         if running and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
-        server = web_page(self._uri)
+        server = web_page(self.uri)
         return OpenedRun(run_id, None if server is None else views.page(server, experiment_id, view))
 
     def discard_run(self, run_id: str) -> None:
-        """The run goes to MLflow's trash; where the user may not delete it, it stays in the list under another name."""
+        """Let a run be found no more: a server cannot delete single values, and some of its values were discarded.
+
+        It goes to MLflow's trash; where the user may not delete it, it stays in the list under another name.
+        """
         client = self._connected()
         from mlflow.exceptions import MlflowException
 
@@ -114,6 +132,7 @@ class MlflowBackend:
             client.delete_run(run_id)
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
+        """Store the values of metrics."""
         client = self._connected()
         from mlflow.entities import Metric
 
@@ -122,7 +141,7 @@ class MlflowBackend:
             client.log_batch(run_id, metrics=batch)
 
     def log_sample(self, run_id: str, sample: Sample) -> None:
-        """An image becomes a step of an image chart; a text becomes an artifact below ``samples/``."""
+        """Store a sample: an image as a step of an image chart, a text as an artifact below ``samples/``."""
         client = self._connected()
         if sample.path.suffix == ".png":
             _log_image(client, run_id, sample)
@@ -130,7 +149,10 @@ class MlflowBackend:
             client.log_artifact(run_id, str(sample.path), artifact_path=_SAMPLES)
 
     def close_run(self, run_id: str, record: Mapping[str, Any], ending: Ending) -> None:
-        """The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs."""
+        """Store the summary, the final status and the description of a run that has ended.
+
+        The numbers of the summary become metrics at step 0, which MLflow draws as bars across runs.
+        """
         client = self._connected()
         bars = [
             Point(storable_name(f"summary/{key}"), _rounded(float(value)), ending.time, 0)
@@ -147,18 +169,22 @@ class MlflowBackend:
             mlflow_sweep.end_sweep(client, run.info.experiment_id, sweep)
 
     def log_file(self, run_id: str, file: Path, folder: str) -> None:
+        """Store a file of a run under its name in ``folder``, which is empty for the top."""
         self._connected().log_artifact(run_id, str(file), artifact_path=folder or None)
 
     def log_model(self, run_id: str, folder: Path) -> None:
+        """Store the final model of a run and what identifies its data, as ``orchestrator.exporting`` wrote them."""
         mlflow_model.log_model(self._connected(), run_id, folder)
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:
+        """Store the report of the sweep that a run belongs to; ``sweep`` has its id and name."""
         client = self._connected()
         report = next((file.read_text(errors="replace") for file in files if file.name == REPORT), "")
         experiment_id = client.get_run(run_id).info.experiment_id
         mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 
     def describe(self, error: Exception) -> str:
+        """Return what an error of a call means and, if that is known, what to do. It may contain secrets."""
         from mlflow.exceptions import ERROR_CODE_TO_HTTP_STATUS, MlflowException
 
         status = ERROR_CODE_TO_HTTP_STATUS.get(error.error_code) if isinstance(error, MlflowException) else None
@@ -166,9 +192,9 @@ class MlflowBackend:
 
     def _connected(self) -> MlflowClient:
         if self._client is None:
-            if (database := sqlite_path(self._uri)) is not None:
+            if (database := sqlite_path(self.uri)) is not None:
                 create_database(database, self._create_tables, timeout_s=self._request_timeout_s)
-            self._client = connect(self._uri, request_timeout_s=self._request_timeout_s)
+            self._client = connect(self.uri, request_timeout_s=self._request_timeout_s)
         return self._client
 
     def _create_tables(self, database: Path) -> None:
@@ -298,7 +324,6 @@ def create_database(path: Path, migrate: Callable[[Path], None], *, timeout_s: f
     others wait.
 
     Args:
-        path: the database file.
         migrate: creates the tables in the file that it is given.
         timeout_s: the longest wait for another process.
 

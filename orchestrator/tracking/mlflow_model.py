@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.records.storable_names import storable
-from orchestrator.tracking.tags import MAX_LENGTH
+from orchestrator.tracking.views import MAX_LENGTH
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.tracking.mlflow import connect
-from orchestrator.tracking.tags import PRUNED, SWEEP_ID, UID_TAG
+from orchestrator.tracking.views import PRUNED, SWEEP_ID, UID_TAG
 
 _SUMMARY = "summary/"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
@@ -18,7 +18,6 @@ class TrackedRun:
     """A run on a server.
 
     Attributes:
-        client: the client of MLflow.
         record: what MLflow keeps of ``run.json``; parameters are texts.
     """
 
@@ -42,8 +41,6 @@ def newest_runs(
     """Yield the newest runs on the server at ``uri``, the newest first.
 
     Args:
-        uri: the tracking URI.
-        most: the number of runs.
         sweep: yield all runs of the sweep whose id begins with it instead, or of the newest one for ``last``.
         request_timeout_s: the timeout of a request to the server.
 

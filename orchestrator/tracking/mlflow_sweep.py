@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.text import plain
 from orchestrator.records.sweep_dir import REPORT
-from orchestrator.tracking.tags import (
-    COLOR,
-    DESCRIPTION,
-    MAX_LENGTH,
-    MAX_NAME_LENGTH,
-    PRUNED,
-    SWEEP_ID,
-    picture,
-    shortened,
-    sweep_tags,
-)
-from orchestrator.tracking.views import ALL_RUNS, NOTE_BEGINS, experiment_tags, note, obsolete_tags, page, sweep_view
+from orchestrator.tracking import views
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -36,7 +25,6 @@ def open_sweep(
     """Create the sweep's own run and its saved view, unless they exist.
 
     Args:
-        client: the server.
         experiment_id: the experiment of the runs.
         sweep: the id and the name of the sweep.
         start_ms: milliseconds since the epoch, for a run that is created.
@@ -45,13 +33,15 @@ def open_sweep(
     own = _own_run(client, experiment_id, sweep)
     if own is None:
         experiment = client.get_experiment(experiment_id)
-        view = sweep_view(sweep["id"], sweep["name"], created_ms=start_ms, has_settings=bool(sweep.get("settings")))
-        for key, value in experiment_tags([view]).items():
+        view = views.sweep_view(
+            sweep["id"], sweep["name"], created_ms=start_ms, has_settings=bool(sweep.get("settings"))
+        )
+        for key, value in views.experiment_tags([view]).items():
             client.set_experiment_tag(experiment_id, key, value)
-        for key in obsolete_tags(experiment.tags):
+        for key in views.obsolete_tags(experiment.tags):
             client.delete_experiment_tag(experiment_id, key)
-        tags = {_OWN_RUN: sweep["id"], COLOR: _BLACK, **sweep_tags(sweep)}
-        name = f"sweep: {sweep['name']}"[:MAX_NAME_LENGTH]
+        tags = {_OWN_RUN: sweep["id"], views.COLOR: _BLACK, **views.sweep_tags(sweep)}
+        name = f"sweep: {sweep['name']}"[: views.MAX_NAME_LENGTH]
         client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=name)
         own = _own_run(client, experiment_id, sweep)  # another process may have created one meanwhile
         assert own is not None
@@ -80,29 +70,29 @@ def close_sweep(
     for file in files:
         client.log_artifact(run_id, str(file))
     if report:
-        client.set_tag(run_id, DESCRIPTION, _description(report, run_id, [file.name for file in files]))
+        client.set_tag(run_id, views.DESCRIPTION, _description(report, run_id, [file.name for file in files]))
         _name_in_experiment(client, experiment_id, sweep, report, run_id)
     _log_best(client, experiment_id, own, sweep)
 
 
 def _description(report: str, run_id: str, files: Sequence[str]) -> str:
     """The report, with a link to its picture before the table."""
-    pictures = [picture(run_id, name) for name in files if name.endswith(".png")]
+    pictures = [views.picture(run_id, name) for name in files if name.endswith(".png")]
     verdict, rule, table = report.partition("\n|")
-    return shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), MAX_LENGTH, rest_in=REPORT)
+    return views.shortened("\n".join([verdict, *pictures, f"{rule}{table}"]), views.MAX_LENGTH, rest_in=REPORT)
 
 
 def _name_in_experiment(
     client: MlflowClient, experiment_id: str, sweep: Mapping[str, str], report: str, run_id: str
 ) -> None:
     """Add the verdict of the newest sweep to the description of the experiment, unless a user has written that."""
-    described = client.get_experiment(experiment_id).tags.get(DESCRIPTION, "")
-    if described.startswith(NOTE_BEGINS):
-        view = sweep_view(sweep["id"], sweep["name"], created_ms=0)
+    described = client.get_experiment(experiment_id).tags.get(views.DESCRIPTION, "")
+    if described.startswith(views.NOTE_BEGINS):
+        view = views.sweep_view(sweep["id"], sweep["name"], created_ms=0)
         verdict = next((line for line in report.splitlines() if line and not line.startswith(("#", "|"))), "")
-        charts, whole = page(".", experiment_id, view), f"./#/experiments/{experiment_id}/runs/{run_id}"
+        charts, whole = views.page(".", experiment_id, view), f"./#/experiments/{experiment_id}/runs/{run_id}"
         newest = f"Newest sweep: [{plain(view.name)}]({charts}). {verdict} [Report]({whole})"
-        client.set_experiment_tag(experiment_id, DESCRIPTION, f"{note(experiment_id)}\n\n{newest}")
+        client.set_experiment_tag(experiment_id, views.DESCRIPTION, f"{views.note(experiment_id)}\n\n{newest}")
 
 
 def _log_best(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping[str, str]) -> None:
@@ -110,9 +100,9 @@ def _log_best(client: MlflowClient, experiment_id: str, own: Run, sweep: Mapping
     from mlflow.entities import Metric
 
     runs = _runs(client, experiment_id, sweep)
-    finished = [run for run in runs if run.info.status == "FINISHED" and PRUNED not in run.data.tags]
-    if pruned := len([run for run in runs if PRUNED in run.data.tags]):
-        client.set_tag(own.info.run_id, PRUNED, str(pruned))
+    finished = [run for run in runs if run.info.status == "FINISHED" and views.PRUNED not in run.data.tags]
+    if pruned := len([run for run in runs if views.PRUNED in run.data.tags]):
+        client.set_tag(own.info.run_id, views.PRUNED, str(pruned))
     metric = runs[0].data.params.get("sweep.metric", "")
     key = f"summary/{metric}"
     if with_result := [run for run in finished if key in run.data.metrics]:
@@ -139,5 +129,7 @@ def _own_run(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str])
 
 def _runs(client: MlflowClient, experiment_id: str, sweep: Mapping[str, str]) -> Sequence[Run]:
     """The runs of the sweep, without its own."""
-    found: Sequence[Run] = client.search_runs([experiment_id], f"tags.{SWEEP_ID} = '{sweep['id']}' AND {ALL_RUNS}")
+    found: Sequence[Run] = client.search_runs(
+        [experiment_id], f"tags.{views.SWEEP_ID} = '{sweep['id']}' AND {views.ALL_RUNS}"
+    )
     return found

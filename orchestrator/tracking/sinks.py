@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.metrics import summary_value
-from orchestrator.records.journal import Ending, Sample, discards_before, read_points, read_samples
+from orchestrator.records.journal import Ending, Point, Sample, discards_before, read_points, read_samples
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.storable_names import storable
-from orchestrator.tracking.backend import Point
 from orchestrator.tracking.transfer import masked_copies
 
 _LINES_AT_ONCE = 500

@@ -15,26 +15,18 @@ from typing import Any
 
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import RunEnded
-from orchestrator.records.journal import (
-    Ending,
-    append_event,
-    discards_before,
-    read_ending,
-    read_lines,
-    read_points,
-    read_samples,
-)
+from orchestrator.records import journal
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked_if_free
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
 from orchestrator.records.storable_names import storable
 from orchestrator.records.sweep_dir import SweepDir
-from orchestrator.tracking.backend import Point, TrackingBackend
+from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.pending_uploads import clear_pending
 from orchestrator.tracking.uri import redact_uri
 
-_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.png", "timeline.json")
+_FILES = ("config.yaml", "auto.md", "auto.json", "timeline.json")
 _FOLDERS = ("logs", "profile")
 _PLAN = "plan.json"
 _BYTES_TO_TELL_TEXT = 8192
@@ -80,7 +72,7 @@ def read_cursor(run_dir: RunDir) -> Cursor:
 
 def count_points(run_dir: RunDir, *, offset: int = 0) -> int:
     """Return the number of values in ``metrics.jsonl`` from byte ``offset``."""
-    return sum(len(points.metrics) for points in read_points(run_dir.metrics_file, offset))
+    return sum(len(points.metrics) for points in journal.read_points(run_dir.metrics_file, offset))
 
 
 class Transfer:
@@ -95,7 +87,7 @@ class Transfer:
     """
 
     def __init__(
-        self, run_dir: RunDir, backend: TrackingBackend, *, secrets: Sequence[str] = (), replaces_run: bool = True
+        self, run_dir: RunDir, backend: MlflowBackend, *, secrets: Sequence[str] = (), replaces_run: bool = True
     ):
         self._replaces_run = replaces_run
         self._run_dir = run_dir
@@ -109,7 +101,7 @@ class Transfer:
         uri = redact_uri(backend.uri)
         self.cursor = cursor if cursor.uri == uri else Cursor(uri=uri)
 
-    def push(self, ending: Ending | None) -> None:
+    def push(self, ending: journal.Ending | None) -> None:
         """Upload every whole line of the journal; with an ``ending``, also close the run.
 
         Raises:
@@ -118,7 +110,7 @@ class Transfer:
         """
         try:
             run_id = self._open(running=ending is None)
-            if self._replaces_run and discards_before(self._run_dir.metrics_file, self.cursor.offset):
+            if self._replaces_run and journal.discards_before(self._run_dir.metrics_file, self.cursor.offset):
                 run_id = self._open_another(running=ending is None)
             for points, offset in self._batches():
                 if points:
@@ -145,7 +137,7 @@ class Transfer:
             self._advance(error=self._redactor.text(self._backend.describe(e)).splitlines()[0][:500])
             raise
 
-    def push_model(self, folder: Path, ending: Ending) -> None:
+    def push_model(self, folder: Path, ending: journal.Ending) -> None:
         """Upload the final model of a run that :meth:`push` has closed with ``ending``.
 
         Secrets in the texts of ``folder`` are masked there: MLflow refuses links, and a copy of the weights is large.
@@ -191,7 +183,7 @@ class Transfer:
                 yield path.relative_to(self._run_dir.path), self._masked(path)
 
     def _upload_samples(self, run_id: str) -> None:
-        for sample, offset in read_samples(self._run_dir, self.cursor.samples_offset):
+        for sample, offset in journal.read_samples(self._run_dir, self.cursor.samples_offset):
             if sample.path.is_file():  # it may have been deleted since
                 with self._masked(sample.path) as (masked,):
                     self._backend.log_sample(run_id, sample._replace(path=masked))
@@ -246,18 +238,18 @@ class Transfer:
             write_json(folder / name, data)
             yield [folder / name]
 
-    def _batches(self) -> Iterator[tuple[list[Point], int]]:
+    def _batches(self) -> Iterator[tuple[list[journal.Point], int]]:
         """Yield points of whole lines, about as many as one request takes, and the offset after them."""
         path = self._run_dir.metrics_file
         if path.exists() and path.stat().st_size < self.cursor.offset:
             self.cursor = replace(self.cursor, offset=0, points=0)
         offset = self.cursor.offset
-        points: list[Point] = []
-        for step, at, metrics, line_end in read_points(path, offset):
+        points: list[journal.Point] = []
+        for step, at, metrics, line_end in journal.read_points(path, offset):
             if points and len(points) + len(metrics) > self._backend.max_points_per_request:
                 yield points, offset
                 points = []
-            points += [Point(name, value, at, step) for name, value in metrics.items()]
+            points += [journal.Point(name, value, at, step) for name, value in metrics.items()]
             offset = line_end
         if offset > self.cursor.offset:
             yield points, offset
@@ -273,9 +265,6 @@ def masked_copies(run_dir: RunDir, redactor: Redactor, *files: Path, scratch: st
     """Yield files to upload during the block: texts as copies with secrets masked, and other files as they are.
 
     Args:
-        run_dir: the run.
-        redactor: masks the secrets.
-        files: the files.
         scratch: the name of the folder for the copies.
 
     Raises:
@@ -310,7 +299,7 @@ def _is_text(path: Path) -> bool:
 
 def _start_time(run_dir: RunDir) -> float:
     """The time of the first event."""
-    first = next(read_lines(run_dir.events_file), None)
+    first = next(journal.read_lines(run_dir.events_file), None)
     return float(first[0]["time"]) if first else time.time()
 
 
@@ -335,21 +324,21 @@ def mark_killed(run_dir: RunDir, *, reason: str) -> None:
     with contextlib.suppress(OSError), run_dir.edit_record() as record:
         if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():
             run_dir.release_space()
-            ending, _ = read_ending(run_dir)
+            ending, _ = journal.read_ending(run_dir)
             if ending is not None and ending.time >= (record.get("started") or 0.0):
                 record["state"] = ending.status.lower()
             else:
-                append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
+                journal.append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
                 record.update(state="killed", reason=reason)
 
 
-def final_ending(run_dir: RunDir) -> Ending | None:
+def final_ending(run_dir: RunDir) -> journal.Ending | None:
     """Return how the run ended, from its events or, if a full disk kept them from being written, from ``run.json``."""
-    ending, _ = read_ending(run_dir)
+    ending, _ = journal.read_ending(run_dir)
     record = run_dir.read_record()
     state = record.get("state", "waiting")
     if ending is None and state not in ACTIVE_STATES:
         last = run_dir.metrics_file if run_dir.metrics_file.exists() else run_dir.record_file
         at = last.stat().st_mtime
-        return Ending(status=state.upper(), time=at, summary=record.get("summary") or {})
+        return journal.Ending(status=state.upper(), time=at, summary=record.get("summary") or {})
     return ending

@@ -22,19 +22,13 @@ from typing import Any
 
 import orchestrator
 from orchestrator.config.schema import TrackingConfig
+from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir, is_present, push_records
-from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
+from orchestrator.tracking import transfer
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.pending_uploads import note_pending, pending_runs
 from orchestrator.tracking.sinks import record_problems, sink_problem
-from orchestrator.tracking.transfer import (
-    count_points,
-    exclusive,
-    final_ending,
-    mark_killed,
-    read_cursor,
-)
 from orchestrator.tracking.uri import is_redacted
 
 _REAP_TIMEOUT_S = 10.0
@@ -89,8 +83,6 @@ class Uploader:
         """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute.
 
         Args:
-            run_dir: the run.
-            tracking: the server.
             secrets: texts to mask in what is uploaded.
             shared: see :class:`FollowerOptions`.
         """
@@ -113,7 +105,7 @@ class Uploader:
             return None
         if self._has_ended(timeout_s=0.0):
             return self._restart()
-        return read_cursor(self._run_dir).error
+        return transfer.read_cursor(self._run_dir).error
 
     def sink_problem(self) -> str | None:
         """Return which sinks have failed at the last attempt, and why; None if none has."""
@@ -121,11 +113,11 @@ class Uploader:
 
     def page(self) -> str | None:
         """Return the address of the page that compares the run with others; None as long as there is none."""
-        return None if self._process is None else read_cursor(self._run_dir).page
+        return None if self._process is None else transfer.read_cursor(self._run_dir).page
 
     def run_id(self) -> str | None:
         """Return the id of the run on the server; None as long as there is none. Reads one small file."""
-        return None if self._process is None else read_cursor(self._run_dir).run_id
+        return None if self._process is None else transfer.read_cursor(self._run_dir).run_id
 
     def finish(self, timeout_s: float) -> Upload:
         """Wait up to ``timeout_s`` until everything is uploaded; the follower then goes on by itself.
@@ -190,9 +182,9 @@ class Uploader:
     def _result(self, *, in_progress: bool) -> Upload:
         if self._options is None or self._options.uri is None:
             return _NOTHING_TO_UPLOAD
-        cursor = read_cursor(self._run_dir)
-        missing = count_points(self._run_dir, offset=cursor.offset)
-        ending = final_ending(self._run_dir)
+        cursor = transfer.read_cursor(self._run_dir)
+        missing = transfer.count_points(self._run_dir, offset=cursor.offset)
+        ending = transfer.final_ending(self._run_dir)
         closed = ending is not None and ending.time == cursor.closed_at
         return Upload(
             run_id=cursor.run_id,
@@ -222,10 +214,10 @@ def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) 
             record = run_dir.read_record()
             if record.get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
                 continue
-            with exclusive(run_dir) as acquired:
+            with transfer.exclusive(run_dir) as acquired:
                 if not acquired:
                     continue
-                mark_killed(run_dir, reason="the driver process died with its machine")
+                transfer.mark_killed(run_dir, reason="the driver process died with its machine")
                 push_records(run_dir)
             orphans.append(run_dir)
             if record["tracking"]["uri"] is not None:
@@ -261,7 +253,7 @@ def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()
             options = _recorded_options(tracking, record["driver"])
             if not is_present(run_dir):
                 continue
-            with exclusive(run_dir) as acquired:
+            with transfer.exclusive(run_dir) as acquired:
                 if acquired:
                     uploads[run_dir] = options
     return uploads

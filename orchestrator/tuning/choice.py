@@ -55,7 +55,6 @@ def proposals(
 
     Args:
         num_workers: the largest number of workers. Servers come in addition, one for two workers at most.
-        strategies: the strategies to propose.
         schedules: the schedules of pipelines to propose.
     """
     several = [n for n in worker_counts(num_workers) if n > 1]

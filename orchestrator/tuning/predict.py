@@ -11,8 +11,7 @@ from orchestrator.model.cut import balance
 from orchestrator.planning.memory import gathered_bytes
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.timeline.ideal import Action, simulate
-from orchestrator.timeline.spans import busy_s, extent_s
+from orchestrator.timeline import Action, busy_s, extent_s, simulate
 from orchestrator.tuning.profile import MIB, LayerProfile, Profile
 
 BUCKET_BYTES = 25 * MIB

@@ -17,26 +17,17 @@ import torch.distributed as dist
 from orchestrator.compat import deferred_dynamo
 from orchestrator.compat.backends import flight_record
 from orchestrator.job import Job
-from orchestrator.protocol.messages import (
-    Assignment,
-    FlightRecord,
-    Outcome,
-    PendingCheckpoint,
-    RecoverableSteps,
-    Stacks,
-    WorkerEnvironment,
-)
+from orchestrator.protocol import messages
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.worker import failures
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
-from orchestrator.worker.control.context import context_of
-from orchestrator.worker.control.fault_injection import inject_fault
-from orchestrator.worker.control.rendezvous import Teardown
+from orchestrator.worker.control.control import inject_fault
+from orchestrator.worker.control.rendezvous import Teardown, context_of
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process import process_memory
-from orchestrator.worker.process.stacks import all_stacks, flight_record_of
+from orchestrator.worker.process.output import all_stacks, flight_record_of
+from orchestrator.worker.process.process_memory import free_unreachable, set_allocator
 from orchestrator.worker.script_actor import ScriptWorker
 
 DISCARD_TIMEOUT_S = 1.0
@@ -60,21 +51,21 @@ class Worker(BaseWorker):
         self.teardown.abort(generation)
 
     @ray.method(concurrency_group="control")
-    def stacks(self) -> Stacks:
+    def stacks(self) -> messages.Stacks:
         return all_stacks(self.training_thread, flight=self._flight_record())
 
     @ray.method(concurrency_group="control")
-    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+    def finish(self, timeout_s: float) -> messages.PendingCheckpoint | None:
         return None if self.loop is None else self.loop.finish(timeout_s)
 
-    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> Job:
+    def _begin(self, assignment: messages.Assignment, startup: dict[str, float]) -> Job:
         self.teardown.begin(assignment.generation, backend=assignment.backend)
         return super()._begin(assignment, startup)
 
     def _leave(self, *, clean: bool) -> None:
         self.teardown.start(functools.partial(_close, self.loop), clean=clean)
 
-    def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
+    def _run(self, assignment: messages.Assignment, job: Job, startup: dict[str, float]) -> messages.Outcome:
         """Form the process group of a generation, and train in it."""
         self._set_up_thread(assignment)
         if assignment.sources is None:
@@ -87,35 +78,35 @@ class Worker(BaseWorker):
         wait_for_others = functools.partial(rendezvous.wait_until_built, assignment, store, self.gate)
         return self.loop.run(startup, wait_for_others=wait_for_others, store=store)
 
-    def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
+    def _failed(self, error: BaseException, assignment: messages.Assignment) -> messages.Outcome:
         if not isinstance(error, failures.EXPLAINED):
             traceback.print_exc()
         log = RunDir(Path(assignment.run_dir), assignment.remote).log_file(assignment.global_rank)
         failure = failures.describe_failure(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
-        return Outcome(
+        return messages.Outcome(
             status="failed",
             step=failures.last_step(error, failure, self.loop),
             failure=self.redactor.data(failure, by_key=False),
             recoverable_steps=_recoverable_steps(self.loop),
         )
 
-    def _set_up(self, environment: WorkerEnvironment) -> None:
+    def _set_up(self, environment: messages.WorkerEnvironment) -> None:
         config = environment.config
-        process_memory.set_allocator(gathers=config.strategy.gathers)
+        set_allocator(gathers=config.strategy.gathers)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         super()._set_up(environment)
         registry.load(config.strategy.name)
 
-    def _set_up_thread(self, assignment: Assignment) -> None:
+    def _set_up_thread(self, assignment: messages.Assignment) -> None:
         """Set what torch keeps for each thread. This runs in the training thread."""
         torch.set_num_threads(assignment.plan.threads_per_worker)
         if assignment.backend == "nccl":
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
-    def _join(self, assignment: Assignment, startup: dict[str, float]) -> dist.TCPStore:
+    def _join(self, assignment: messages.Assignment, startup: dict[str, float]) -> dist.TCPStore:
         """Form the process group of a generation. Return its store."""
         began = time.perf_counter()
         rank = assignment.global_rank
@@ -132,7 +123,7 @@ class Worker(BaseWorker):
         startup["rendezvous_s"] = time.perf_counter() - began
         return store
 
-    def _flight_record(self) -> FlightRecord | None:
+    def _flight_record(self) -> messages.FlightRecord | None:
         """Return what this rank has enqueued with NCCL; None with gloo, or if torch's record cannot be read."""
         if self.joined is None:
             return None
@@ -144,9 +135,9 @@ class Worker(BaseWorker):
         if self.loop is not None:
             self.loop.discard(DISCARD_TIMEOUT_S)
             self.loop = None
-            process_memory.free_unreachable(self.device)
+            free_unreachable(self.device)
 
-    def _make_loop(self, assignment: Assignment, job: Job) -> Loop:
+    def _make_loop(self, assignment: messages.Assignment, job: Job) -> Loop:
         name = assignment.config.strategy.name
         job = copy.copy(job)  # evaluations may change its fields, and another loop may begin anew
         return Loop(
@@ -173,7 +164,7 @@ def _close(loop: Loop | None) -> None:
         loop.strategy.close()
 
 
-def _recoverable_steps(loop: Loop | None) -> RecoverableSteps:
+def _recoverable_steps(loop: Loop | None) -> messages.RecoverableSteps:
     """Return what this process can provide after an error; nothing if the strategy cannot say."""
     try:
         return {} if loop is None else loop.recoverable_steps()

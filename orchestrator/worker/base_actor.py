@@ -27,18 +27,8 @@ from orchestrator.compat.ray.side_effects import keep_process_title
 from orchestrator.config.job_loader import load_callbacks, load_job
 from orchestrator.config.redact import RedactingStream, Redactor
 from orchestrator.job import Job
-from orchestrator.protocol.messages import (
-    SHOW_ALL_GPUS,
-    Assignment,
-    Heartbeat,
-    Outcome,
-    PendingCheckpoint,
-    Stacks,
-    Variables,
-    WorkerEnvironment,
-    WorkerInfo,
-)
-from orchestrator.records import staging
+from orchestrator.protocol import messages
+from orchestrator.records.output_dir import prepare_staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.errors import exits_refused, readable
@@ -47,9 +37,8 @@ from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
 from orchestrator.worker.process import network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
-from orchestrator.worker.process.output import Output
+from orchestrator.worker.process.output import Output, all_stacks, is_waiting
 from orchestrator.worker.process.shared_directory import check_shared
-from orchestrator.worker.process.stacks import all_stacks, is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -80,7 +69,7 @@ class BaseWorker(abc.ABC):
         label: str,
         *,
         heartbeat_timeout_s: float,
-        variables: Variables,
+        variables: messages.Variables,
         requirements: Sequence[str],
         install_timeout_s: float,
     ):
@@ -104,7 +93,7 @@ class BaseWorker(abc.ABC):
         return self.label
 
     @ray.method(concurrency_group="control")
-    def worker_info(self) -> WorkerInfo:
+    def worker_info(self) -> messages.WorkerInfo:
         """Return on which node and GPU this worker runs."""
         return _worker_info()
 
@@ -121,7 +110,7 @@ class BaseWorker(abc.ABC):
         return host, self.own_store.port
 
     @ray.method(concurrency_group="control", enable_task_events=False)
-    def heartbeat(self, with_system_metrics: bool) -> Heartbeat:
+    def heartbeat(self, with_system_metrics: bool) -> messages.Heartbeat:
         """Return the progress since the last heartbeat, and if asked for, the system metrics of the node.
 
         Ray keeps no record of these calls, which would displace the records of all others.
@@ -157,16 +146,16 @@ class BaseWorker(abc.ABC):
         """Abort what waits in the process groups of ``generation``, which all ranks know to have ended."""
 
     @ray.method(concurrency_group="control")
-    def stacks(self) -> Stacks:
+    def stacks(self) -> messages.Stacks:
         """Return what the threads of this process are doing."""
         return all_stacks(self.training_thread, flight=None)
 
     @ray.method(concurrency_group="control")
-    def finish(self, timeout_s: float) -> PendingCheckpoint | None:
+    def finish(self, timeout_s: float) -> messages.PendingCheckpoint | None:
         """Finish the background work. Return the checkpoint that is still being written after ``timeout_s``."""
         return None
 
-    def prepare(self, environment: WorkerEnvironment) -> WorkerInfo:
+    def prepare(self, environment: messages.WorkerEnvironment) -> messages.WorkerInfo:
         """Load everything that does not depend on the rank, so that a spare can replace a worker without delay.
 
         Never raises. :meth:`train` tries again, and reports the failure if it persists.
@@ -177,7 +166,7 @@ class BaseWorker(abc.ABC):
             print(self.redactor.text(traceback.format_exc()), file=sys.stderr)
         return _worker_info()
 
-    def train(self, packed: bytes, global_rank: int) -> Outcome:
+    def train(self, packed: bytes, global_rank: int) -> messages.Outcome:
         """Train one rank's part of a generation. The outcome reports a failure, before anything is released.
 
         The process keeps its state, with which the next generation continues.
@@ -189,7 +178,7 @@ class BaseWorker(abc.ABC):
         Raises:
             Exception: the assignment cannot be read, because this node has another version of a class in it.
         """
-        assignment = Assignment.unpacked(packed, global_rank=global_rank)
+        assignment = messages.Assignment.unpacked(packed, global_rank=global_rank)
         self.outbox.begin_generation()
         self.training_thread = threading.get_ident()
         startup: dict[str, float] = {}
@@ -205,17 +194,17 @@ class BaseWorker(abc.ABC):
         return replace(outcome, last_heartbeat=self.outbox.collect_last())
 
     @abc.abstractmethod
-    def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
+    def _run(self, assignment: messages.Assignment, job: Job, startup: dict[str, float]) -> messages.Outcome:
         """Train in a generation; ``startup``: the duration of each part of the start, in seconds."""
 
     @abc.abstractmethod
-    def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
+    def _failed(self, error: BaseException, assignment: messages.Assignment) -> messages.Outcome:
         """Return the outcome of a generation that ``error`` has ended, which is being handled."""
 
     def _leave(self, *, clean: bool) -> None:  # noqa: B027 - not abstract, because there may be nothing to release
         """Release what belongs to a generation; ``clean``: whether it has ended in order on this rank."""
 
-    def _begin(self, assignment: Assignment, startup: dict[str, float]) -> Job:
+    def _begin(self, assignment: messages.Assignment, startup: dict[str, float]) -> Job:
         """Prepare this process for a generation; returns the job."""
         keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
         self._open_run_dir(assignment)
@@ -226,7 +215,7 @@ class BaseWorker(abc.ABC):
         assert self.job is not None
         return self.job
 
-    def _open_run_dir(self, assignment: Assignment) -> None:
+    def _open_run_dir(self, assignment: messages.Assignment) -> None:
         """Find or create the run directory, and write this rank's output there."""
         run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         if run_dir.remote is None:
@@ -234,7 +223,7 @@ class BaseWorker(abc.ABC):
                 run_dir, assignment.run_uid, output_dir=assignment.config.output_dir, timeout_s=SHARED_TIMEOUT_S
             )
         else:
-            staging.prepare(run_dir)
+            prepare_staging(run_dir)
         if (log := run_dir.log_file(assignment.global_rank)) != self.log:
             self.output.redirect(log)
             self.log = log
@@ -242,7 +231,7 @@ class BaseWorker(abc.ABC):
                 node_id = ray.get_runtime_context().get_node_id()
                 self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
 
-    def _set_up(self, environment: WorkerEnvironment) -> None:
+    def _set_up(self, environment: messages.WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job and the callbacks."""
         self.redactor.learn(environment.config)
         if environment.working_dir is not None and Path(environment.working_dir).is_dir():
@@ -260,14 +249,14 @@ class BaseWorker(abc.ABC):
         self.job = job
 
 
-def _worker_info() -> WorkerInfo:
+def _worker_info() -> messages.WorkerInfo:
     context = ray.get_runtime_context()
-    info = WorkerInfo(
+    info = messages.WorkerInfo(
         node_id=context.get_node_id(),
         node_ip=ray.util.get_node_ip_address(),
         hostname=socket.gethostname(),
         pid=os.getpid(),
-        sees_all_gpus=os.environ.get(SHOW_ALL_GPUS, "").lower() in ("1", "true"),
+        sees_all_gpus=os.environ.get(messages.SHOW_ALL_GPUS, "").lower() in ("1", "true"),
     )
     if not (gpus := context.get_accelerator_ids().get("GPU", [])):
         return info

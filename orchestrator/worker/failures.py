@@ -16,18 +16,16 @@ from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.model_state import FrozenError
-from orchestrator.state.schedule import ScheduleError
+from orchestrator.state.optimizers import ScheduleError
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
-from orchestrator.strategies.device_precision import PrecisionError
-from orchestrator.strategies.measure.memory import TensorKind, TensorSize
+from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.data.loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
-from orchestrator.worker.reports.evaluation import MetricError
-from orchestrator.worker.reports.job_calls import ModelChangedError
+from orchestrator.worker.reports.evaluation import MetricError, ModelChangedError
 
 _CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
 _CONNECTION_TEXTS = (

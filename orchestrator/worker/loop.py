@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.redact import Redactor
@@ -20,27 +21,18 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.model_state import total
-from orchestrator.state.part_writers import Store
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
-from orchestrator.worker.control.context import context_of, seed_step
-from orchestrator.worker.control.control import Outbox, StepGate, Warner
-from orchestrator.worker.control.fault_injection import inject_fault
+from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject_fault
+from orchestrator.worker.control.rendezvous import context_of, seed_step
 from orchestrator.worker.data.batches import epoch_of
 from orchestrator.worker.data.job_data import JobData
+from orchestrator.worker.measure import metrics
 from orchestrator.worker.measure.flops import FlopMeter
-from orchestrator.worker.measure.metrics import (
-    CompileMeter,
-    NonFiniteError,
-    NoUpdateError,
-    Window,
-    lr_of_groups,
-    profiled_steps,
-)
-from orchestrator.worker.process import process_memory
+from orchestrator.worker.process.process_memory import keep_if_plentiful
 from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.evaluation import evaluate
@@ -81,7 +73,7 @@ class Loop:
         self._warner = Warner(outbox)
         strategy.warn = self._warner.warn_from_any_rank
         self._flop_meter = FlopMeter(device, at_step=None)
-        self._compile_meter = CompileMeter(outbox, enabled=self.config.train.compile is not False)
+        self._compile_meter = metrics.CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
         self._updates = 0 if assignment.generation == 1 else 1  # another process may have made some before
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
@@ -252,12 +244,12 @@ class Loop:
         at_step = first_step + 1 if self.strategy.counts_flops else None
         compiled = self.config.train.compile is not False
         self._flop_meter = FlopMeter(self.device, at_step=at_step, compiled=compiled, share=self.strategy.flop_share)
-        window = Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
+        window = metrics.Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
-        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
+        with contextlib.closing(micro_batches) as batches, metrics.profiled_steps(trace) as end_profiled_step:
             self._enter("train")
             window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:
@@ -275,7 +267,7 @@ class Loop:
                         startup["compile_s"] = compile_meter.seconds
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                     if self.config.strategy.gathers:
-                        process_memory.keep_if_plentiful(self.assignment.plan.world_size)
+                        keep_if_plentiful(self.assignment.plan.world_size)
                 if self._is_logged(step):
                     self._log(window, result, data.samples_per_epoch)
                 if self.strategy.observe is not None:
@@ -308,9 +300,9 @@ class Loop:
             found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self.device))
         self.strategy.confirm()
         if not found["updates"]:
-            raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
+            raise metrics.NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
 
-    def _next_step(self, step: int, batches: Iterator[list[Any]], window: Window) -> StepResult:
+    def _next_step(self, step: int, batches: Iterator[list[Any]], window: metrics.Window) -> StepResult:
         set_current_step(step)
         seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
         with window.data_wait.waiting():
@@ -410,7 +402,7 @@ class Loop:
     def _inject_fault(self, phase: str, step: int) -> None:
         inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
 
-    def _log(self, window: Window, result: StepResult, dataset_size: int | None) -> None:
+    def _log(self, window: metrics.Window, result: StepResult, dataset_size: int | None) -> None:
         consumed = self.position.samples_consumed
         point = window.close(
             samples_seen=consumed,
@@ -421,7 +413,7 @@ class Loop:
             comm_ms=self.strategy.comm_ms(),
             spans=self.strategy.spans(),
             metrics={
-                **lr_of_groups(self.strategy.group_lrs),
+                **metrics.lr_of_groups(self.strategy.group_lrs),
                 **self._compile_meter.metrics(),
                 **self.strategy.metrics(),
             },
@@ -504,6 +496,6 @@ class Loop:
         """Add the strategy's advice, if it has any, to an error about numbers that are not finite."""
         try:
             yield
-        except NonFiniteError as e:
+        except metrics.NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise

@@ -13,7 +13,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.model_state import LEFT_OUT, check_built, total
-from orchestrator.state.schedule import without_length
+from orchestrator.state.optimizers import without_length
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import Strategy

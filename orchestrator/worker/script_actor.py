@@ -20,8 +20,8 @@ from orchestrator.strategies.external.job import Script
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.process import network
+from orchestrator.worker.process.output import all_stacks
 from orchestrator.worker.process.shared_directory import NotSharedError
-from orchestrator.worker.process.stacks import all_stacks
 from orchestrator.worker.script.script_run import ScriptRun
 
 _EXPLAINED = (JobError, NotSharedError)

@@ -69,7 +69,7 @@ def state():
 signal.signal(signal.SIGTERM, lambda *_: None)
 sys.excepthook = lambda *error: sys.__excepthook__(*error)
 before = state()
-common = {"strategy": "ddp", "tracking": "none", "train": {"steps": 10, "eval_every": 0, "deterministic": True}}
+common = {"strategy": "single", "tracking": "none", "train": {"steps": 10, "eval_every": 0, "deterministic": True}}
 fields = {"hidden": 8, "text": "a b, {c} ${d}"}
 first = orchestrator.run(Mine(**fields), common, name="mine")
 after = state()
@@ -148,7 +148,7 @@ def test_a_script_with_a_job_of_its_own_stays_as_it_is(tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     assert record["params"]["job._target_"] == "__main__.Mine"
     assert record["params"]["job.text"] == "a b, {c} ${d}"
-    assert record["command"].startswith("orchestrator.run(Mine, 'strategy=ddp', ")
+    assert record["command"].startswith("orchestrator.run(Mine, 'strategy=single', ")
     assert record["summary"]["steps"] == 20
 
 

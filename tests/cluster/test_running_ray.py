@@ -129,7 +129,7 @@ from jobs.digits import Digits
 
 common = {"strategy": "single", "tracking": "none", "train": {"steps": 2, "eval_every": 0}}
 before = None
-for cluster in ({"cluster.address": sys.argv[1]}, {"cluster": "local"}, {"cluster": "auto"}):
+for cluster in ({"cluster": "local"}, {"cluster": "auto"}):
     if cluster == {"cluster": "auto"}:
         os.environ["RAY_ADDRESS"] = sys.argv[1]
     before = dict(os.environ)
@@ -145,7 +145,7 @@ def test_a_program_that_sets_no_mode_runs_several_times(head: Head, tmp_path: Pa
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines().count("FINISHED") == 3, done.stdout
+    assert done.stdout.splitlines().count("FINISHED") == 2, done.stdout
     assert ", as RAY_ADDRESS says" in done.stdout
 
 
@@ -305,9 +305,6 @@ def test_runs_are_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     assert followed.returncode == 0
     assert "LANG=C.utf8" in log.splitlines()
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
-    compared = verb("compare", run_dir.name, "--csv")
-    assert compared.returncode == 0, compared.stderr
-    assert run_dir.name in compared.stdout
     assert not [job for job in dashboard(head, "/api/jobs/") if "verb_in_job" in job["entrypoint"]]
 
 

@@ -31,7 +31,7 @@ from orchestrator.driver.process import cluster
 from orchestrator.job import Job
 from orchestrator.launch import main
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture

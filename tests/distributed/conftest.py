@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ import pytest
 from helpers.ranks.gang import GLOO, Gang, close_gangs, gang_on
 
 HERE = Path(__file__).parent
+IMPORTS = ("peft",) if importlib.util.find_spec("peft") else ()
+"""What every rank would import by itself: with transformers, it takes seconds."""
 
 
 @pytest.fixture
-def gang() -> Gang:
-    """Up to four processes, the same ones for all tests of this folder."""
-    return gang_on(GLOO)
+def gang(pytestconfig: pytest.Config) -> Gang:
+    """Up to eight processes, the same ones for all tests of this folder."""
+    return gang_on(GLOO, imports=IMPORTS if "not fast" in pytestconfig.option.markexpr else ())
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:

@@ -14,7 +14,7 @@ from helpers.conformance.training import make, steps
 from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang, own_device
 from orchestrator.job import Job
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 
 WAIT_S = 0.05
 

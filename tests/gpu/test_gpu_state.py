@@ -13,7 +13,7 @@ from helpers.jobs.quick_jobs import AdamDigits
 from helpers.jobs.stage_toys import ScheduledChain, plain
 from helpers.ranks.gang import GLOO, Gang, gang_on, own_device
 from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1
-from orchestrator.state.averages import KEY
+from orchestrator.state.checkpoint_store import KEY
 from orchestrator.state.train_state import capture
 
 STOP, STEPS = 3, 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from helpers.conformance.reference import plain_losses
+from helpers.jobs.leisurely_job import Leisurely
 from helpers.records.runs import events, events_below, losses, pid_of_rank, wait_for, wait_for_step
 
 STEPS = 200
@@ -30,18 +32,8 @@ GRID = ("strategy=ddp_pipeline", "strategy.pipeline_parallel_size=2", "strategy.
 
 
 @pytest.fixture(scope="module")
-def curves() -> dict[tuple[str, ...], dict[int, float]]:
-    return {}
-
-
-@pytest.fixture
-def undisturbed(run: Callable[..., Any], curves: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    if () not in curves:
-        elsewhere = tmp_path_factory.mktemp("undisturbed")  # a test looks for its own run in tmp_path
-        result = run(*WORDS, "strategy.num_workers=2", "job.pause_ms=0", f"output_dir={elsewhere}")
-        assert result.exit_code == 0, result.reason
-        curves[()] = losses(result.run_dir)
-    return curves[()]  # type: ignore[no-any-return]
+def undisturbed() -> dict[int, float]:
+    return plain_losses(Leisurely(pause_ms=0, momentum=0, lr=0.1), batch=48, steps=STEPS)
 
 
 @contextmanager

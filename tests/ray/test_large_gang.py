@@ -55,29 +55,34 @@ def messages(watcher: Any, kind: type[Event], field: str) -> list[str]:
     return [getattr(event, field) for event in watcher.events if isinstance(event, kind)]
 
 
-def test_all_survivors_of_a_large_gang_are_kept(simulation: Any, tmp_path: Path) -> None:
+def healed(watcher: Any) -> Any:
+    """The next recovery."""
+    assert watcher.healed.wait(60)
+    watcher.healed.clear()
+    return watcher.recovered[-1]
+
+
+def test_all_survivors_of_a_large_gang_are_kept_and_one_pause_is_enough_for_those_that_leave(
+    simulation: Any, tmp_path: Path
+) -> None:
+    """Those that leave together are in different thirds of the gang, each of which is asked in another round."""
     with training(simulation, 192, tmp_path) as watcher:
         workers = dict(simulation.SimulatedSlots.workers)
         for slot in (1, 5):
             workers[slot].die()
-        assert watcher.healed.wait(60)
-        (recovered,) = watcher.recovered
+        recovered = healed(watcher)
         assert recovered.in_place
         assert set(recovered.replaced) == {1, 5}
         anew = {slot for slot, worker in simulation.SimulatedSlots.workers.items() if worker is not workers[slot]}
         assert anew == {1, 5}
-
-
-def test_one_pause_is_enough_for_workers_that_leave_together(simulation: Any, tmp_path: Path) -> None:
-    """They are in different thirds of the gang, each of which is asked in another round."""
-    with training(simulation, 192, tmp_path) as watcher:
         simulation.change([3, 70, 150], leaving=True)
-        assert watcher.healed.wait(60)
-        (recovered,) = watcher.recovered
+        recovered = healed(watcher)
         assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 70, 150})
 
 
-def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, tmp_path: Path) -> None:
+def test_ranks_train_on_if_one_cannot_be_held_and_those_that_fail_to_answer_are_replaced(
+    simulation: Any, tmp_path: Path
+) -> None:
     with training(simulation, 16, tmp_path, "cluster.stop_grace_s=1") as watcher:
         simulation.change([7], deaf=True)
         simulation.change([3], leaving=True)
@@ -85,10 +90,20 @@ def test_ranks_train_on_if_one_cannot_be_held_and_pause_later(simulation: Any, t
         hosts = simulation.SimulatedSlots.hosts
         wait_for(lambda: sum(ray.get([host.num_held.remote() for host in hosts])) == 0, "open gates")
         simulation.change([7], deaf=False)
-        assert watcher.healed.wait(60)
-        (recovered,) = watcher.recovered
+        recovered = healed(watcher)
         assert (recovered.planned, recovered.replaced) == ("preempted", (3,))
         assert messages(watcher, WorkerLost, "reason") == []
+
+        simulation.change([9], num_failing=math.inf)
+        assert healed(watcher).replaced == (9,)
+        (reason,) = messages(watcher, WorkerLost, "reason")
+        assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
+
+        simulation.change([0], has_port=False)
+        simulation.SimulatedSlots.workers[5].die()
+        assert healed(watcher).replaced == (0,), "the last one that was lost"
+        assert [event.rank for event in watcher.events if isinstance(event, WorkerLost)][1:] == [5, 0]
+        assert "a call to it failed: OSError: no port is free" in messages(watcher, WorkerLost, "reason")[-1]
 
 
 def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
@@ -111,15 +126,6 @@ def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
         ended = result.result(60)
     assert "all 1000000 steps are done" in ended.reason
     assert ended.exit_code == RESULT_LOST, "simulated workers save nothing"
-
-
-def test_a_worker_without_heartbeats_is_replaced(simulation: Any, tmp_path: Path) -> None:
-    with training(simulation, 16, tmp_path) as watcher:
-        simulation.change([9], num_failing=math.inf)
-        assert watcher.healed.wait(60)
-        (reason,) = messages(watcher, WorkerLost, "reason")
-        assert "lives, but a call to it failed: RuntimeError: no heartbeat" in reason
-        assert watcher.recovered[0].replaced == (9,)
 
 
 def test_a_heartbeat_may_fail_now_and_then(simulation: Any, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from helpers.conformance.reference import plain_losses
+from helpers.jobs.limited_job import LimitedGPT
 from helpers.records.runs import events, losses
 from orchestrator.export import main as export
 
@@ -40,17 +42,9 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module")
-def curve() -> dict[int, float]:
-    """Filled by the first test that needs it."""
-    return {}
-
-
-def without_limit(run: Callable[..., Any], curve: dict[int, float]) -> dict[int, float]:
-    if not curve:
-        result = run(*WORDS, TO_END, "strategy=single", "checkpoint.every=0")
-        assert result.exit_code == 0, result.reason
-        curve.update(losses(result.run_dir))
-    return {step: pytest.approx(loss, rel=1e-4) for step, loss in curve.items()}
+def expected() -> Any:
+    job = LimitedGPT(layers=12, width=512, heads=8, context=16, sample_tokens=0)
+    return pytest.approx(plain_losses(job, batch=8, steps=STEPS), rel=1e-4)
 
 
 @pytest.mark.campaign
@@ -64,22 +58,13 @@ def test_a_model_that_does_not_fit_into_a_worker_ends_the_run_with_what_to_chang
     assert "divide the model with strategy=fsdp or strategy=pipeline" in result.reason
 
 
-def test_it_trains_in_parts(run: Callable[..., Any], curve: dict[int, float]) -> None:
-    expected = without_limit(run, curve)
-    result = run(*WORDS, TO_END, *LIMITED, "strategy=fsdp", "strategy.num_workers=3", "checkpoint.every=0")
-    assert result.exit_code == 0, result.reason
-    assert losses(result.run_dir) == expected
-    assert events(result.run_dir, "worker_lost") == []
-
-
-@pytest.mark.campaign
+@pytest.mark.campaign  # ``tests/distributed/strategies/test_fsdp.py`` has what a worker holds
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_trains_heals_resumes_and_is_exported_in_parts(
-    run: Callable[..., Any], curve: dict[int, float], strategy: str
+    run: Callable[..., Any], expected: Any, strategy: str
 ) -> None:
     words, in_place = STRATEGIES[strategy]
     words = (*words, "checkpoint.every=2")
-    expected = without_limit(run, curve)
     result = run(*WORDS, TO_END, *LIMITED, *words, "recovery.chaos=[kill@4:1]")
     assert result.exit_code == 0, result.reason
     assert losses(result.run_dir) == expected

@@ -12,7 +12,6 @@ from mlflow import MlflowClient
 from helpers.records.runs import wait_for
 from orchestrator import compare, launch
 from orchestrator.records.run_dir import RunDir
-from orchestrator.worker.measure.metrics import PROFILED_STEPS
 
 
 def test_the_runs_of_a_sweep_are_side_by_side(
@@ -43,12 +42,7 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     assert (sweep / "compare.png").stat().st_size > 10_000
     wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
-    profiled = records[1]["summary"]["profiled"]
-    assert re.match(rf"{PROFILED_STEPS} steps of \S+ ms: \w+", profiled)
-    for part in ("computation ", "communication that nothing hides ", "optimizer "):
-        assert part in profiled
-    assert f"profiled: {profiled}" in " ".join(printed.split())
-    assert f"Profiled {profiled}." in runs[1].data.tags["mlflow.note.content"]
+    assert f"profile: {records[1]['summary']['profile']} (open in" in " ".join(printed.split())
     artifacts = {file.path for file in client.list_artifacts(runs[1].info.run_id, "profile")}
     assert artifacts == {f"profile/{name}" for name in ("rank-0.json", "rank-1.json")}
 

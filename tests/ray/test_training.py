@@ -105,16 +105,6 @@ def test_a_run_that_ended_early_is_evaluated_under_another_strategy(run: Callabl
     assert losses(new.run_dir) == {step: pytest.approx(whole[step], rel=1e-5) for step in range(21, 26)}
 
 
-def test_workers_of_one_machine_listen_on_loopback_only(run: Callable[..., Any]) -> None:
-    done = run(
-        "strategy=ddp", "job._target_=helpers.jobs.listening_job.Listening", "train.steps=2", "train.eval_every=0"
-    )
-    assert done.status == "FINISHED"
-    for rank in (0, 1):
-        lines = (done.run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        assert {line for line in lines if line.startswith("listens on")} == {"listens on ['127.0.0.1']"}
-
-
 def stop_at(step: int, number: signal.Signals, *, below: Path) -> None:
     """Send this process a signal once the run below a directory has logged a step."""
 
@@ -230,14 +220,12 @@ def test_a_stopped_pipeline_shows_its_last_step(
     assert 0 < summary["bubble_pct"] < 100
     assert summary["bubble_theory_pct"] == pytest.approx(100 / 5)
     assert summary["peak_memory_mb"] == max(series(result.run_dir, "perf/peak_memory_mb").values())
-    picture = result.run_dir / "timeline.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"; timeline: {picture}" in capsys.readouterr().out.replace("\n", "")
-    trace = json.loads((result.run_dir / "timeline.json").read_text())
-    assert trace["otherData"]["step"] == max(measured)
+    timeline = result.run_dir / "timeline.json"
+    assert f"; timeline: {timeline}" in capsys.readouterr().out.replace("\n", "")
+    assert json.loads(timeline.read_text())["otherData"]["step"] == max(measured)
 
     wait_for(lambda: read_json(result.run_dir / "tracking.json").get("closed_at"), timeout_s=30)
     client = connect(f"sqlite:///{tmp_path}/mlflow.db", request_timeout_s=10)
     run_id = read_json(result.run_dir / "tracking.json")["run_id"]
     assert client.get_run(run_id).data.metrics["summary/bubble_pct"] == pytest.approx(summary["bubble_pct"], rel=1e-4)
-    assert {"timeline.png", "timeline.json"} <= {f.path for f in client.list_artifacts(run_id)}
+    assert "timeline.json" in {f.path for f in client.list_artifacts(run_id)}

@@ -22,7 +22,7 @@ from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.display.comparison import read_run
 from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_plot import draw
+from orchestrator.display.comparison_report import draw
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint
 from orchestrator.state.train_state import TrainState

@@ -27,8 +27,8 @@ from helpers.records.tracked_runs import (
 )
 from orchestrator import sync
 from orchestrator.records.journal import Journal
+from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process_identity import this_process
 from orchestrator.tracking.follower import FollowerOptions
 from orchestrator.tracking.pending_uploads import alone_in_retrying, pending_runs
 from orchestrator.tracking.transfer import exclusive, read_cursor
@@ -209,7 +209,7 @@ from types import SimpleNamespace
 from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.journal import Journal
 from orchestrator.tracking.uploader import Uploader

@@ -6,8 +6,7 @@ import re
 from PIL import Image
 
 from helpers.records.tracked_runs import artifacts, client_of, history, new_run, save_samples
-from orchestrator.records.journal import Journal, Sample
-from orchestrator.tracking.backend import Point
+from orchestrator.records.journal import Journal, Point, Sample
 from orchestrator.tracking.mlflow import MlflowBackend
 
 

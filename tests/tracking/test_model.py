@@ -22,9 +22,8 @@ from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.records.journal import Journal
-from orchestrator.records.output_dir import find_run, push_records
+from orchestrator.records.output_dir import announce, find_run, push_records
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.staging import announce
 from orchestrator.state import checkpoint
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint_store import CheckpointStore

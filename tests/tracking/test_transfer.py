@@ -22,8 +22,7 @@ from helpers.records.tracked_runs import (
 )
 from orchestrator.protocol.events import Continued, MetricsLogged, SampleSaved
 from orchestrator.records.journal import Ending, Journal
-from orchestrator.tracking.backend import OpenedRun
-from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.mlflow import MlflowBackend, OpenedRun
 from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
 from orchestrator.tracking.uri import absolute_uri, validate_uri
 
@@ -266,12 +265,13 @@ def test_secrets_are_masked_in_what_is_uploaded(tmp_path, uri, monkeypatch):
     text = "given-secret and from-environment, password=x\n"
     run_dir.log_file(0).write_text(text)
     picture = b"\x89PNG\0 given-secret"
-    run_dir.timeline_picture.write_bytes(picture)
+    run_dir.profile.mkdir()
+    (run_dir.profile / "picture.png").write_bytes(picture)
     transfer = Transfer(run_dir, MlflowBackend(uri, request_timeout_s=5), secrets=["given-secret"])
     transfer.push(final_ending(run_dir))
     (log_file,) = tmp_path.glob("mlartifacts/**/rank-0.log")
     assert log_file.read_text() == "*** and ***, password=***\n"
-    (uploaded,) = tmp_path.glob("mlartifacts/**/timeline.png")
+    (uploaded,) = tmp_path.glob("mlartifacts/**/picture.png")
     assert uploaded.read_bytes() == picture, "a file that is not text is uploaded as it is"
     assert run_of(uri, run_dir).data.tags["mlflow.note.content"] == "`launch job.password=*** job.text=***`"
     assert run_dir.log_file(0).read_text() == text

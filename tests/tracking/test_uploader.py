@@ -33,8 +33,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
 from orchestrator.driver.process.origin import HERE
-from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_context import EventStream
+from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease

@@ -100,8 +100,6 @@ class PlacedActor:
 
     Attributes:
         job: the submission id of its Ray job, or the job's id and the process of its driver.
-        node_id: the node.
-        resources: what it holds there.
         started_at: seconds since the epoch.
     """
 

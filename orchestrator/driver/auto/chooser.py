@@ -26,19 +26,19 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
 from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
 from orchestrator.driver.preflight.run_config import output_dir, plain_fields
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
+from orchestrator.records.lock import processor
 from orchestrator.records.output_dir import remove, staged_run
-from orchestrator.records.process_identity import processor
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
-from orchestrator.timeline.ideal import Action
+from orchestrator.timeline import Action
 from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
 from orchestrator.tuning.predict import memory_error, predict
 from orchestrator.tuning.profile import Profile
@@ -74,7 +74,6 @@ class Chooser:
 
         Args:
             config: the configuration of the run, with ``strategy=auto``.
-            job: the job.
             plan: the plan of the run which measures the job, on as many workers as the strategy may use.
             nodes: the nodes of the cluster.
             run: executes the runs that measure.
@@ -298,7 +297,6 @@ def profile_key(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> 
 
     Args:
         config: the configuration, with ``strategy=auto``.
-        job: the job.
         plan: the plan of the run which measures.
         nodes: the nodes of the cluster.
     """

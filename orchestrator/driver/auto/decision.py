@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from orchestrator.config.schema import Config
 from orchestrator.display.plain_text import TableColumn, takes_unicode, text_lines, without_least, writable
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.records.json_file import read_json, write_atomically, write_json

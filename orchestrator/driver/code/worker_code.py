@@ -22,13 +22,7 @@ from orchestrator.config.arguments import GivenJob
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import quote_text
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.driver.code.shipped_code import (
-    loaded_files,
-    module_paths,
-    module_size_errors,
-    requirements,
-    size_errors,
-)
+from orchestrator.driver.code import shipped_code
 from orchestrator.driver.process.cluster import allowed_nodes
 from orchestrator.driver.process.waiting import node_answers
 from orchestrator.job import Job
@@ -91,12 +85,12 @@ def code_for_workers(cluster: ClusterConfig, nodes: Sequence[Node], scripts: Ite
         ConfigError: ``cluster.pip`` or ``cluster.py_modules`` names a file that does not exist, or what has to travel
             is too large.
     """
-    py_modules, pip = module_paths(cluster.py_modules), requirements(cluster.pip)
-    errors = module_size_errors(cluster.py_modules, limit=max_package_bytes())
+    py_modules, pip = shipped_code.module_paths(cluster.py_modules), shipped_code.requirements(cluster.pip)
+    errors = shipped_code.module_size_errors(cluster.py_modules, limit=max_package_bytes())
     working_dir = Path.cwd()
     if lacking := _nodes_to_supply(working_dir, nodes, cluster, scripts):
         what = f"{working_dir} has to travel to {', '.join(lacking)} because the code of the job is there"
-        errors += size_errors(working_dir, what=what, limit=max_package_bytes())
+        errors += shipped_code.size_errors(working_dir, what=what, limit=max_package_bytes())
     if errors:
         raise ConfigError(errors)
     return WorkerCode(working_dir=working_dir if lacking else None, py_modules=py_modules, pip=pip)
@@ -129,7 +123,7 @@ def code_files(directory: Path, modules: Iterable[ModuleType]) -> dict[str, str]
 
     Installed packages are left out, also the ones of a virtual environment below ``directory``.
     """
-    files = loaded_files(directory, modules)
+    files = shipped_code.loaded_files(directory, modules)
     return {str(file): digest for file in files if (digest := _digest(file)) is not None}
 
 

@@ -16,21 +16,14 @@ import ray.exceptions
 
 from orchestrator.compat.ray.gcs import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
-from orchestrator.driver.gang.admission import Admission
 from orchestrator.driver.gang.slots import Slots, kill_process, wait_for_actors
-from orchestrator.driver.gang.spares import START_ATTEMPTS, Spares
+from orchestrator.driver.gang.spares import START_ATTEMPTS, Admission, Spares
 from orchestrator.driver.nodes.node_watch import NodeWatch
-from orchestrator.driver.process.calls import (
-    GangError,
-    NoWorkersError,
-    all_answers,
-    answers_in_time,
-    cause_of_death,
-)
+from orchestrator.driver.process import calls
 from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.shortage import Request, room
+from orchestrator.policy.queue_order import Request, room
 from orchestrator.policy.worker_gpus import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.protocol.messages import Heartbeat, Variables, WorkerEnvironment, WorkerInfo, merged
 
@@ -240,7 +233,7 @@ class Gang:
         wait = self._wait_for(wanted, max(1, count - self.ready()))
         while (missing := count - self.ready()) > 0:
             if self._spares.num_given_up > given_up:
-                raise NoWorkersError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
+                raise calls.NoWorkersError(f"{START_ATTEMPTS} workers in a row died while they started; see Ray's logs")
             self._nodes.note_dead()
             self._spares.seek(missing)
             wait.check()
@@ -311,7 +304,7 @@ class Gang:
         """
         errors: dict[int, ray.exceptions.RayError] = {}
         answers: list[tuple[int, Heartbeat]] = list(
-            answers_in_time(self._pending_heartbeats, 0.0, errors=errors).items()
+            calls.answers_in_time(self._pending_heartbeats, 0.0, errors=errors).items()
         )
         reporting: set[int] = set()
         if with_system_metrics:
@@ -322,9 +315,9 @@ class Gang:
             self._pending_heartbeats[answer] = rank
         awaited = {r: rank for r, rank in self._pending_heartbeats.items() if ranks is None or rank in ranks}
         others = {r: rank for r, rank in self._pending_heartbeats.items() if r not in awaited}
-        answers += answers_in_time(awaited, wait_s, errors=errors).items()
+        answers += calls.answers_in_time(awaited, wait_s, errors=errors).items()
         self._pending_heartbeats = others | awaited
-        alive = {rank: e for rank, e in errors.items() if cause_of_death(e) is None}
+        alive = {rank: e for rank, e in errors.items() if calls.cause_of_death(e) is None}
         self._num_failed.update(alive.keys())
         for rank, _ in answers:
             self._num_failed.pop(rank, None)
@@ -351,7 +344,7 @@ class Gang:
             GangError: Ray is dead.
             RayError: the worker is dead, or could not carry out the call.
         """
-        return all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
+        return calls.all_answers([_call(self.members[rank], method, *args)], timeout_s, check=check)[0]
 
     def poll(
         self,
@@ -366,7 +359,7 @@ class Gang:
         ``check()`` runs meanwhile, and may raise to stop waiting.
         """
         pending = {_call(m, method, *args): m.global_rank for m in self.members if m.global_rank in ranks}
-        return answers_in_time(pending, timeout_s, check=check)
+        return calls.answers_in_time(pending, timeout_s, check=check)
 
     def tell(self, method: WorkerMethod, *args: Any, ranks: Collection[int]) -> None:
         """Call ``method`` of some members without waiting for an answer."""
@@ -391,7 +384,7 @@ class Gang:
         if error is None and SHARED_GPU not in os.environ:
             error = shared_gpu(infos)
         if error is not None:
-            raise GangError(error)
+            raise calls.GangError(error)
 
     def _request(self, count: int) -> Request:
         return Request(count=count, each=self._slots.resources, one_node=self._plan.one_node)

@@ -225,7 +225,6 @@ def wait_for_actors(
 
     Args:
         starting: the name of the node of each actor, by the reference to its :class:`WorkerInfo`.
-        timeout_s: how long to wait.
         pip: the requirements that the actors install first.
         monitor: checked several times a second.
 

@@ -25,7 +25,7 @@ from orchestrator.driver.process.waiting import node_answers
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import AllReduce, ClockOffset, node_errors
 from orchestrator.protocol.node_report import NodeReport, NoReport
-from orchestrator.worker.control.network_probe import LARGE_BYTES, NetworkProbe
+from orchestrator.worker.control.rendezvous import LARGE_BYTES, NetworkProbe
 from orchestrator.worker.process import node_facts
 from orchestrator.worker.process.network import LOOPBACK
 
@@ -42,7 +42,6 @@ def node_reports(nodes: Sequence[Node], *, timeout_s: float, key: str, **questio
     """Return a report for each node, in order. Prints to stderr what a longer wait is for.
 
     Args:
-        nodes: the nodes to ask.
         timeout_s: how long to wait for all of them.
         key: the configuration key of the timeout.
         question: see :func:`ask_nodes`.
@@ -67,7 +66,6 @@ def ask_nodes(
     ``cluster.pip`` will install may be missing still, so the jobs are not imported then.
 
     Args:
-        nodes: the nodes to ask.
         job_modules: the modules of the jobs, to import them beside the job of the workers.
         code: the code and the packages that travel to the workers.
         output_dir, nonce: see :func:`~orchestrator.worker.process.node_facts.node_facts`.

@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import StorageConfig
-from orchestrator.records import staging
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
+from orchestrator.records.output_dir import folder_of_node, prepare_staging
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.mirror import LOGS, Mirror
 
@@ -115,8 +115,8 @@ def mirror_of(
     assert run_dir.remote is not None
     if run_dir.is_original(driver):
         return None
-    staging.prepare(run_dir)
-    place = functools.partial(_place_of, folder=staging.folder_of_node(run_dir))
+    prepare_staging(run_dir)
+    place = functools.partial(_place_of, folder=folder_of_node(run_dir))
     return Mirror(run_dir.path, run_dir.remote, every_s=every_s, masked=masked, place=place)
 
 

@@ -25,10 +25,9 @@ from orchestrator.driver.process.origin import HERE, Origin
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
-from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process_identity import machine_facts, this_process
+from orchestrator.records.lock import machine_facts, this_process
+from orchestrator.records.output_dir import OutputDir, announce, take_over
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.staging import announce, take_over
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
 _RECORDED_TRACKING = (

@@ -17,7 +17,7 @@ from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.child_checks import continuation_errors
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
-from orchestrator.driver.process.parent_reports import left_run
+from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint

@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 from ray.job_config import JobConfig
 
-from orchestrator.compat.ray import early_node
+from orchestrator.compat.ray import early_node, side_effects
 from orchestrator.compat.ray.connection import (
     address_of_ray_start,
     addresses_here,
@@ -33,13 +33,6 @@ from orchestrator.compat.ray.connection import (
     use_token_of_user,
 )
 from orchestrator.compat.ray.gcs import all_nodes
-from orchestrator.compat.ray.side_effects import (
-    environment_defaults,
-    process_kept_from_ray,
-    raylet_messages_muted,
-    signals_kept_from_ray,
-    without_services,
-)
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.process.calls import watched_head
@@ -110,9 +103,9 @@ def embedded(
     """
     # Ray would start a process for each CPU that it counts, and each of them imports torch.
     at_once = {"RAY_worker_maximum_startup_concurrency": str(min(num_processes, len(os.sched_getaffinity(0))))}
-    with environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
+    with side_effects.environment_defaults(EMBEDDED_ENVIRONMENT | at_once), _shut_down_afterwards():
         try:
-            services = contextlib.nullcontext() if config.dashboard else without_services()
+            services = contextlib.nullcontext() if config.dashboard else side_effects.without_services()
             with loopback_accepted(), services, early_node.adopted(num_gpus=num_gpus):
                 _init(
                     address="local",
@@ -147,9 +140,9 @@ def started_early(num_workers: int) -> Iterator[None]:
     init = functools.partial(_init, address="local", _node_ip_address=LOOPBACK, **options)
     with (
         contextlib.suppress(Exception),  # what is wrong, embedded() finds as well
-        environment_defaults(EMBEDDED_ENVIRONMENT | environment),
+        side_effects.environment_defaults(EMBEDDED_ENVIRONMENT | environment),
         loopback_accepted(),
-        without_services(),
+        side_effects.without_services(),
     ):
         early_node.start(init, num_workers=num_workers)
     try:
@@ -296,13 +289,13 @@ def excluded_nodes(exclude_nodes: Sequence[str]) -> set[str]:
 
 
 def _init(**options: Any) -> None:
-    with signals_kept_from_ray():
+    with side_effects.signals_kept_from_ray():
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 @contextlib.contextmanager
 def _shut_down_afterwards() -> Iterator[None]:
-    with process_kept_from_ray(), raylet_messages_muted():
+    with side_effects.process_kept_from_ray(), side_effects.raylet_messages_muted():
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.queue_order import why_waiting
 from orchestrator.protocol.events import WaitingInQueue
 from orchestrator.protocol.queue_entries import ID_LENGTH, QueueAnswer, QueueEntry, QueueState
-from orchestrator.records.process_identity import user_name
+from orchestrator.records.lock import user_name
 from orchestrator.records.run_dir import RunDir
 
 ANSWER_TIMEOUT_S = 5.0

@@ -19,18 +19,7 @@ from orchestrator.compat.ray.gcs import free_resources, on_head
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.driver.process.waiting import cluster_state
-from orchestrator.policy.queue_order import (
-    find_entries,
-    line,
-    marked_over_share,
-    marked_unfit,
-    may_reserve,
-    namesakes,
-    stale,
-    unreserved_by_node,
-    victims,
-    why_waiting,
-)
+from orchestrator.policy import queue_order
 from orchestrator.protocol.queue_entries import NodeResources, QueueAnswer, QueueEntry
 
 NAME, NAMESPACE = "queue", "orchestrator"
@@ -94,7 +83,7 @@ class RunQueue:
     def poll(self, entry: QueueEntry) -> QueueAnswer:
         """Take over what a driver reports of its run, and answer."""
         now = self._clock()
-        for uid in stale({uid: run.heard_at for uid, run in self._runs.items()}, now, timeout_s=STALE_S):
+        for uid in queue_order.stale({uid: run.heard_at for uid, run in self._runs.items()}, now, timeout_s=STALE_S):
             self.leave(uid)
         run = self._runs.setdefault(entry.uid, _Run(entry, now))
         if run.priority is not None:
@@ -102,12 +91,12 @@ class RunQueue:
         run.entry, run.heard_at = entry, now
         entries, nodes = self._look()
         entry = next(e for e in entries if e.uid == entry.uid)
-        waiting = line(entries)
+        waiting = queue_order.line(entries)
         admitted, leaving = entry.state == "reserving", []
         if waiting and now >= self._settled_at:
-            free = unreserved_by_node(nodes, entries)
-            admitted = entry in waiting and may_reserve(entry, entries, free)
-            leaving = victims(entries, free)
+            free = queue_order.unreserved_by_node(nodes, entries)
+            admitted = entry in waiting and queue_order.may_reserve(entry, entries, free)
+            leaving = queue_order.victims(entries, free)
         ahead = waiting[: waiting.index(entry)] if entry in waiting else []
         passed = tuple(e.uid for e in ahead if e.state == "waiting")  # the others reserve too
         overtakes = passed if admitted and entry.state == "waiting" else entry.overtook
@@ -123,7 +112,7 @@ class RunQueue:
             priority=entry.priority,
             cancelled_by=run.cancelled_by,
             unfit=entry.state == "unfit",
-            namesakes=namesakes(entry, entries),
+            namesakes=queue_order.namesakes(entry, entries),
         )
 
     def leave(self, uid: str) -> None:
@@ -135,7 +124,7 @@ class RunQueue:
         entries, _ = self._look()
         by_submission = sorted(entries, key=lambda e: e.submitted_at)
         with_workers = [e for e in by_submission if e.has_workers]
-        return [*with_workers, *line(entries), *(e for e in by_submission if e.state == "unfit")]
+        return [*with_workers, *queue_order.line(entries), *(e for e in by_submission if e.state == "unfit")]
 
     def cancel(self, uid: str, by: str) -> None:
         """Let the driver of a run stop it with its next poll; ``by``: who wants that."""
@@ -154,7 +143,7 @@ class RunQueue:
         """
         entries = [run.entry for run in self._runs.values()]
         nodes = {} if all(e.has_workers for e in entries) else self._nodes()
-        return marked_over_share(marked_unfit(entries, nodes), nodes), nodes
+        return queue_order.marked_over_share(queue_order.marked_unfit(entries, nodes), nodes), nodes
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -216,11 +205,13 @@ class QueueControl:
 
     def why_waiting(self, entry: QueueEntry) -> str:
         """Return why a run without workers has none, as one sentence."""
-        return why_waiting(entry, cluster_state(own_label=entry.label, trouble=entry.avoids), now=time.time())
+        return queue_order.why_waiting(
+            entry, cluster_state(own_label=entry.label, trouble=entry.avoids), now=time.time()
+        )
 
     def has(self, run: str) -> bool:
         """Return whether a run in the queue is named so."""
-        return bool(find_entries(self.entries(), run))
+        return bool(queue_order.find_entries(self.entries(), run))
 
     def cancel(self, run: str) -> str:
         """Let the driver of a run stop it; returns the name of the run.
@@ -240,7 +231,7 @@ class QueueControl:
 
     def _find(self, run: str) -> QueueEntry:
         entries = self.entries()
-        found = find_entries(entries, run)
+        found = queue_order.find_entries(entries, run)
         if len(found) == 1:
             return found[0]
         if found:

@@ -18,9 +18,8 @@ from orchestrator.driver.gang.gang import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import GATHER_S, NoAnswerError, cause_of_death, check_ray, completed, results
 from orchestrator.driver.process.run_context import RunContext
-from orchestrator.driver.run.generation_end import Pause, abandon
 from orchestrator.driver.run.health import Health, failed_call_of
-from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
+from orchestrator.driver.run.run_workers import Pause, RecoverableByRank, RunWorkers, abandon
 from orchestrator.driver.run.telemetry import HEARTBEAT_WAIT_S, Telemetry
 from orchestrator.planning.faults import Fault
 from orchestrator.policy.failure import Outcomes, cannot_leave_nccl, death, no_store

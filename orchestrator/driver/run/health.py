@@ -193,9 +193,7 @@ def write_stacks(run_dir: RunDir, generation: int, plan: Plan, stacks: Mapping[i
     """Write the stacks of all ranks to a file, and flight records to files beside it.
 
     Args:
-        run_dir: the run.
         generation: the number of the generation that hung.
-        plan: its plan.
         stacks: what the ranks that answer do.
 
     Returns:

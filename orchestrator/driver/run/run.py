@@ -12,20 +12,17 @@ import ray.exceptions
 
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
-from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.process.run_context import RunContext, RunResult
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
-from orchestrator.driver.run.run_recorder import RunRecorder, worker_failed, worker_lost
+from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints, worker_failed, worker_lost
 from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
-from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
 from orchestrator.policy import run_state
-from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan
+from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, Transition
 from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, Verdict, what_follows
-from orchestrator.policy.transitions import Transition
 from orchestrator.protocol.events import Continued, TextSampled, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry

@@ -20,9 +20,8 @@ from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting import RecordUpload, add_tracking_page
-from orchestrator.driver.run.run_recorder import RunRecorder
+from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints
 from orchestrator.driver.run.run_workers import RunWorkers
-from orchestrator.driver.run.saved_checkpoints import SavedCheckpoints
 from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.plan import Plan

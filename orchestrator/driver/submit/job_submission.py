@@ -56,8 +56,6 @@ class Submission:
     """A job for Ray.
 
     Attributes:
-        id: the readable submission id.
-        entrypoint: the shell command.
         working_dir: the directory that travels to the cluster; None if the job needs none.
         py_modules: the paths of modules that travel too.
         env: environment variables of the job.
@@ -88,7 +86,6 @@ def make_submission(
     Args:
         configs: the configuration of each run that the words start; several form a sweep.
         words: the arguments of ``orchestrator launch``.
-        working_dir: the directory that travels.
         source: the version of the code there, which becomes metadata.
         suffix: what makes the id unique, such as the time.
         origin: how commands begin where the user is, for those that the run suggests.
@@ -195,8 +192,6 @@ class JobServer:
         A lost connection is opened again, for up to ``RECONNECT_TIMEOUT_S``.
 
         Args:
-            submission_id: the job.
-            out: receives the output.
             is_new: the job has just been submitted, so its log is short and may soon be complete.
 
         Returns:

@@ -19,7 +19,7 @@ from types import FrameType
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override
-from orchestrator.driver.process.parent_reports import ReportedRun, read_reports, variables
+from orchestrator.driver.process.origin import ReportedRun, read_reports, variables
 from orchestrator.driver.process.signals import stop_signals
 
 DRIVER = (sys.executable, "-m", "orchestrator.launch")
@@ -68,7 +68,6 @@ def launch_with_restarts(words: Sequence[str], restarts: int, redactor: Redactor
     process of a job, and a second one would end the child without a checkpoint.
 
     Args:
-        words: the overrides.
         restarts: how often it is started again.
         redactor: masks secrets in the command that is suggested at the end.
 

@@ -21,7 +21,7 @@ from orchestrator.config.schema import SweepConfig
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import errors_text
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep, output_of, resume_override
 from orchestrator.protocol.events import Event, MetricsLogged, RunStarted, Sink
@@ -52,9 +52,7 @@ class Trial:
     """A trial of Optuna while its run trains: an event sink that reports ``metric``, and may prune the run.
 
     Args:
-        trial: the trial.
         metric: the result of a run by which Optuna searches.
-        prune: ends the run.
     """
 
     def __init__(self, trial: Any, metric: str, *, prune: Callable[[], None] = lambda: None):
@@ -92,7 +90,6 @@ class Search:
         fixed: the overrides of all runs.
         space: the values that may be tried.
         options: how to search, and for how many runs.
-        eval_every: the steps between evaluations.
         seed: the seed of the choice of values.
         sweep: the sweep that the runs belong to.
         tried: the values of each run, in order.

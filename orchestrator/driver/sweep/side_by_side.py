@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from orchestrator.config.build import ConfigError
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.planning.plan import Node, Plan

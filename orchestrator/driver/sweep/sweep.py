@@ -21,13 +21,12 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override, plain
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_plot import draw
-from orchestrator.display.comparison_table import markdown, table
+from orchestrator.display.comparison_report import draw, markdown, table
 from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.origin import this_origin
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.records.output_dir import OutputDir, fetch
 from orchestrator.records.run_dir import RunDir
@@ -61,7 +60,6 @@ class Sweep:
     Attributes:
         words: the overrides as typed, for the command that continues the sweep.
         runs: the overrides of each run, without ``resume``, with secrets masked; they identify the run.
-        output: where the runs are.
         redactor: masks secrets in what is printed and written.
         label: the name of the sweep; None to name the overrides in which the runs differ.
         sweep_id: identifies the sweep in the records and in MLflow.

@@ -22,12 +22,14 @@ class Peers:
             does not say.
         waiting: returns a context for each sum that is not made by compiled code.
         tokens: the number of those of a sample, where each rank has some of them between the divided layers.
+        gathered_logits: whether outputs for all words have been gathered, because something has read them.
     """
 
     group: dist.ProcessGroup | None = None
     inside = False
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     tokens = 0
+    gathered_logits = False
 
     def cross(self, *, inside: bool) -> None:
         """Take note that what follows in a pass differs between the ranks, or does not."""

@@ -21,8 +21,7 @@ from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.tokens import Tokens
-from orchestrator.planning.boxes import Box
-from orchestrator.planning.placement import AxisCut
+from orchestrator.planning.placement import AxisCut, Box
 
 
 @dataclass(frozen=True, kw_only=True)

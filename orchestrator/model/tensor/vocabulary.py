@@ -1,7 +1,8 @@
 """Embeddings, and the output layers with as many rows, divided by rows: each rank has some of the words.
 
-What such a module returns is whole on every rank: rows are summed, outputs are gathered. So what a model, a loss or a
-metric does with them does not matter, but the weights must be read by these modules alone.
+What such a module returns is whole on every rank: rows are summed, outputs are gathered, or divided in a way that does
+not show. So what a model, a loss or a metric does with them does not matter, but the weights must be read by these
+modules alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.tensor.logits import DividedLogits, Share, gathered
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import enter, leave, part_of
 from orchestrator.planning.placement import AxisCut
@@ -40,15 +43,51 @@ def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) ->
         for module in model.modules()
         if module not in inside
         and (_is_embedding(module) or (type(module) is nn.Linear and module.out_features in rows))
-        and len(module.get_parameter("weight")) % count == 0
+        and _all_have_rows(len(module.get_parameter("weight")), count)
     }
     fitting = {m for m in candidates if all({*owners[p]} <= candidates for p in m.parameters(recurse=False))}
     return {name: module for name, module in model.named_modules() if module in fitting}
 
 
+def _all_have_rows(rows: int, count: int) -> bool:
+    return -(-rows // count) * (count - 1) < rows
+
+
 def _is_embedding(module: nn.Module) -> bool:
-    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    return plain and not module.sparse and module.max_norm is None and not module.scale_grad_by_freq
+    if not isinstance(module, nn.Embedding) or module.sparse or module.max_norm or module.scale_grad_by_freq:
+        return False
+    return type(module).forward is nn.Embedding.forward or _only_looks_up(module)
+
+
+def _only_looks_up(embedding: nn.Embedding) -> bool:
+    """Return whether the class of an embedding changes the vectors alone, as by a factor, without the weight."""
+    others: list[Any] = []
+
+    def see(func: Any, args: Any, kwargs: Any) -> Any:
+        of_type = getattr(func, "__self__", None) in (Tensor.dtype, Tensor.device)
+        if func is not F.embedding and not of_type and any(leaf is weight for leaf in tensors_in((args, kwargs))):
+            others.append(func)
+        return func(*args, **kwargs)
+
+    weight = embedding.weight
+    words = weight.new_zeros((1, 1), dtype=torch.long)
+    try:
+        with torch.no_grad(), _Seeing(see):
+            embedding(words)
+    except Exception:  # it is called with something else
+        return False
+    return not others
+
+
+class _Seeing(TorchFunctionMode):
+    """Calls ``see`` in place of each function of torch."""
+
+    def __init__(self, see: Callable[[Any, Any, Any], Any]):
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._see(func, args, kwargs or {})
 
 
 class DirectUses:
@@ -103,11 +142,22 @@ class Reads(TorchDispatchMode):
 
 
 @torch.no_grad()
-def divide_rows(model: nn.Module, names: Sequence[str], *, index: int, count: int, peers: Peers) -> None:
-    """Leave the rows of the part number ``index`` of ``count`` in modules of :func:`vocabularies`."""
+def divide_rows(
+    model: nn.Module, names: Sequence[str], *, index: int, count: int, peers: Peers, divided_logits: bool
+) -> None:
+    """Leave the rows of the part number ``index`` of ``count`` in modules of :func:`vocabularies`.
+
+    Args:
+        model: the model.
+        names: the modules.
+        index, count: which part that is.
+        peers: the ranks that have the others.
+        divided_logits: whether outputs are gathered, with gradients, only when something reads all of them.
+    """
     parts: dict[Tensor, nn.Parameter] = {}
     for name in names:
         module = model.get_submodule(name)
+        share = Share(index, count, peers, words=len(module.get_parameter("weight")))
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in parts:
                 parts[whole] = part_of(whole, ROWS, index=index, count=count)
@@ -115,52 +165,40 @@ def divide_rows(model: nn.Module, names: Sequence[str], *, index: int, count: in
         kind: type[_Rows] = _Embedding if isinstance(module, nn.Embedding) else _Output
         module.__class__ = type(type(module).__name__, (kind, type(module)), {"__module__": type(module).__module__})
         assert isinstance(module, _Rows)
-        module.index, module.count, module.peers = index, count, peers
+        module.share, module.divided_logits = share, divided_logits
 
 
 class _Rows(nn.Module):
     """Rows of a module. Its class has become a subclass of this one and of what it was."""
 
     weight: nn.Parameter
-    index: int
-    count: int
-    peers: Peers
+    share: Share
+    divided_logits: bool
 
 
 class _Embedding(_Rows):
     padding_idx: int | None
 
-    def forward(self, words: Tensor) -> Tensor:
-        size = len(self.weight)
-        own = words - self.index * size
-        here = (own >= 0) & (own < size)
-        padding = None if self.padding_idx is None else self.padding_idx - self.index * size
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _Seeing(self._look_up):
+            out: Tensor = super().forward(*args, **kwargs)
+        return out
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        words, size = args[0], len(self.weight)
+        own, here = self.share.place(words, size)
+        padding = None if self.padding_idx is None else self.padding_idx - self.share.first
         if padding is not None and not 0 <= padding < size:
             padding = None
-        rows = F.embedding(own.clamp(0, size - 1), self.weight, padding)
-        return leave(rows * here[..., None], self.peers)
+        return leave(F.embedding(own, self.weight, padding) * here[..., None], self.share.peers)
 
 
 class _Output(_Rows):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        part = F.linear(enter(x, self.peers), self.weight, self.bias)
-        out: Tensor = _Gathered.apply(part, self.index, self.count, self.peers)
-        return out
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks, along the last axis, whose gradients are the same on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, index: int, count: int, peers: Peers) -> Tensor:
-        ctx.index, ctx.size, ctx.peers = index, part.shape[-1], peers
-        peers.cross(inside=False)
-        return peers.gather(part, count, axis=-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.peers.cross(inside=True)
-        own = gradient.narrow(-1, ctx.index * ctx.size, ctx.size)
-        return own.contiguous(), None, None, None
+        part = F.linear(enter(x, self.share.peers), self.weight, self.bias)
+        divided = self.divided_logits and torch.is_grad_enabled()
+        return DividedLogits.of(part, self.share) if divided else gathered(part, self.share)

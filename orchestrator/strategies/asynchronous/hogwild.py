@@ -1,4 +1,4 @@
-"""``hogwild``: all workers of a node update one model in shared memory without locks.
+"""``hogwild``: all workers of a node update one model in shared memory without locks; ``locked_sgd``: with a lock.
 
 Recht, Re, Wright and Niu, NIPS 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent".
 Each worker computes the loss of its own share of the data and applies its gradient directly to the shared parameters
@@ -11,6 +11,9 @@ none, because a worker divides by the sum that it has computed itself.
 The memory outlives a lost worker. The replacement maps it from any survivor, and the run continues from the last step
 that every worker has completed. Workers that were ahead repeat their steps. The lost worker may have applied part of
 its last update, which does no more harm than concurrent updates do.
+
+``locked_sgd`` is the baseline. A lock excludes the other workers for the whole step (``strategy.lock=step``: read,
+compute, update), so that no gradient is stale, or only for the update (``strategy.lock=update``).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -36,15 +39,14 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
-from orchestrator.strategies.asynchronous.preflight import statistics_notes
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
-from orchestrator.strategies.asynchronous.staleness import staleness_metrics
+from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.optimizer_modes import with_modes
+from orchestrator.strategies.update.job_optimizer import with_modes
 from orchestrator.strategies.whole_model import WholeModel
 
 PROBES = 1024
@@ -58,12 +60,11 @@ class HogwildConfig(StrategyConfig):
     name: Literal["hogwild"]
 
 
-H = TypeVar("H", bound=HogwildConfig)
-
-
-class SharedMemoryRules(Rules[H], Generic[H]):
+@register("hogwild")
+class HogwildRules(Rules[HogwildConfig]):
     """The rules of workers that update one model in the memory of a machine."""
 
+    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
@@ -72,19 +73,12 @@ class SharedMemoryRules(Rules[H], Generic[H]):
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
-    def is_synchronous(cls, options: H) -> bool:
+    def is_synchronous(cls, options: HogwildConfig) -> bool:
         return False
 
     @classmethod
-    def plan_layout(cls, options: H, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: HogwildConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
-
-
-@register("hogwild")
-class HogwildRules(SharedMemoryRules[HogwildConfig]):
-    """Workers without a lock."""
-
-    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
 
     @classmethod
     def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
@@ -139,7 +133,7 @@ class Hogwild(Trainer):
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
-        with self._exclusive():
+        with self._lock(of="step"):
             self._updates_before = int(self._updates.sum())
             yield
             self._steps[self.context.global_rank] += 1
@@ -217,7 +211,7 @@ class Hogwild(Trainer):
 
     def apply(self) -> None:
         """Update the shared parameters, and advance the schedule once per step: not again for a repeated step."""
-        with self._lock() if self._locks_update else contextlib.nullcontext():
+        with self._lock(of="update"):
             if type(self.trained.optimizer) is Adagrad:  # a class of the user's may have a step of its own
                 take_gradients(self.trained.optimizer)
             self.trained.optimizer.step()  # also without gradients, because schedules and hooks count on it
@@ -227,16 +221,14 @@ class Hogwild(Trainer):
             self.trained.schedule()
             self._scheduled = step
 
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
+    def _lock(self, *, of: Literal["step", "update"]) -> contextlib.AbstractContextManager[None]:
         assert self._memory is not None
-        return self._memory.lock()
+        return self._memory.lock() if self._locked == of else contextlib.nullcontext()
 
     @property
-    def _locks_update(self) -> bool:
-        return isinstance(self.trained.optimizer, Adam)
-
-    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def _locked(self) -> Literal["step", "update"] | None:
+        """What excludes all other workers."""
+        return "update" if isinstance(self.trained.optimizer, Adam) else None
 
 
 def _optimizer_errors(config: Config, job: Job, model: nn.Module) -> list[str]:
@@ -304,3 +296,32 @@ def share_state(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
     for path in optimizer_tensors(optimizer):
         number, _, name = path.partition("/")
         optimizer.state[parameters[int(number)]][name] = shared[path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedSGDConfig(HogwildConfig):
+    """The keys of ``locked_sgd``."""
+
+    name: Literal["locked_sgd"]  # type: ignore[assignment]
+    lock: Literal["step", "update"] = option(
+        "step: one worker at a time reads, computes and updates; update: one at a time updates"
+    )
+
+
+@register("locked_sgd")
+class LockedRules(HogwildRules):
+    """Workers with a lock."""
+
+    config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
+
+    @classmethod
+    def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
+        return LockedSGD
+
+
+class LockedSGD(Hogwild):
+    """One worker."""
+
+    @property
+    def _locked(self) -> Literal["step", "update"]:
+        return LockedSGDConfig.of(self.context.options).lock

@@ -78,8 +78,6 @@ def map_shared(
     Args:
         existing: the memory that this rank has from an earlier generation, or None.
         tensors: names, shapes and dtypes of the tensors, and the values of new memory.
-        rank: this rank.
-        world_size: the number of ranks.
 
     Returns:
         The memory of the ranks that have one; if none has, new memory with the values of rank 0.

@@ -104,11 +104,9 @@ def warning_about_parts(
     Args:
         model: the whole model, on the device.
         job: defines the loss and the weights.
-        train_set: provides the samples.
         division: how the strategy divides a batch.
         device: where to compute.
         precision: what the forward passes are computed in.
-        seed: seeds the random generators.
         loss: the loss of a divided batch, such as :func:`mean_loss`.
     """
 

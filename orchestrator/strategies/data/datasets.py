@@ -50,7 +50,6 @@ def size_error(dataset: Any, meta: Mapping[str, Any], *, step: int, checkpoint: 
     """Return why a run cannot read on in a training set that has another size than before; None if it can.
 
     Args:
-        dataset: the training set.
         meta: the metadata of a checkpoint of this run. A stream with a saved position is read on from there.
         step: of the checkpoint.
         checkpoint: where it is.

@@ -40,7 +40,6 @@ def train_metrics(job: Job, output: Any, target: Any) -> dict[str, Tensor]:
     """Return the job's metrics of a training batch, or of a part of it, as sums.
 
     Args:
-        job: the job.
         output: the output from which the loss was computed. The job receives it without its graph.
         target: the target of the same samples.
 

@@ -33,7 +33,7 @@ from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.strategies.transforms.context import ContextParts
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 
 class Chain:

@@ -38,10 +38,10 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
-from orchestrator.strategies.groups import MeshGroups, divided
+from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.comparisons import compare_with_whole
@@ -52,14 +52,12 @@ from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
-from orchestrator.strategies.shared_tensors import NOTHING_SHARED, Sharing
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context
 from orchestrator.strategies.transforms.tensor import check_tensor
-from orchestrator.strategies.update.diverging import diverging_errors
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 
 
 class Pipeline(PartTrainer):

@@ -22,9 +22,8 @@ from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import boundaries_of, sequence_of
 from orchestrator.model.tensor_slots import random_like
 from orchestrator.planning.mesh import even_shares
-from orchestrator.planning.microbatch_size import note_on_size
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.planning.schedules import SCHEDULES, note_on_size
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from orchestrator.strategies.group_reduction import Sums
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.update.gradients import begin_sum
 
 

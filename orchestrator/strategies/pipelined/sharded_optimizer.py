@@ -14,7 +14,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from orchestrator.strategies.update.sparse_sum import sparse_sum
+from orchestrator.strategies.update.gradients import sparse_sum
 
 POWERSGD_WARM_UP_STEPS = 10
 """Steps at the start of a run that average full gradients, because these change too fast for the factors to follow."""

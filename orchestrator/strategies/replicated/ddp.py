@@ -35,7 +35,7 @@ from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards,
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.fused_updates import sparse_parameters
+from orchestrator.strategies.update.job_optimizer import sparse_parameters
 from orchestrator.strategies.whole_model import WholeModel
 
 

@@ -26,8 +26,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.changed_weights import changed_weights
-from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of

@@ -29,7 +29,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import Context, StepResult
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize

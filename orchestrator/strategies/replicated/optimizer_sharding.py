@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.measure.memory import TensorSize, sizes_of
+from orchestrator.strategies.measure.device import TensorSize, sizes_of
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards
 from orchestrator.strategies.trained import Trained

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from orchestrator.compat.torch import copy_all
 from orchestrator.config.text import first_few
 from orchestrator.model.stages import module_of
-from orchestrator.planning.boxes import Box, Shape, is_divisible
 from orchestrator.planning.mesh import DENSE
-from orchestrator.planning.placement import AxisCut, Placement
+from orchestrator.planning.placement import AxisCut, Box, Placement, Shape, is_divisible
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.update.fused_updates import sparse_parameters
 from orchestrator.strategies.update.gradients import buckets
+from orchestrator.strategies.update.job_optimizer import sparse_parameters
 from orchestrator.strategies.update.whole_tensors import pieces_of_all
 
 PLACES = 64

@@ -18,12 +18,11 @@ from orchestrator.model.partial_init import build_divided, build_fake
 from orchestrator.model.precision import Precision, gathered_dtypes, keep_embedded_dtype
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
-from orchestrator.planning.boxes import Box, Index, Shape, is_divisible
 from orchestrator.planning.mesh import DENSE
-from orchestrator.planning.placement import AxisCut, Placement
+from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.group_reduction import Sums
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere

@@ -17,7 +17,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
-from orchestrator.strategies.update.fused_updates import sparse_parameters
+from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
 
 def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.tensor_slots import random_like
-from orchestrator.strategies.changed_weights import Weights, Writes
+from orchestrator.strategies.constructor import Weights, Writes
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.sharded.options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, parameters_together

@@ -23,7 +23,7 @@ from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from orchestrator.compat.modules import own_parameters
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.planning.boxes import is_divisible
+from orchestrator.planning.placement import is_divisible
 
 Wrap = Literal["auto"] | tuple[str, ...]
 Group = tuple[nn.Module, ...]

@@ -7,7 +7,7 @@ is computed of a worker's tokens if the job's loss is a mean over tokens, and ot
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,9 +32,7 @@ from orchestrator.model.context import (
     shapes_in,
 )
 from orchestrator.model.context_proof import prove
-from orchestrator.model.proving import TOLERANCE, difference
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.sample import seen_calls
 from orchestrator.planning.plan import Plan
@@ -42,14 +40,13 @@ from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
+from orchestrator.strategies.transforms.loss_proof import loss_divides, shortened, tensors_of_tokens
 
 ROWS, TOKENS = 2, 64
 """The samples, and the least number of tokens in each, with which a division is found and proven."""
-IGNORED = -100
-"""The label that torch's losses leave out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +191,8 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
     length = sample_length(inputs)
     ContextPart(index=0, count=count).begin(inputs)
 
-    def of_length(tree: Any, tokens: int) -> Any:
-        def shortened(tensor: Tensor) -> Tensor:
-            return tensor[:, :tokens] if tensor.ndim > 1 and tensor.shape[1] == length else tensor
-
-        return map_tensors(shortened, tree)
-
     tokens = min(length, -(-TOKENS // (2 * count)) * 2 * count)
-    short, shorter = (of_length(inputs, n) for n in (tokens, tokens // 2))
+    short, shorter = (shortened(inputs, length, n) for n in (tokens, tokens // 2))
 
     def pass_of(inputs: Any) -> Any:
         return job.forward(whole.model, map_tensors(whole.fake_input, job.positioned(inputs)))
@@ -219,102 +210,24 @@ def found_context(outline: Outline, train_set: Any, count: int) -> tuple[Context
     if all(axis is None or axis == UNSEEN for axis in plan.outputs):
         raise NotDivisible("the output of the model has no row for each token")
     by_rows = replace(plan, by_rows=True)
-    if _loss_is_mean_over_parts(job, by_rows, output, of_length(target, tokens), tokens):
-        plan = by_rows
-    return plan, short
 
+    def part_of(index: int, peers: Peers | None = None) -> ContextPart:
+        return ContextPart(index=index, count=count, peers=peers or Peers(), length=tokens)
 
-def _loss_is_mean_over_parts(job: Job, plan: ContextPlan, output: Any, target: Any, tokens: int) -> bool:
-    """Return whether the loss of all tokens, and its gradient, are those of the parts.
-
-    Also if labels are ignored, of some samples more than of others.
-    """
-
-    def random(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return torch.randn(tensor.shape, dtype=torch.float64)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-    with drawing(0):
-        outputs = map_tensors(random, output)
-    targets, agreed = [target], False
-    for labels in _tensors_of_tokens(target, tokens):
-        if not labels.is_floating_point():
-            fewer = labels.clone()
-            for row, ignored in enumerate((tokens // 3, tokens // 2)):
-                fewer[row::ROWS, :ignored] = IGNORED
-            targets.append(_replaced(target, labels, fewer))
-    for number, labels in enumerate(targets):
-        own = _with_gradients(outputs)
-        try:
-            loss = job.loss(own, labels)
-            wanted = _gradients(loss, own)
-        except Exception:
-            if number == 0:
-                return False
-            continue  # these are no labels
-        if not loss.isfinite():
-            continue
-        if not _agree(job, plan, outputs, labels, tokens, loss, wanted):
-            return False
-        agreed = True
-    return agreed
-
-
-def _replaced(tree: Any, tensor: Tensor, replacement: Tensor) -> Any:
-    return map_tensors(lambda t: replacement if t is tensor else t, tree)
-
-
-def _agree(
-    job: Job, plan: ContextPlan, outputs: Any, target: Any, tokens: int, loss: Tensor, wanted: Sequence[Tensor]
-) -> bool:
-    def of_rank(index: int, peers: Peers) -> bool:
-        part = ContextPart(index=index, count=plan.count, peers=peers, length=tokens)
-        own = _with_gradients(part.rows(outputs, plan.outputs))
-        found = plan.loss(job, own, target, part)
-        gradients, rows = _gradients(found, own), part.rows(list(wanted), _axes_of_tensors(plan.outputs))
-        return difference(found.detach(), loss.detach()) <= TOLERANCE and all(
-            difference(gradient, of_whole) <= TOLERANCE for gradient, of_whole in zip(gradients, rows, strict=True)
-        )
-
-    try:
-        return all(in_lockstep(plan.count, of_rank))
-    except Exception:  # whatever a job raises that needs all tokens
-        return False
-
-
-def _axes_of_tensors(axes: Axes) -> Axes:
-    return tuple(axis for axis in axes if axis != UNSEEN)
-
-
-def _with_gradients(tree: Any) -> Any:
-    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), tree)
-
-
-def _gradients(loss: Tensor, tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            (gradient,) = torch.autograd.grad(loss, tensor, retain_graph=True, allow_unused=True)
-            found.append(torch.zeros_like(tensor) if gradient is None else gradient)
-        else:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, tree)
-    return found
-
-
-def _tensors_of_tokens(tree: Any, tokens: int) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda t: found.append(t) if t.ndim > 1 and t.shape[1] == tokens else None, tree)
-    return found
+    divides = loss_divides(
+        job,
+        output,
+        shortened(target, length, tokens),
+        count=count,
+        cut=lambda tree, index: part_of(index).rows(tree, plan.outputs),
+        loss=lambda own, labels, index, peers: by_rows.loss(job, own, labels, part_of(index, peers)),
+    )
+    return by_rows if divides else plan, short
 
 
 def _labels_in(target: Any, tokens: int) -> Weight:
     """Return how many labels a target has for so many tokens of each sample, without those that are ignored."""
-    found = _tensors_of_tokens(target, tokens)
+    found = tensors_of_tokens(target, tokens)
     counts = [torch.as_tensor(t.numel()) if t.is_floating_point() else (t >= 0).sum() for t in found]
     return torch.stack(counts).sum() if counts else 1
 

@@ -22,24 +22,25 @@ from orchestrator.compat.torch import FakeTensor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
+from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.proving import built_at_random
 from orchestrator.model.repeated_blocks import blocks_of, likeness
 from orchestrator.model.tensor.chain import Ends, ends_of
+from orchestrator.model.tensor.logits import DividedLogits, Share
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, divide, is_linear
 from orchestrator.model.tensor.sample import BlockCall, seen_calls
 from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
-from orchestrator.planning.boxes import Shape
-from orchestrator.planning.placement import AxisCut, Placement
+from orchestrator.planning.placement import AxisCut, Placement, Shape
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.transforms.loss_proof import loss_divides
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 
 LEAST_SHARE = 0.5
@@ -88,14 +89,16 @@ class TensorPlan:
         size: the number of parts.
         kinds: the blocks.
         vocabulary: the embeddings and output layers that are divided by rows.
-        rows: the names of their parameters.
+        rows: how many their parameters have, by name.
+        divided_logits: whether the loss is computed of outputs that are not gathered.
         ends: the blocks that need all tokens, where a worker has its own between the divided layers.
     """
 
     size: int
     kinds: tuple[BlockKind, ...]
     vocabulary: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
+    divided_logits: bool = False
     ends: Ends = field(default_factory=Ends)
 
     @property
@@ -128,7 +131,9 @@ class TensorPlan:
         """Return where a parameter is of which a worker has a part of this shape."""
         if (cut := self.cuts.get(name)) is None:
             return Placement(shape=part, partial=("tensor",) if name in self.partial else ())
-        whole = tuple(size * self.size if axis == cut.axis else size for axis, size in enumerate(part))
+        whole = tuple(
+            self.rows.get(name, size * self.size) if axis == cut.axis else size for axis, size in enumerate(part)
+        )
         return Placement(shape=whole, cuts=(cut,))
 
     def divided(self, build: Callable[[], nn.Module], *, index: int, peers: Peers) -> Callable[[], nn.Module]:
@@ -139,7 +144,8 @@ class TensorPlan:
             for name, parts in self.blocks.items():
                 ends = {"enters": name in self.ends.enters, "leaves": name in self.ends.leaves}
                 divide(model.get_submodule(name), parts, index=index, count=self.size, peers=peers, **ends)
-            divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers)
+            divided = self.divided_logits
+            divide_rows(model, self.vocabulary, index=index, count=self.size, peers=peers, divided_logits=divided)
             return model
 
         return built
@@ -168,7 +174,7 @@ class TensorParts:
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
-            plan = (self.plan.blocks, self.plan.vocabulary, self.plan.ends)
+            plan = (self.plan.blocks, self.plan.vocabulary, self.plan.divided_logits, self.plan.ends)
             check_equal(plan, group, device, what="strategy.tensor: divisions of the model")
         self.peers.group, self.peers.waiting = group, self.waits.waiting
 
@@ -214,15 +220,16 @@ def found_plan(
         found.append(BlockKind(names=names, kind=kind, proof=proof, sizes=sizes))
     tables = {name: module for name, module in tables.items() if module not in uses.found}
     weights = {parameter for module in tables.values() for parameter in module.parameters()}
-    rows = [name for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights]
-    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=tuple(rows), ends=ends)
+    rows = {name: len(p) for name, p in whole.model.named_parameters(remove_duplicate=False) if p in weights}
+    plan = TensorPlan(size=size, kinds=tuple(found), vocabulary=tuple(tables), rows=rows, ends=ends)
     names_of: dict[Tensor, list[str]] = {}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    in_blocks = plan.cuts.keys() - {*plan.rows}
+    in_blocks = plan.cuts.keys() - plan.rows.keys()
     if tied := [names for names in names_of.values() if len(names) > 1 and in_blocks & {*names}]:
         raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
-    return plan
+    divides = any(is_linear(module) for module in tables.values()) and _loss_divides(outline, plan, train_set)
+    return replace(plan, divided_logits=divides)
 
 
 def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
@@ -295,7 +302,7 @@ def tensor_errors(
     if plan.reasons and pairs != "auto":
         return [f"strategy.tensor_pairs: {first_few(plan.reasons, 1)}; leave it out, or set it to auto"], ()
     if plan.share < LEAST_SHARE:
-        smaller = (n for n in range(size - 1, 1, -1) if size % n == 0)
+        smaller = sorted(range(2, size), key=lambda n: (size % n != 0, -n))  # those first that divide as many workers
         fitting = next((n for n in smaller if found_plan(outline, train_set, n, pairs).share >= LEAST_SHARE), None)
         if fitting is not None:
             remedy = f"set it to {fitting}, or {remedy}"
@@ -308,6 +315,10 @@ def tensor_errors(
     notes = [f"{key} divides, as proven on a block of each kind, {'; '.join(map(str, plan.kinds))}"]
     if plan.vocabulary:
         notes[0] += f"; and the rows of {first_few(plan.vocabulary, 2)}"
+        if plan.divided_logits:
+            notes[0] += ", whose outputs stay divided in the loss"
+        elif any(is_linear(outline.whole.model.get_submodule(name)) for name in plan.vocabulary):
+            notes[0] += ", whose outputs are gathered on each worker, because the loss reads all of them"
     if sequence:
         notes.append(f"strategy.sequence=true: each worker computes 1/{size} of the tokens between the divided layers")
     if plan.reasons:
@@ -360,7 +371,7 @@ def _calls(
     """
     with drawing(0):
         inputs, _ = example_batch(job, train_set, SAMPLES)
-    short = map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, inputs)
+    short = _short(inputs)
 
     def run(inputs: Any) -> Ends:
         with uses.watched():
@@ -374,6 +385,54 @@ def _calls(
         return seen_calls(whole, blocks, lambda: run(inputs))
     except Exception as e:
         raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
+
+
+def _short(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor[:, :PLACES] if tensor.ndim > 1 else tensor, tree)
+
+
+def _loss_divides(outline: Outline, plan: TensorPlan, train_set: Any) -> bool:
+    """Return whether the loss is the same of outputs that are not gathered, which neither it nor the model reads."""
+    job, peers, count = outline.job, Peers(), plan.size
+    divided_plan = replace(plan, divided_logits=True)
+
+    def transform(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return divided_plan.divided(outline.transform(build), index=0, peers=peers)
+
+    with drawing(0):
+        inputs, target = map(_short, example_batch(job, train_set, SAMPLES))
+    whole = replace(outline, transform=transform, found={}).whole
+    try:
+        _, output = seen_calls(whole, {}, lambda: job.forward(whole.model, map_tensors(whole.fake_input, inputs)))
+    except Exception:  # the sizes of the model depend on those of the sample
+        return False
+    words = [leaf.shape[-1] if isinstance(leaf, DividedLogits) else 0 for leaf in leaves(output)]
+    reads = [peers.gathered_logits]
+
+    def at_divided(change: Callable[[Tensor, int], Tensor], tree: Any) -> Any:
+        known = iter(words)
+        return map_leaves(lambda leaf: change(leaf, of_leaf) if (of_leaf := next(known)) else leaf, tree)
+
+    def loss(own: Any, labels: Any, index: int, peers: Peers) -> Tensor:
+        def logits(part: Tensor, words: int) -> Tensor:
+            return DividedLogits.of(part, Share(index, count, peers, words))
+
+        found = job.loss(at_divided(logits, own), labels)
+        reads.append(peers.gathered_logits)
+        return found
+
+    return (
+        any(words)
+        and loss_divides(
+            job,
+            output,
+            target,
+            count=count,
+            cut=lambda tree, index: at_divided(lambda whole, _: whole.chunk(count, dim=-1)[index], tree),
+            loss=loss,
+        )
+        and not any(reads)
+    )
 
 
 def _real_block(outline: Outline, name: str) -> nn.Module:

@@ -31,16 +31,8 @@ from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.sharded.fsdp import FSDP
+from orchestrator.strategies.tuned import passes
 from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
-from orchestrator.strategies.tuned.passes import (
-    data_cost,
-    devices_ms,
-    divisions,
-    layer_rows,
-    slice_rows,
-    together_ms,
-    whole_model_cost,
-)
 from orchestrator.tuning.choice import StrategyName, server_counts, stage_counts, worker_counts
 from orchestrator.tuning.predict import step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
@@ -177,10 +169,10 @@ class Auto(Strategy):
         with_servers = options.with_servers and context.device.type == "cpu"
         counts = worker_counts(context.mesh.world_size)
         stages = stage_counts(context.mesh.world_size, options.schedules)
-        divided = divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
+        divided = passes.divisions(job, train_set, context, stages) if context.global_rank == 0 else ()
         layers = next((division.layers for division in divided if division.layers), ())
         activation_bytes = sum(layer.activation_bytes for layer in layers)
-        whole = whole_model_cost(
+        whole = passes.whole_model_cost(
             job,
             train_set,
             context,
@@ -197,7 +189,7 @@ class Auto(Strategy):
         on_devices_ms = None
         if control is not None:
             if whole.passes and options.with_devices:
-                on_devices_ms = devices_ms(job, train_set, context, control)
+                on_devices_ms = passes.devices_ms(job, train_set, context, control)
             groups = tuple(group_cost(n, context, control) for n in counts if n > 1)
             message = message_cost(context, control)
             pipelines = options.with_pipelines
@@ -205,13 +197,13 @@ class Auto(Strategy):
         profile = Profile(
             device="cuda" if context.device.type == "cuda" else "cpu",
             divisions=divided,
-            layer_rows=layer_rows(context),
+            layer_rows=passes.layer_rows(context),
             passes=whole.passes,
             parameter_bytes=whole.parameter_bytes,
             gradient_bytes=whole.gradient_bytes,
             optimizer_bytes=whole.optimizer_bytes,
             activation_bytes=activation_bytes,
-            data=data_cost(job, train_set, slice_rows(context)),
+            data=passes.data_cost(job, train_set, passes.slice_rows(context)),
             loop_ms=0.0,
             bytes_by_group=whole.bytes_by_group,
             gathered_share=whole.gathered_share,
@@ -232,9 +224,9 @@ class Auto(Strategy):
         """Return a profile with what ``ddp`` and ``fsdp`` take longer than the parts that were measured. Collective."""
         context, n = self.context, self.context.mesh.world_size
         measured = functools.partial(
-            together_ms, job=self.job, train_set=self._train_set, context=context, control=control
+            passes.together_ms, job=self.job, train_set=self._train_set, context=context, control=control
         )
-        rows, threads = slice_rows(context) / n, torch.get_num_threads()
+        rows, threads = passes.slice_rows(context) / n, torch.get_num_threads()
         known_ms = step_of_replicas_ms(profile, n, rows=rows, threads=threads)
         ddp_ms = measured(DDP, _ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
         profile = dataclasses.replace(profile, ddp_ms=0.0 if ddp_ms is None else ddp_ms - known_ms)

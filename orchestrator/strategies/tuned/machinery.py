@@ -23,14 +23,13 @@ from orchestrator.strategies.asynchronous.parameter_server.options import Parame
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer
 from orchestrator.strategies.base import Context, Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.measure.device import mean_over, medians_ms
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.presets.replicas import SingleConfig
 from orchestrator.strategies.presets.stages import PipelineConfig
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.passes import STEPS
-from orchestrator.strategies.tuned.stopwatch import mean_over, medians_ms
-from orchestrator.timeline.ideal import simulate
-from orchestrator.timeline.spans import extent_s
+from orchestrator.timeline import extent_s, simulate
 from orchestrator.tuning.profile import MIB, NO_COST, Affine, GroupCost, fit
 
 RUNS = 20

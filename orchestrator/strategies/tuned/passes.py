@@ -22,12 +22,12 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
+from orchestrator.strategies.measure.device import LEAST_RUNS, mean_over, medians_ms
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.presets.replicas import SingleConfig
 from orchestrator.strategies.replicated.dp import DP, DPConfig
 from orchestrator.strategies.sharded.wrapping import bytes_by_group
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.tuned.stopwatch import LEAST_RUNS, mean_over, medians_ms
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
 NUM_SIZES = 5
@@ -153,8 +153,6 @@ def whole_model_cost(
     """Measure training steps as ``single`` makes them, on one worker and on several at once. Collective.
 
     Args:
-        job: the job.
-        train_set: its training set.
         context: the place of this rank.
         counts: numbers of workers. Those that take no part leave their threads to the others.
         control: a group of all ranks, on the hosts; None with one worker.
@@ -266,10 +264,7 @@ def together_ms(
 
     Args:
         strategy_class: a strategy in which every rank reads as many samples.
-        options: its keys.
         mesh: all ranks.
-        job: the job.
-        train_set: its training set.
         context: the place of this rank.
         control: a group of all ranks, on the hosts.
         expected_ms: about how long the step takes, the same on all ranks: long ones are repeated less often.

@@ -8,7 +8,7 @@ be made from garbage, and an event recorded after it would say that it is comple
 Therefore the host enqueues an update only after :class:`Confirmation`, and so an update is never made from garbage:
 
 1. Only an abort makes garbage, on any of the ranks that communicate. No rank aborts before all ranks have marked the
-   generation as ended (``driver/run/generation_end.py``).
+   generation as ended (``driver/run/run_workers.py``).
 2. The host has seen the event completed and, after that, found the generation not marked. So everything before the
    event had completed before any abort: the gradients, their all-reduce, and the norm.
 3. Nothing that other ranks take part in is enqueued between the event and the update. The update therefore completes,
@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -40,14 +39,6 @@ POLL_S = 5e-5
 SPIN_S = 2e-4
 """A pause lasts up to 100 us longer than it should, and the GPU has nothing to do meanwhile. So the host makes none in
 a short wait; a long one, for a slow rank, must not take a CPU."""
-
-
-class DeviceEvent(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached this point."""
-        ...
 
 
 def no_confirmation() -> None:
@@ -65,7 +56,7 @@ class Confirmation:
     """
 
     def __init__(
-        self, check: Callable[[], None], *, waits: bool, record: Callable[[], DeviceEvent], spin_s: float = SPIN_S
+        self, check: Callable[[], None], *, waits: bool, record: Callable[[], torch.cuda.Event], spin_s: float = SPIN_S
     ):
         self._check = check
         self._waits = waits
@@ -89,7 +80,6 @@ def confirmation(
     """Return what a rank calls before it makes an update, or uses numbers that other ranks contribute to.
 
     Args:
-        device: where the rank computes.
         check: raises if the generation is marked as ended.
         has_peers: whether there are other ranks.
         recovers: whether the state of this rank may have to survive a failure of another.

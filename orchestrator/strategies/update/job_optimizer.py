@@ -1,22 +1,31 @@
-"""The optimizer of a job, for the whole model or for a part of it, and its schedule."""
+"""The optimizer of a job, for the whole model or for a part of it, its schedule, and what is special about its class.
+
+Some optimizers ask for the loss at several points (:class:`Closure`), such as ``LBFGS``. Some have ``train()`` and
+``eval()``, between which the parameters change, such as schedule-free ones: a checkpoint has the weights of ``eval()``,
+because those are evaluated and exported, and as a part of the optimizer's state those of ``train()``, so that a resume
+is exact. What ranks send each other stays in training mode.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Adagrad, Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from orchestrator.compat.torch import DataDependentOutputException, FakeTensor, pytree
-from orchestrator.config.schema import Config
+from orchestrator.compat.torch import DataDependentOutputException, FakeTensor, changes_step, pytree, version_of
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.text import to_cli
 from orchestrator.job import Job, has_steering
-from orchestrator.state.schedule import Schedule
+from orchestrator.state.optimizer_state import optimizers_in
+from orchestrator.state.optimizers import AnyOptimizer, Schedule
 from orchestrator.strategies.data.datasets import DatasetError
-from orchestrator.strategies.update.closure import closure_errors
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of, needs_closure
 
@@ -32,7 +41,6 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     The job sees the parameters of the whole model, so that its groups and its rates do not depend on the part.
 
     Args:
-        job: makes the optimizer.
         whole: the whole model, which may be of fake tensors.
         part: a module with some of its parameters, or with shards of them, under the model's own names.
 
@@ -68,7 +76,6 @@ def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch:
     """Return the schedule of the learning rates of ``optimizer``; None if they are constant.
 
     Args:
-        job: makes the scheduler.
         optimizer: an optimizer of the job.
         steps: the number of updates in the run.
         steps_per_epoch: the number of updates in an epoch; None if it is not known.
@@ -165,3 +172,185 @@ def _take_part(optimizer: Optimizer, replaced: Mapping[Tensor, nn.Parameter | No
     if isinstance(optimizer, Adagrad) and optimizer.state:  # which does not wait for the first gradient
         first = optimizer.defaults["initial_accumulator_value"]
         optimizer.state.update(Adagrad(list(optimizer.state), initial_accumulator_value=first).state)
+
+
+class Closure:
+    """Returns the loss of a step's batch at the present weights, and leaves its gradients.
+
+    What an optimizer finds in its first call has been computed already, unless it has changed weights or gradients.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], loss: Tensor, again: Callable[[], Tensor]):
+        """Begin with the ``loss`` whose gradients the parameters have; ``again``: adds new ones and returns theirs."""
+        self._parameters = parameters
+        self._again = again
+        self._loss = loss
+        self._versions = self._present()
+
+    def __call__(self) -> Tensor:
+        if self._present() != self._versions:
+            for parameter in self._parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                self._loss = self._again()
+            self._versions = self._present()
+        return self._loss
+
+    def _present(self) -> list[tuple[int, int | None]]:
+        return [(version_of(p), None if p.grad is None else version_of(p.grad)) for p in self._parameters]
+
+
+def closure_errors(optimizer: Optimizer, train: TrainConfig, options: StrategyConfig) -> list[str]:
+    """Return why the run cannot have an ``optimizer`` that needs a closure."""
+    what = f"job.optimizer returns {kind_of(optimizer)}, whose step() needs a closure"
+    if options.name not in ("single", "ddp"):
+        return [
+            f"strategy={options.name}: {what}, which needs the whole model on each worker; use strategy=single or "
+            "strategy=ddp"
+        ]
+    powersgd = getattr(options, "comm_hook", "none") == "powersgd"
+    refused = {
+        "train.clip_norm": (train.clip_norm is not None, train.clip_norm, "null"),
+        "train.clip_value": (train.clip_value is not None, train.clip_value, "null"),
+        "train.precision": (train.precision == "fp16", "fp16", "fp32"),
+        "train.on_nonfinite": (train.on_nonfinite == "skip", "skip", "stop"),
+        "strategy.comm_hook": (powersgd, "powersgd", "none"),
+    }
+    return [
+        f"{key}={to_cli(value)}: {what}, and compares gradients at several points, which this key would change; set it "
+        f"to {remedy}"
+        for key, (is_set, value, remedy) in refused.items()
+        if is_set
+    ]
+
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    SGD,
+    Adam,
+    AdamW,
+    Adagrad,
+    Adadelta,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    ASGD,
+)
+"""Optimizers that update each element of a tensor by itself, so that the shards of a tensor can be updated alone."""
+
+
+def own_step_errors(key: str, optimizer: Optimizer, *, otherwise: str) -> list[str]:
+    """Return an error if the job has changed the step of ``optimizer``.
+
+    Args:
+        key: what divides tensors, as typed on the command line.
+        otherwise: what to set for any optimizer.
+    """
+    if not changes_step(optimizer):
+        return []
+    return [
+        f"{key}: job.optimizer gives {type(optimizer).__name__} hooks or a step of its own, which would see only "
+        f"shards of tensors; change gradients in Job.loss, or {otherwise}"
+    ]
+
+
+MODE = "optimizer_mode"
+"""The entry of ``meta`` of a state that was taken in evaluation mode."""
+TRAINED = "param_train"
+"""The key of the weights of ``train()`` in the optimizer state of a parameter."""
+
+
+def with_modes(optimizer: AnyOptimizer) -> list[Any]:
+    """Return the optimizers that have both modes."""
+    methods = ("train", "eval")
+    return [o for o in optimizers_in(optimizer) if all(callable(getattr(o, method, None)) for method in methods)]
+
+
+def to_training(optimizer: AnyOptimizer) -> None:
+    """Set optimizers that have modes to training."""
+    for one in with_modes(optimizer):
+        one.train()
+
+
+@contextlib.contextmanager
+def evaluation_weights(optimizer: AnyOptimizer) -> Iterator[None]:
+    """Set optimizers that have modes to evaluation, and give the parameters exactly their own values at the end.
+
+    Needs memory for a copy of the parameters.
+    """
+    modal = with_modes(optimizer)
+    own = {p: p.detach().clone() for one in modal for group in one.param_groups for p in group["params"]}
+    for one in modal:
+        one.eval()
+    try:
+        for one in modal:
+            for parameter in (p for group in one.param_groups for p in group["params"]):
+                one.state[parameter][TRAINED] = own[parameter]
+        yield
+    finally:
+        _take_back(modal)
+
+
+@contextlib.contextmanager
+def loading_in_mode(optimizer: AnyOptimizer, mode: Any) -> Iterator[None]:
+    """Load a state in the mode in which it was taken, and go on in training mode.
+
+    Args:
+        optimizer: whose state and parameters are loaded.
+        mode: what the state has as ``MODE``.
+    """
+    modal = with_modes(optimizer) if mode is not None else []
+    for one in modal:
+        one.eval()
+    yield
+    _take_back(modal)
+
+
+@torch.no_grad()
+def _take_back(modal: list[Any]) -> None:
+    """Set optimizers to training, with exactly the weights that are in their state."""
+    for one in modal:
+        one.train()
+        for parameter, values in list(one.state.items()):
+            if isinstance(values, dict) and (own := values.pop(TRAINED, None)) is not None:
+                parameter.copy_(own)
+                if not values:  # the optimizer has not made its own yet
+                    del one.state[parameter]
+
+
+def fuse_updates(optimizer: Optimizer, *, sparse: Iterable[Tensor] = ()) -> None:
+    """Let ``optimizer`` update its parameters with one kernel for each group that allows it.
+
+    A group is left as it is if the job has chosen how it is updated (``fused``, ``foreach``, ``capturable`` or
+    ``differentiable``), if the class has no such kernel for one of its parameters, or if these are on several devices.
+
+    Args:
+        optimizer: the optimizer, before its first update.
+        sparse: the parameters whose gradients are sparse.
+    """
+    excluded = set(sparse)
+    for group in optimizer.param_groups:
+        chosen = group.get("foreach") is not None or group.get("capturable") or group.get("differentiable")
+        if "fused" not in group or group["fused"] is not None or chosen:
+            continue
+        group["fused"] = (
+            all(
+                parameter.device == group["params"][0].device
+                and parameter.is_floating_point()
+                and parameter not in excluded
+                for parameter in group["params"]
+            )
+            or None
+        )
+
+
+def sparse_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of which ``DistributedDataParallel`` expects sparse gradients."""
+    return [
+        parameter
+        for root in modules
+        for module in root.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        for parameter in module.parameters(recurse=False)
+    ]

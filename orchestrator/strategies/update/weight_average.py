@@ -8,24 +8,17 @@ of Stochastic Approximation by Averaging", with exponential weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from orchestrator.state.averages import KEY
+from orchestrator.state.checkpoint_store import KEY
+from orchestrator.state.optimizers import AnyOptimizer
 from orchestrator.state.train_state import TrainState
-
-
-class HasState(Protocol):
-    """The state of an optimizer, or of several."""
-
-    @property
-    def state(self) -> Mapping[Any, Mapping[str, Any]]:
-        """The state of each parameter."""
 
 
 def keep_average(optimizer: Optimizer, decay: float) -> None:
@@ -52,7 +45,7 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
 
 
 @contextlib.contextmanager
-def averaged(optimizer: HasState) -> Iterator[None]:
+def averaged(optimizer: AnyOptimizer) -> Iterator[None]:
     """Give the parameters the values of their averages, and their own values back at the end.
 
     Parameters without an average keep their values: they have not been updated. Needs memory for a copy of the others.

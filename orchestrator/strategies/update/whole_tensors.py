@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from orchestrator.compat.process_groups import all_gather_single
 from orchestrator.compat.torch import adopt_user_state, copy_all, count_step, pytree
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.optimizers import Shard
 from orchestrator.strategies.update.gradients import buckets
 
@@ -143,7 +143,6 @@ def pieces_of_all(
     Args:
         shards: those of this rank, of one dtype.
         boxes: by rank, those of all shards.
-        group: the ranks.
     """
     sizes = [[math.prod(box.shape) for box in of_rank] for of_rank in boxes]
     most = max(map(sum, sizes))
@@ -167,7 +166,6 @@ def _stepped(
     """Return a copy of ``optimizer`` that has updated some parameters alone, and these parameters, whole.
 
     Args:
-        optimizer: the optimizer.
         places: the parameter group and the number in it, of each of these parameters.
         shard_map: how they are divided.
         of_all: the state of the whole optimizer, for the copy.

@@ -1,14 +1,18 @@
-"""State that the training thread and the control thread of a worker share, and warnings from either."""
+"""State that the training thread and the control thread of a worker share, warnings from either, and planned faults."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from orchestrator.config.redact import Redactor
+from orchestrator.planning.faults import Fault
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
 from orchestrator.worker.control.spool import Report, Spool
@@ -311,3 +315,36 @@ class Warner:
         self._topics.add(topic)
         last = f"; further errors of {method} are not reported" if reported + 1 == MAX_CALL_WARNINGS else ""
         self.warn_from_any_rank(f"{text}, at step {step}: see the log of rank {self.rank}; training continues{last}")
+
+
+_LONG_S = 10**6
+
+
+def inject_fault(faults: Iterable[Fault], *, rank: int, phase: str, step: int) -> None:
+    """Inject the faults that are planned for this rank, phase and step.
+
+    Raises:
+        RuntimeError: the planned fault is an exception.
+    """
+    for fault in faults:
+        if (fault.rank, fault.phase, fault.step) == (rank, phase, step):
+            print(f"recovery.chaos: {fault.kind} at {time.time():.3f}", flush=True)
+            _inject(fault)
+
+
+def _inject(fault: Fault) -> None:
+    match fault.kind:
+        case "raise":
+            raise RuntimeError(f"planned by recovery.chaos: {fault}")
+        case "exit":
+            os._exit(1)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            ctypes.string_at(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(_LONG_S)
+        case "gil":
+            ctypes.PyDLL(None).sleep(_LONG_S)

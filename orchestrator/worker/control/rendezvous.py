@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -16,9 +17,12 @@ import torch.distributed as dist
 
 from orchestrator.compat.backends import nccl_backend
 from orchestrator.compat.enqueue_gate import GATE, guard_gpus
+from orchestrator.compat.generators import derived_seed, seed_generators
 from orchestrator.compat.process_groups import abort_process_groups, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.protocol.messages import Assignment
+from orchestrator.strategies.base import Context
+from orchestrator.strategies.measure.device import medians_ms
 from orchestrator.worker.control.control import PeersMissingError, StepGate
 from orchestrator.worker.process import network
 from orchestrator.worker.process.network import nccl_variables
@@ -198,7 +202,7 @@ class Teardown:
 
     With NCCL, it always aborts them, because a rank that has ended in order cannot know that its peers have. The word
     of the driver comes before any abort. What an aborted rank sends and computes is garbage, so all ranks have to know
-    first that the generation has ended (see ``driver/run/generation_end.py``). The control thread then aborts the
+    first that the generation has ended (see ``driver/run/run_workers.py``). The control thread then aborts the
     groups at once, because nothing else frees a rank that waits for a lost one. The beginning of another generation is
     the word too: the driver begins it when every rank has ended or is lost. Without a word, a rank that has failed ends
     its process, which posts no garbage.
@@ -295,3 +299,80 @@ def _attempt(release: Callable[[], object]) -> None:
         release()
     except Exception:  # a connection may be broken
         traceback.print_exc()
+
+
+SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20
+RUNS = 8
+
+
+class NetworkProbe:
+    """One process of the measurement; it runs as an actor."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+
+    def open_store(self, host: str, timeout_s: float) -> int:
+        """Open the store of the group at the address ``host`` of this node; returns its port."""
+        self._store = open_store(host, timeout_s=timeout_s)
+        return self._store.port
+
+    def measure(
+        self, *, rank: int, world_size: int, store: tuple[str, int], address: str, on_gpu: bool, timeout_s: float
+    ) -> tuple[float, float]:
+        """Form the group, and return the median times of a small and a large all-reduce in milliseconds.
+
+        Args:
+            rank: of this process, of ``world_size``.
+            store: host and port of the store, which rank 0 has opened.
+            address: the IP address of the interface to use.
+            on_gpu: whether to measure NCCL on the first GPU of this process, or gloo.
+            timeout_s: how long to wait for the others.
+
+        Raises:
+            RuntimeError: the group was not formed, or an all-reduce failed.
+        """
+        network.choose(address, nccl=address)
+        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        limit = timedelta(seconds=timeout_s)
+        with without_name_servers():
+            shared = self._store or dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=limit)
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=shared,
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+                device_id=device if on_gpu else None,
+            )
+        try:
+            tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in (SMALL_BYTES, LARGE_BYTES)]
+            calls = [functools.partial(dist.all_reduce, tensor) for tensor in tensors]
+            small_ms, large_ms = medians_ms(calls, device, runs=RUNS)
+            return small_ms, large_ms
+        finally:
+            leave()
+
+
+def context_of(assignment: Assignment, device: torch.device) -> Context:
+    """Return what a strategy knows about its rank in a generation."""
+    config, plan = assignment.config, assignment.plan
+    return Context(
+        mesh=plan.mesh,
+        global_rank=assignment.global_rank,
+        device=device,
+        seed=config.seed,
+        train=config.train,
+        options=config.strategy,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        pipeline=plan.pipeline,
+        num_devices=plan.devices_per_worker,
+        peer_copy_every=config.recovery.peer_copy_every,
+        only_trained=config.checkpoint.only_trained,
+    )
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed Python, NumPy and torch from (seed, step, rank), so that random operations repeat after a resume."""
+    seed_generators(derived_seed(seed, step, rank))

@@ -15,7 +15,7 @@ from orchestrator.protocol.messages import EvalPoint, TrainPoint
 Report = TrainPoint | EvalPoint | Event
 """What a worker reports with a heartbeat."""
 
-_PACKAGES = ("orchestrator.protocol.", "orchestrator.timeline.")
+_PACKAGES = ("orchestrator.protocol.", "orchestrator.timeline")
 """The packages of the classes that reports consist of. No other class is unpickled."""
 
 

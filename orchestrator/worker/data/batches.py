@@ -31,15 +31,7 @@ from orchestrator.compat.generators import drawing
 from orchestrator.config.eval_splits import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.data.datasets import (
-    DatasetError,
-    check_dataset,
-    epoch_generator,
-    is_ragged,
-    is_stream,
-    make_batch,
-    mix,
-)
+from orchestrator.strategies.data import datasets
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.data.loader import (
@@ -94,7 +86,7 @@ class SampleOrder:
             if epoch != self._epoch:
                 self._epoch = epoch
                 if self.batches is not None:
-                    self._order = self.batches(epoch_generator(self.seed, epoch)).flatten()
+                    self._order = self.batches(datasets.epoch_generator(self.seed, epoch)).flatten()
                     self._check_length(epoch)
                 elif self.weights is None:
                     self._order = permutation(self.n, seed=self.seed, epoch=epoch)
@@ -105,7 +97,7 @@ class SampleOrder:
 
     def _check_length(self, epoch: int) -> None:
         if len(self._order) != self.n:
-            raise DatasetError(
+            raise datasets.DatasetError(
                 f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self.n}; return "
                 "as many batches in every epoch"
             )
@@ -113,7 +105,7 @@ class SampleOrder:
 
 def permutation(n: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples in an epoch: int64, shape (n,)."""
-    return torch.randperm(n, generator=epoch_generator(seed, epoch))
+    return torch.randperm(n, generator=datasets.epoch_generator(seed, epoch))
 
 
 def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
@@ -121,7 +113,7 @@ def drawn_by_weight(weights: Tensor, *, seed: int, epoch: int) -> Tensor:
 
     Not by ``torch.multinomial``, which takes at most 2**24 weights.
     """
-    random = epoch_generator(seed, epoch)
+    random = datasets.epoch_generator(seed, epoch)
     bounds = weights.cumsum(0)
     points = torch.rand(len(weights), generator=random, dtype=torch.float64) * bounds[-1]
     last = int(weights.nonzero()[-1])  # in case a product is rounded up to the last bound
@@ -137,22 +129,22 @@ def checked_weights(weights: Any, dataset: Any) -> Tensor | None:
     if weights is None:
         return None
     where = "job.sample_weights('train')"
-    if is_stream(dataset):
-        raise DatasetError(
+    if datasets.is_stream(dataset):
+        raise datasets.DatasetError(
             f"{where}: the samples of a stream cannot be drawn by weight; return None, or a map-style dataset from "
             "job.dataset('train')"
         )
     try:
         values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as e:
-        raise DatasetError(f"{where} returns {kind_of(weights)} ({e}); return a number for each sample") from e
+        raise datasets.DatasetError(f"{where} returns {kind_of(weights)} ({e}); return a number for each sample") from e
     if values.shape != (len(dataset),):
-        raise DatasetError(
+        raise datasets.DatasetError(
             f"{where}: shape {tuple(values.shape)}, but the dataset has {len(dataset)} samples; return one weight for "
             "each sample"
         )
     if not bool(values.isfinite().all() and (values >= 0).all() and values.any()):
-        raise DatasetError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
+        raise datasets.DatasetError(f"{where}: weights must be finite and at least 0, and one of them greater than 0")
     return values
 
 
@@ -205,7 +197,6 @@ def train_batches(
         share: the part of this rank.
         loading: how to load it. A stream is read in this thread in any case, and loader processes collate its samples.
         samples_consumed: the position of the first step in the sequence of samples.
-        steps: the number of steps.
         read: False on a rank that needs no data; each micro-batch is then None.
 
     Raises:
@@ -219,12 +210,12 @@ def train_batches(
     offsets = list(itertools.accumulate(sizes, initial=sum(shares[: share.dp_rank])))
 
     def seed_at(position: int) -> int:
-        return mix(sampling.seed, "train", position)
+        return datasets.mix(sampling.seed, "train", position)
 
     def indices(dataset: Any) -> Iterator[tuple[int, list[int]]]:
-        n = len(dataset) if batches is None else batches(epoch_generator(sampling.seed, 0)).numel()
+        n = len(dataset) if batches is None else batches(datasets.epoch_generator(sampling.seed, 0)).numel()
         if batches is not None and samples_consumed % global_batch_size:
-            raise DatasetError(
+            raise datasets.DatasetError(
                 f"train.global_batch_size={global_batch_size}: the run has read {samples_consumed} samples in batches "
                 "of job.batch_sampler, which is no whole number of these; continue with the batch size so far"
             )
@@ -249,14 +240,14 @@ def train_batches(
     if not read:
         yield from itertools.repeat([None] * share.grad_accumulation, steps)
         return
-    function = functools.partial(make_batch, loading.collate)
+    function = functools.partial(datasets.make_batch, loading.collate)
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
     if isinstance(dataset, StreamReader):
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
-    loader = Loader(reader, loading, seed=mix(sampling.seed, samples_consumed, share.dp_rank))
+    loader = Loader(reader, loading, seed=datasets.mix(sampling.seed, samples_consumed, share.dp_rank))
     with contextlib.closing(loader):
         read_batches = loader.read(elements)
         while step := list(itertools.islice(read_batches, share.grad_accumulation)):
@@ -275,7 +266,7 @@ class Padded:
         if not isinstance(items, list) or len(items) == self.rows:
             return self.collate(items)
         batch = self.collate([*items, *items[-1:] * (self.rows - len(items))])
-        if self.pad_ragged or not is_ragged(batch, self.rows):
+        if self.pad_ragged or not datasets.is_ragged(batch, self.rows):
             return batch
         return self.collate(items)
 
@@ -302,7 +293,7 @@ class EvalBatches:
         pad_ragged: bool = False,
         seed: int = 0,
     ):
-        check_dataset(dataset, split=split)
+        datasets.check_dataset(dataset, split=split)
         self._split = split
         self._dataset = dataset
         self._seed = seed
@@ -310,8 +301,8 @@ class EvalBatches:
         self._data_parallel_size = data_parallel_size
         self._dp_rank = dp_rank
         self._read = read
-        self._streamed = is_stream(dataset)
-        function = Padded(functools.partial(make_batch, loading.collate), batch_size, pad_ragged)
+        self._streamed = datasets.is_stream(dataset)
+        function = Padded(functools.partial(datasets.make_batch, loading.collate), batch_size, pad_ragged)
         self.num_batches: int | None = None
         if not self._streamed:
             self.num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
@@ -319,7 +310,7 @@ class EvalBatches:
         self._loader = Loader(
             Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
             loading,
-            seed=mix(seed, split, dp_rank),
+            seed=datasets.mix(seed, split, dp_rank),
         )
 
     def __iter__(self) -> Generator[tuple[Any, int], None, None]:
@@ -345,7 +336,7 @@ class EvalBatches:
         self._loader.close()
 
     def _seed_at(self, position: int) -> int:
-        return mix(self._seed, self._split, position)
+        return datasets.mix(self._seed, self._split, position)
 
     def _indices(self, counts: deque[int], *, only_ends: bool) -> Iterator[tuple[int, list[int]]]:
         """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
@@ -364,7 +355,7 @@ class EvalBatches:
         samples: Iterator[Any] | None = None
         while True:
             try:
-                with drawing(mix(self._seed, self._split, "stream", start)):
+                with drawing(datasets.mix(self._seed, self._split, "stream", start)):
                     samples = iter(self._dataset) if samples is None else samples
                     items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
             except Exception as e:

@@ -42,7 +42,6 @@ class Datasets:
     """The data of the job.
 
     Attributes:
-        train: the training set.
         evaluated: the data to evaluate, by the name of its split.
         weights: the weight by which each training sample is drawn; None to read each once in an epoch.
     """

@@ -110,7 +110,7 @@ class StreamReader:
 
     def add_bookmark(self, mark: Mark) -> None:
         """Add a place where reading can begin, from a checkpoint, before the first sample is read."""
-        if self._usable(mark):
+        if self._has_epochs if mark.state is None else self._has_state:
             self._bookmark = mark
 
     def go_to_mark(self, position: int) -> int:
@@ -193,9 +193,6 @@ class StreamReader:
     def _mark_before(self, position: int) -> Mark | None:
         known = [*self._recent, *self._epoch_starts, *([] if self._bookmark is None else [self._bookmark])]
         return max((m for m in known if m.position <= position), key=lambda m: m.position, default=None)
-
-    def _usable(self, mark: Mark) -> bool:
-        return self._has_epochs if mark.state is None else self._has_state
 
 
 def _resuming(stream: Any) -> tuple[bool, str]:

@@ -24,7 +24,6 @@ class StepFlops:
     """The work of this rank in a step.
 
     Attributes:
-        flops: the floating-point operations.
         at_peak_ms: how long the device of this rank takes for them at its peak rate; None if that is unknown.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.protocol.machine_use import MachineUse
+from orchestrator.protocol.metrics import MachineUse
 
 MIN_INTERVAL_S = 0.25
 """A reading takes a few tenths of a millisecond, and the kernel counts hundredths of a second."""

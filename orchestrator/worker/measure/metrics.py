@@ -19,11 +19,10 @@ from torch import Tensor
 
 from orchestrator.compat.torch import watching_compilation
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
-from orchestrator.protocol.machine_use import MachineUse
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
-from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
-from orchestrator.timeline.spans import Span
+from orchestrator.strategies.measure.device import WaitTimer, clock_of
+from orchestrator.timeline import Span
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.measure.flops import StepFlops
 from orchestrator.worker.measure.meters import GpuSharing, MachineMeter
@@ -123,7 +122,6 @@ class Window:
         """Add a completed step.
 
         Args:
-            step: its number.
             loss_sum: this rank's summed loss, a scalar.
             weight: this rank's weight, a scalar.
             skipped: whether it made no update.
@@ -173,7 +171,6 @@ class Window:
             sums: the job's metrics of the last step, summed over this rank's samples (scalars).
             comm_ms: how long the last step waited for other ranks; None if unknown.
             spans: what the stages of this rank did in the last step.
-            metrics: the strategy's own metrics.
             flops: the work of a step; None if unknown.
 
         Raises:
@@ -203,16 +200,15 @@ class Window:
             metrics={**measured(own), **metrics},
             flops=None if flops is None else flops.flops,
             flops_at_peak_ms=None if flops is None else flops.at_peak_ms,
-            machine=self._machine_use(step) if warm else None,
+            machine=(self._machine.read(least_s=0.0) if step == self._last_step else self._machine.read())
+            if warm
+            else None,
         )
         self._losses, self._weights, self._steps, self._updated, self._slowed = [], [], [], [], []
         self.data_wait.restart()
         if not warm:
             self._machine.restart()
         return point
-
-    def _machine_use(self, step: int) -> MachineUse | None:
-        return self._machine.read(least_s=0.0) if step == self._last_step else self._machine.read()
 
     def _warm(self, step: int) -> bool:
         return step > self._warm_at and step not in self._slowed
@@ -240,7 +236,6 @@ class CompileMeter:
     """Measures how long torch compiles the model. Meanwhile the rank is in the phase ``compile``, which may take long.
 
     Attributes:
-        seconds: the time so far.
         recompiles: how often code was compiled again, for other inputs or in another mode.
     """
 

@@ -69,7 +69,6 @@ class Improvement:
         Args:
             sources: for each rank, the rank whose state it received; a survivor is its own source.
             source_step: the step from which the run continues.
-            rank: this rank.
         """
         survivor = next((r for r, source in enumerate(sources) if r == source), None)
         if not self._history or survivor is None:
@@ -270,9 +269,6 @@ def check_trial(
 
     Args:
         point: this rank's part of a trial of an evaluation.
-        followers: what is checked.
-        world_size: the number of ranks.
-        device: of this rank.
         confirm: called before what others have sent is used.
     """
     if not (checked := [follower for follower in followers if follower.follows]):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import Store
+
 from orchestrator.config.schema import Config
 from orchestrator.protocol.events import CheckpointFailed, CheckpointSaved
 from orchestrator.protocol.messages import Assignment, PendingCheckpoint
@@ -23,7 +25,7 @@ from orchestrator.state.checkpoint_uploader import WriteFailed
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.fence import Fence, FencedError
 from orchestrator.state.manifest import KINDS, CheckpointError
-from orchestrator.state.part_writers import JointSave, Store, Writers
+from orchestrator.state.part_writers import JointSave, Writers
 from orchestrator.state.tensor_file import header_text
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control.control import Outbox, Warner

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
+import math
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from orchestrator.config.redact import Redactor
 from orchestrator.job import Job
-from orchestrator.protocol.events import CheckpointSaved
+from orchestrator.protocol.events import CheckpointSaved, SampleSaved
 from orchestrator.protocol.messages import Assignment, EvalPoint
+from orchestrator.records.json_file import write_atomically
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import StepResult, Strategy
@@ -23,9 +29,7 @@ from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, Run
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.control.control import Outbox, Warner
-from orchestrator.worker.reports.evaluation import metrics_of
-from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
-from orchestrator.worker.reports.samples import SampleError, Samples
+from orchestrator.worker.reports import evaluation
 
 
 class JobReports:
@@ -105,7 +109,7 @@ class JobReports:
             return
         parts = gather_json(dataclasses.asdict(point), world_size=world_size, device=self._device)
         confirm()
-        info = Evaluation(step=point.step, metrics=metrics_of(parts))
+        info = Evaluation(step=point.step, metrics=evaluation.metrics_of(parts))
         reasons = self._tell("on_evaluation_end", info, step=point.step)
         if any(callback.may_stop for callback in on_any_rank):
             if world_size > 1:
@@ -138,15 +142,15 @@ class JobReports:
             title, call = f"{name}.{method}", getattr(callback, method)
             try:
                 with self._outbox.within("callback"):
-                    answer = call_without_effect(
+                    answer = evaluation.call_without_effect(
                         functools.partial(call, info), method=title, model=model, device=self._device
                     )
                 if method == "on_evaluation_end" and answer is not None:
                     answers[name] = _reason(answer, callback)
-            except ModelChangedError:
+            except evaluation.ModelChangedError:
                 raise
             except Exception as e:
-                text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {error_with_place(e)}"
+                text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {evaluation.error_with_place(e)}"
                 if callback.errors_end_run:
                     traceback.print_exc()
                     raise JobError(text) from e
@@ -170,10 +174,10 @@ class JobReports:
             return
         try:
             self._samples.take(model, weights, step=step)
-        except ModelChangedError:
+        except evaluation.ModelChangedError:
             raise
         except Exception as e:
-            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {error_with_place(e)}"
+            text = str(e) if isinstance(e, SampleError) else f"job.sample raised {evaluation.error_with_place(e)}"
             self._warner.warn_of_call(text, method="job.sample", step=step)
 
 
@@ -192,3 +196,144 @@ def _reason(answer: Any, callback: Callback) -> str:
     if not isinstance(answer, str) or not answer:
         raise JobError(f"returns {kind_of(answer)}; return why the run ends, as a text, or None")
     return answer
+
+
+_NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9_.-]{0,99}")
+_TEXT = "sample"
+"""The name of a text that the job returns without one."""
+_GAP = 2
+"""Pixels between the images of a grid."""
+_TOLERANCE = 0.01
+"""How far a value may be outside [0, 1], as interpolation may leave it."""
+
+
+class SampleError(ValueError):
+    """What the job returned is not a sample, or cannot be written; the text says why."""
+
+
+class Samples:
+    """Takes the job's samples on one rank.
+
+    Attributes:
+        texts: the last text of each name.
+    """
+
+    def __init__(
+        self, job: Job, *, run_dir: RunDir, outbox: Outbox, device: torch.device, seed: int, redactor: Redactor
+    ):
+        self.texts: dict[str, str] = {}
+        self._job = job
+        self._run_dir = run_dir
+        self._outbox = outbox
+        self._device = device
+        self._seed = seed
+        self._redactor = redactor
+
+    def take(self, model: nn.Module | None, weights: Mapping[str, Tensor] | None, *, step: int) -> None:
+        """Let the job draw samples, and write them.
+
+        Args:
+            model: the model; None to build it on the CPU with ``weights``.
+            weights: the tensors of the whole model, if there is no ``model``.
+            step: the last completed step.
+
+        Raises:
+            ModelChangedError: the job has changed ``model``.
+            SampleError: the job returned something else than samples, or one cannot be written; those before it stay.
+            Exception: whatever the job raises.
+        """
+
+        def draw() -> Any:
+            whole = evaluation.rebuilt(self._job, weights or {}) if model is None else model
+            whole.eval()
+            return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
+
+        result = evaluation.call_without_effect(draw, method="job.sample", model=model, device=self._device)
+        if result is None:
+            return
+        if isinstance(result, str):
+            result = {_TEXT: result}
+        if not isinstance(result, Mapping):
+            kind = type(result).__name__
+            raise SampleError(f"job.sample returned a {kind}; return a text, or a dict of texts and images")
+        for name, sample in result.items():
+            self._save(name, sample, step)
+
+    def _save(self, name: Any, sample: Any, step: int) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise SampleError(
+                f"job.sample: {name!r} cannot be the name of a sample; use at most 100 letters, digits, '_', '-' and "
+                "'.', and no '.' at the beginning"
+            )
+        if isinstance(sample, str):
+            self.texts[name] = text = self._redactor.text(sample)
+            path, data = self._run_dir.sample_file(step, name, "txt"), text.encode(errors="replace")
+        elif isinstance(sample, Tensor):
+            path, data = self._run_dir.sample_file(step, name, "png"), _png(sample, name)
+        else:
+            raise SampleError(f"job.sample: {name!r} is a {type(sample).__name__}; return texts, and images as tensors")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, data)
+        except OSError as e:
+            raise SampleError(f"the sample {name!r} cannot be written: {e}") from e
+        self._outbox.put_event(SampleSaved(step=step, name=name, path=str(path.relative_to(self._run_dir.path))))
+
+
+def _png(images: Tensor, name: str) -> bytes:
+    from PIL import Image
+
+    try:
+        pixels = picture(images)
+    except ValueError as e:
+        raise SampleError(f"job.sample: {name!r}: {e}") from None
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()
+
+
+def picture(images: Tensor) -> np.ndarray:
+    """Return an image, or a grid of images, as 8-bit pixels of shape (height, width) or (height, width, 3).
+
+    Args:
+        images: shape (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3; floats in [0, 1], or uint8.
+
+    Raises:
+        ValueError: the tensor has another shape, type or range.
+    """
+    shape = tuple(images.shape)
+    batch = images.detach().cpu()[(None,) * max(0, 4 - images.ndim)]
+    if images.ndim not in (2, 3, 4) or batch.shape[1] not in (1, 3) or batch.numel() == 0:
+        raise ValueError(
+            f"a tensor of shape {shape} is not an image; images have shape (H, W), (C, H, W) or (N, C, H, W), where C "
+            "is 1 or 3"
+        )
+    grid = _grid(_as_bytes(batch))
+    pixels: np.ndarray = grid.permute(1, 2, 0).squeeze(-1).contiguous().numpy()
+    return pixels
+
+
+def _as_bytes(images: Tensor) -> Tensor:
+    if images.dtype == torch.uint8:
+        return images
+    if not images.is_floating_point():
+        raise ValueError(f"an image of type {images.dtype}; images are floats in [0, 1], or torch.uint8")
+    values = images.float()
+    low, high = float(values.min()), float(values.max())
+    if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # also if one of them is NaN
+        raise ValueError(f"an image with values from {low:g} to {high:g}; images are floats in [0, 1], or torch.uint8")
+    return (values.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _grid(images: Tensor) -> Tensor:
+    """Return images of shape (N, C, H, W) in rows and columns, as one of shape (C, height, width)."""
+    count, channels, height, width = images.shape
+    if count == 1:
+        return images[0]
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    padded = F.pad(images, (0, _GAP, 0, _GAP))
+    cells = padded.new_zeros(rows * columns, channels, height + _GAP, width + _GAP)
+    cells[:count] = padded
+    grid = cells.view(rows, columns, channels, height + _GAP, width + _GAP).permute(2, 0, 3, 1, 4)
+    return grid.reshape(channels, rows * (height + _GAP), columns * (width + _GAP))[:, :-_GAP, :-_GAP]

@@ -24,9 +24,17 @@ from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
-from orchestrator.worker.process.stacks import flight_record_of
-from orchestrator.worker.script.child_process import ScriptProcess, installed_packages, script_environment
-from orchestrator.worker.script.script_reports import Lines, Reports, ReportSocket, ask, script_failure
+from orchestrator.worker.process.output import flight_record_of
+from orchestrator.worker.script.child_process import (
+    Lines,
+    Reports,
+    ReportSocket,
+    ScriptProcess,
+    ask,
+    installed_packages,
+    script_environment,
+    script_failure,
+)
 
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 from helpers.conformance.cases import CLUSTER, TRAIN
 from helpers.jobs.normed_job import Normed
@@ -24,6 +25,8 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
 
     from orchestrator.planning.mesh import Mesh
     from orchestrator.strategies.base import Context
+    from orchestrator.strategies.measure import device
+    from orchestrator.strategies.tuned import passes
     from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto, AutoConfig
 
     options = AutoConfig(
@@ -49,8 +52,9 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
     )
     auto.setup(job.dataset("train"))
     auto.attach()
-    for _ in range(3):
-        auto.train_step([], want_grad_norm=False, want_metrics=False)
+    with patch.object(device, "MEASURED_S", 0.03), patch.object(passes, "TOGETHER_S", 0.05):
+        for _ in range(3):
+            auto.train_step([], want_grad_norm=False, want_metrics=False)
     state = auto.capture(step=3, samples_consumed=3 * batch, into=None)
     auto.close()
     return None if state is None else json.dumps(state.meta[PROFILE_KEY])

@@ -13,6 +13,7 @@ from helpers.conformance.layouts import EVERY
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator import Callback, Evaluation, RunBegin, RunEnd, SavedCheckpoint, StepEnd
 
 SEVEN = having(steps=7, global_batch_size=16, eval_every=3)
@@ -69,7 +70,9 @@ def run(
     return gang.run(run_loop, case, layout.world_size, str(folder), loaded, every, world_size=layout.world_size)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "1F1B-2", "dp-2", "parameter_server-2+2", "hogwild-2"])
+@pytest.mark.parametrize(
+    "name", ["ddp-2", "fsdp-2", "1F1B-2", "hogwild-2", *in_campaign("single", "dp-2", "parameter_server-2+2")]
+)
 def test_all_is_told_in_order_and_nothing_changes(gang: Gang, tmp_path: Path, name: str) -> None:
     (tmp_path / "notes").mkdir()
     ranks = run(gang, tmp_path / "told", name, Notes(tmp_path / "notes"), every=3)

@@ -13,6 +13,7 @@ from helpers.conformance.layouts import EVERY
 from helpers.jobs.quick_jobs import SteppedDigits
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import TrainPoint
 
 SEVEN = having(steps=7, global_batch_size=16, eval_every=3)
@@ -28,7 +29,7 @@ def steps_seen(ranks: list[Ran]) -> list[tuple[str, int, float]]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "dp-2", "1F1B-2", "parameter_server-2+2"])
+@pytest.mark.parametrize("name", ["dp-2", "1F1B-2", *in_campaign("ddp-2", "parameter_server-2+2")])
 def test_training_and_evaluation_have_the_step_also_after_a_resume(gang: Gang, tmp_path: Path, name: str) -> None:
     layout = EVERY[name]
     case = layout.of(Case(job=SteppedDigits(hidden=24, depth=3, val_size=32), train=SEVEN))

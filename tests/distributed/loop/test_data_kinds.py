@@ -15,6 +15,7 @@ from helpers.conformance.training import CPU
 from helpers.jobs.toys import Toy
 from helpers.ranks.loops import Ran, evaluation, loop_of, losses_by_step, ran, run_loop
 from helpers.ranks.streams import StreamToy, Unvalidated, Weighed
+from helpers.records.runs import in_campaign
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, EvalPoint
 from orchestrator.records.json_file import write_json
@@ -22,8 +23,8 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
-from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import Outbox, StepGate
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.loop import Loop
 
 EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2x2", "parameter_server-2+2")
@@ -155,7 +156,9 @@ def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path):
         assert found[name] == pytest.approx(found["single"], rel=SGD)
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp-2", "model_parallel-2", "GPipe-2x2", "parameter_server-2+2"])
+@pytest.mark.parametrize(
+    "layout", ["ddp-2", "GPipe-2x2", *in_campaign("single", "model_parallel-2", "parameter_server-2+2")]
+)
 def test_no_validation_set_no_evaluation(gang, tmp_path, layout):
     options, world_size = LAYOUTS[layout].options, LAYOUTS[layout].world_size
     train = having(steps=6, global_batch_size=16, eval_every=2)

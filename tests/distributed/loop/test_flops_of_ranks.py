@@ -14,6 +14,7 @@ from helpers.conformance.layouts import LAYOUTS, TENSOR
 from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.strategies.replicated.dp import DPConfig
 
@@ -28,7 +29,7 @@ def flops(ranks: list[Ran]) -> list[float | None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["single", "ddp-4", "parameter_server-2+2", "model_parallel-2", "ZBVZeroBubble-2", "1F1B-2x2"]
+    "name", ["parameter_server-2+2", "ZBVZeroBubble-2", "1F1B-2x2", *in_campaign("single", "ddp-4", "model_parallel-2")]
 )
 def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, name: str) -> None:
     job, layout = digits(depth=3), LAYOUTS[name]

@@ -13,6 +13,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import LAYOUTS
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.worker.reports.histograms import ZERO
 
@@ -32,7 +33,9 @@ def histograms(gang: Gang, layout: str, folder: Path) -> tuple[list[Ran], dict[s
     return ranks, json.loads((folder / "samples" / "step-000002-histograms.json").read_text())
 
 
-@pytest.mark.parametrize("layout", ["ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "1F1B-2x2", "fsdp-1F1B-2x2"])
+@pytest.mark.parametrize(
+    "layout", ["ddp-2", "sharded-ddp-2", "fsdp-3", "fsdp-1F1B-2x2", *in_campaign("hsdp-2x2", "1F1B-2x2")]
+)
 def test_every_entry_of_the_model_and_of_its_gradient_is_counted_once(gang: Gang, layout: str, tmp_path: Path) -> None:
     _, alone = histograms(gang, "single", tmp_path / "alone")
     ranks, found = histograms(gang, layout, tmp_path / "divided")

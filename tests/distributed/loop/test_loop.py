@@ -31,8 +31,8 @@ from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.worker.control.context import context_of
 from orchestrator.worker.control.control import AbandonedError, Outbox
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.batches import SampleOrder
 from orchestrator.worker.failures import EXPLAINED
 from orchestrator.worker.loop import Loop

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers.conformance.training import CPU
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
 from orchestrator.worker.measure.metrics import NonFiniteError, StepTimer, Window, peak_memory_mb
 

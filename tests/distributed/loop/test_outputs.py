@@ -20,8 +20,7 @@ from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
 DP = DPConfig(name="dp", num_workers=3, loss_on="device0", verbose=False)

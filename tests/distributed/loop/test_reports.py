@@ -20,6 +20,7 @@ from helpers.jobs.stage_toys import Chain, plain
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
@@ -106,7 +107,7 @@ def seen(ranks: list[Ran]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "1F1B-2", "1F1B-2x2", "parameter_server-2+2"]
+    "name", ["ddp-2", "fsdp-2", "1F1B-2x2", "parameter_server-2+2", *in_campaign("single", "sharded-ddp-2", "1F1B-2")]
 )
 def test_training_is_the_same_bit_for_bit_and_one_rank_samples(gang, tmp_path, name):
     train = having(SEVEN, global_batch_size=16)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
-from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
@@ -42,7 +41,8 @@ def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["accelerate_loop.py", *in_campaign("trainer.py", "lightning_fit.py")])
+@pytest.mark.campaign
+@pytest.mark.parametrize("script", PUBLIC)
 def test_scripts_of_other_libraries_run_as_they_are(script: str, tmp_path: Path) -> None:
     library, line = PUBLIC[script]
     if importlib.util.find_spec(library) is None:
@@ -62,11 +62,11 @@ def test_a_restart_on_another_node_has_what_the_script_saved(tmp_path: Path) -> 
 
 
 def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
-    with running("torch_ddp.py", tmp_path, args="--fail-at 3") as ranks:
+    with running("silent.py", tmp_path, args="fail") as ranks:
         ended = outcomes(ranks)
     failure = ended[1].failure
     assert failure is not None
-    assert (failure.message, failure.collateral) == ("ValueError: told to fail at step 3", False)
+    assert (failure.message, failure.collateral) == ("ValueError: told to fail", False)
     assert failure.traceback.startswith("Traceback (most recent call last):\n")
     other = ended[0]
     assert other.failure is None or other.failure.collateral

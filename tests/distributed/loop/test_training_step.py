@@ -34,8 +34,8 @@ from helpers.ranks.loops import losses_by_step, run_loop
 from orchestrator import gather_batch
 from orchestrator.job import Job
 from orchestrator.protocol.messages import ANY_RANK, TrainPoint
-from orchestrator.state.averages import KEY
 from orchestrator.state.checkpoint import load
+from orchestrator.state.checkpoint_store import KEY
 from orchestrator.strategies.replicated.job_step import JobStep
 
 TRAIN = having(steps=8, global_batch_size=24)

@@ -28,7 +28,7 @@ from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint, Failure, TrainPoint
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
-from orchestrator.worker.control.context import context_of
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.failures import describe_failure
 
 

@@ -17,12 +17,8 @@ from helpers.models.zoo_cells import STRATEGIES, Outcome, cell
 from helpers.ranks.gang import Gang
 from orchestrator.config.files import choices
 
-SHORT = [
-    *(("t5", strategy) for strategy in ("fsdp", "dp", "pipeline", "parameter_server sync")),
-    *(("lora_llama", strategy) for strategy in ("ddp", "model_parallel")),
-    ("unet", "pipeline"),
-]
-"""An encoder and a decoder with a shared table; a decoder with adapters; skip connections between convolutions."""
+SHORT = [("t5", "fsdp"), ("t5", "pipeline"), ("lora_llama", "ddp"), ("lora_llama", "model_parallel")]
+"""An encoder and a decoder with a shared table; a decoder with adapters."""
 CAUSES = {
     "llama_with_cache": ("changes an object that it is called with (DynamicCache)", "use_cache=False"),
     "clip": ("parameters that take no part in the loss: ", "logit_scale", "freeze them (requires_grad=False)"),

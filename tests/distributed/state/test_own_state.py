@@ -28,7 +28,7 @@ from helpers.ranks.loops import evaluation, losses_by_step, run_loop
 from orchestrator.state.checkpoint import load
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.optimizer_modes import TRAINED
+from orchestrator.strategies.update.job_optimizer import TRAINED
 
 TRAIN = having(steps=6, global_batch_size=32)
 

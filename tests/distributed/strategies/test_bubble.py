@@ -15,8 +15,7 @@ from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.presets.stages import PipelineConfig
-from orchestrator.timeline.ideal import order_of, theoretical_bubble
-from orchestrator.timeline.spans import Span, aligned, bubble, extent_s
+from orchestrator.timeline import Span, aligned, bubble, extent_s, order_of, theoretical_bubble
 
 P, M = 4, 8
 STAGES_PER_WORKER = {

@@ -33,7 +33,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
 from orchestrator.user_code.callbacks import current_step, set_current_step
 from orchestrator.user_code.errors import JobError
-from orchestrator.worker.control.context import seed_step
+from orchestrator.worker.control.rendezvous import seed_step
 from orchestrator.worker.data.batches import Share
 
 

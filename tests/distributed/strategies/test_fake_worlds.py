@@ -164,12 +164,12 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     [[launches]] = gang.run(on_fake_groups, second_step, case, (rank,), world, world_size=1)
     sent, layers = sent_bytes(work, step), work.layers / step.mesh.pipeline
     ends = 2 * step.rows * work.layer.output_bytes  # the sum of the embedding, and that of the gradient of the head
-    logits = step.rows * work.tokens * JOB.vocabulary * 2 / 2  # half of them, in 16 bits
+    losses = step.rows * work.tokens * 4 * 4  # four numbers of each row of the logits
     predicted = {
         "replicas": sent.replicas,
         "shards": step.passes * sent.shards_each_pass + sent.shards_once,
         "stages": step.passes * sent.stages,
-        "tensor": step.passes * (layers * sent.tensor + ends + logits),
+        "tensor": step.passes * (layers * sent.tensor + ends + losses),
     }
     assert sent_by(rank, launches, step.mesh.group(axis, rank)) == pytest.approx(predicted[kind], rel=0.01)
 

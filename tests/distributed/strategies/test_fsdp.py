@@ -23,7 +23,7 @@ from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
-from orchestrator.strategies.measure.device_clock import WaitTimer, clock_of
+from orchestrator.strategies.measure.device import WaitTimer, clock_of
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.timed_stage import Clock
 from orchestrator.strategies.sharded.fsdp import FSDP

@@ -21,8 +21,7 @@ from orchestrator.config import schema
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 
 HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
 LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")

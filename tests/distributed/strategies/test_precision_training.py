@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,19 @@ from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.trained import INITIAL
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.loss_scale import INITIAL
 from orchestrator.worker.data.batches import SampleOrder
 
 DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
 SYNCHRONOUS = ("ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
 TOLERANCE = {"tf32": 1e-5, "bf16": 0.02, "bf16-true": 0.05, "fp16": 0.005}
 """Relative, of every loss: about the unit roundoff of the dtype, times the number of steps."""
+
+
+def in_turns(*names: str) -> list[Any]:
+    """Every second layout; the campaign has the others."""
+    return [*names[::2], *in_campaign(*names[1::2])]
 
 
 @pytest.mark.parametrize("precision", ["bf16", *in_campaign("tf32", "bf16-true", "fp16")])
@@ -50,7 +56,7 @@ class Loud(AdamDigits):
         return 4096 * super().loss(output, target)
 
 
-@pytest.mark.parametrize("name", ["single", *SYNCHRONOUS])
+@pytest.mark.parametrize("name", in_turns("single", *SYNCHRONOUS))
 def test_the_scale_falls_until_no_gradient_overflows(gang: Gang, name: str) -> None:
     """How far differs between layouts, because they divide the global batch differently."""
     case = Case(job=Loud(hidden=24, depth=3, lr=0.01), train=having(precision="fp16", grad_accumulation=2))
@@ -77,7 +83,7 @@ def scales(rank: int, case: Case) -> tuple[list[bool], list[float], dict[str, Te
     return skipped, factors, snapshot(model_of(strategy))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", in_turns(*SYNCHRONOUS))
 def test_a_bad_gradient_on_one_stage_skips_the_step_on_all_ranks(gang: Gang, name: str) -> None:
     (bad,) = SampleOrder(n=200, seed=3).indices((BAD_STEP - 1) * 16, 1)
     case = Case(job=Marked(marked=(bad,)), train=having(steps=6, global_batch_size=16, precision="fp16"))

@@ -15,7 +15,7 @@ from helpers.conformance.layouts import SGD
 from helpers.conformance.training import losses, make, steps, train
 from helpers.ranks.launches import recorded
 from jobs.sparse import SparseLogistic
-from orchestrator.strategies.update.sparse_sum import sparse_sum
+from orchestrator.strategies.update.gradients import sparse_sum
 
 ROWS, WIDTH = 7, 3
 UNEVEN: tuple[tuple[int, ...], ...] = ((), (0, 6, 6, 2), (6, 1))

@@ -18,8 +18,7 @@ from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.presets.product import MeshConfig
@@ -247,11 +246,16 @@ def kind_of(name: str) -> tuple[object, ...]:
 
 
 def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
-    """A layout of each kind, and another one of the kind at the next turn."""
+    """A layout of each kind, and another one of the kind at the next turn.
+
+    Of the kinds that divide a model, those of one dimension and those of several take turns too, if there are both.
+    """
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
-    return {of_kind[turn % len(of_kind)] for of_kind in kinds.values()}
+    lengths = sorted({len(kind) for kind in kinds if len(kind) > 1})  # with whether the optimizer is sharded
+    now = lengths[(turn + 1) % len(lengths)] if lengths else 1
+    return {of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now)}
 
 
 def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()) -> list[Any]:

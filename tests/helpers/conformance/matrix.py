@@ -216,8 +216,8 @@ FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe
 def cells() -> list[Any]:
     """Each scenario and each layout that is in it, as parameters of a test.
 
-    CI runs all layouts in the first scenario, and one of each kind in each of the others; the campaign runs all. The
-    turns begin so that eight workers train no language model, and tied tensors have both several stages and replicas.
+    CI runs all layouts in the first scenario, and in each of the others those whose turn it is; the campaign runs all.
+    The turns begin so that eight workers train no language model, and tied tensors have several stages and replicas.
     """
     found = []
     for turn, (s, scenario) in enumerate(SCENARIOS.items(), 7):

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.conformance.cases import Case
-from helpers.conformance.training import Steps, batches_in, make, snapshot, steps, watched
+from helpers.conformance.cases import Case, having
+from helpers.conformance.training import Steps, batches_in, losses, make, snapshot, steps, watched
+from helpers.ranks.job_trials import one_thread
+from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, num_rows, split_batch
-from orchestrator.state.averages import KEY
+from orchestrator.state.checkpoint_store import KEY
 from orchestrator.strategies.update.job_optimizer import scheduler_of
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.data.batches import Share
@@ -36,6 +38,13 @@ def trained(rank: int, case: Case, want_grad_norm: bool) -> Seen:
 def averages(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The averages in the optimizer's part of a state, by parameter."""
     return {path.removesuffix(f"/{KEY}"): t for path, t in state.items() if path.endswith(f"/{KEY}")}
+
+
+def plain_losses(job: Job, *, batch: int, steps: int, seed: int = 0) -> dict[int, float]:
+    """The loss of each step of a plain loop on one thread."""
+    with one_thread():
+        seen = trained_plainly(Case(job=job, train=having(steps=steps, global_batch_size=batch), seed=seed))
+    return dict(enumerate(losses([seen.steps]).tolist(), 1))
 
 
 def trained_plainly(case: Case) -> Seen:

@@ -17,8 +17,8 @@ from helpers.ranks.batches import HERE, opened
 from helpers.ranks.gang import own_device
 from orchestrator.job import Job
 from orchestrator.model.stages import module_of
-from orchestrator.planning.boxes import Box
 from orchestrator.planning.mesh import DIVIDING
+from orchestrator.planning.placement import Box
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -31,7 +31,7 @@ from orchestrator.strategies.base import Context, StepResult, Strategy
 from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.callbacks import set_current_step
-from orchestrator.worker.control.context import seed_step
+from orchestrator.worker.control.rendezvous import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.job_data import Datasets, batches_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from jobs.digits import Digits
 from orchestrator.user_code.callbacks import current_step
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

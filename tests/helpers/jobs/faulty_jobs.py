@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from jobs.digits import Digits
 from orchestrator.job import Split
@@ -61,14 +61,26 @@ class OneModel(Digits):
         return model
 
 
+def _listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections()
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Digits):
+    """Prints where its process listens, apart from what Ray has opened there before, until it fails."""
+
     how: str = "raise"
     rank: int = 1
     at_step: int = 5
     seen: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
+    before: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False)
+
+    def check(self) -> None:
+        self.before.update(_listening())
 
     def loss(self, output: Any, target: Any) -> Tensor:
+        print("listens on", sorted({address for address, _ in _listening() - self.before}))
         loss = super().loss(output, target)
         if not torch.is_grad_enabled() or current_step() == 1:  # in an evaluation, or maybe before training
             return loss
@@ -106,30 +118,6 @@ class Environed(Digits):
         return super().model()
 
 
-class _Unreadable(Dataset[Any]):
-    def __init__(self, inner: Dataset[Any], bad: int):
-        self.inner, self.bad = inner, bad
-
-    def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.bad:
-            raise OSError("unreadable sector")
-        return self.inner[index]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadSample(Digits):
-    """Sample ``bad`` of the training set cannot be read."""
-
-    bad: int = 7
-
-    def dataset(self, split: Split) -> Dataset[Any]:
-        dataset = super().dataset(split)
-        return _Unreadable(dataset, self.bad) if split == "train" else dataset
-
-
 @dataclass(frozen=True, kw_only=True)
 class NoStore(Digits):
     """Rank 0 cannot open another rendezvous store: that raises or hangs. The file ``marker`` lets it happen once."""
@@ -148,9 +136,6 @@ class NoStore(Digits):
         if self.how == "raise":
             raise OSError("no port is free")
         time.sleep(1e6)
-
-
-"""An error of torch, as it is raised on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,7 @@ from orchestrator.model.batch import num_rows, split_batch
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.replicated.dp import DPConfig

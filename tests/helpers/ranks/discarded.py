@@ -21,7 +21,7 @@ from helpers.ranks.loops import loop_of
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.worker.control.control import AbandonedError, StepGate
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process import process_memory
+from orchestrator.worker.process.process_memory import free_unreachable
 
 
 class Abandoning(StepGate):
@@ -47,7 +47,7 @@ def built_three_times(rank: int, case: Case, world_size: int, run_dir: str) -> l
             found += ["a process group" for thing in reached(loop.strategy) if isinstance(thing, dist.ProcessGroup)]
             references = list(references_to(loop))
             del loop
-            process_memory.free_unreachable(own_device())
+            free_unreachable(own_device())
             found += [name for name, reference in references if reference() is not None]
     finally:
         gc.enable()

@@ -65,10 +65,10 @@ def own_device() -> torch.device:
     return torch.device("cuda", 0) if _backend.device == "cuda" else torch.device("cpu")
 
 
-def gang_on(backend: Backend) -> Gang:
+def gang_on(backend: Backend, imports: Sequence[str] = ()) -> Gang:
     """The gang with this backend, the same one for all tests until :func:`close_gangs`."""
     if backend not in _gangs:
-        _gangs[backend] = Gang(backend)
+        _gangs[backend] = Gang(backend, imports)
     return _gangs[backend]
 
 

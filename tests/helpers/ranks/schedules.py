@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from orchestrator.timeline.ideal import Action
+from orchestrator.timeline import Action
 
 
 def live_microbatches(order: Iterable[Action]) -> dict[int, int]:

@@ -18,7 +18,7 @@ from orchestrator.driver.preflight.run_config import absolute_paths
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import save

@@ -16,7 +16,7 @@ from orchestrator.config.schema import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted, SampleSaved
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal, read_metrics
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.mlflow import connect
 

@@ -1,4 +1,4 @@
-"""Forms a group; then rank 1 does nothing, and the others wait for it. Rank 1 says how it was asked to end."""
+"""Forms a group; then rank 1 does nothing, or fails if told to, and the others wait for it. Says how it was ended."""
 
 import signal
 import sys
@@ -18,5 +18,7 @@ dist.init_process_group("gloo")
 dist.broadcast(torch.ones(1), 0)
 print("formed", flush=True)
 if dist.get_rank() == 1:
+    if sys.argv[1:]:
+        raise ValueError(f"told to {sys.argv[1]}")
     time.sleep(600)
 dist.all_reduce(torch.ones(1))

@@ -10,6 +10,10 @@ import inspect, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from orchestrator.compat import deferred_dynamo
 deferred_dynamo.install()
+import orchestrator.worker.actor
+from orchestrator.strategies import registry
+for name in ("single", "ddp", "fsdp"):
+    registry.load(name)
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = torch.nn.Linear(4, 2)

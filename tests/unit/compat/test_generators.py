@@ -10,7 +10,7 @@ from torch import nn
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.model.partial_init import build_fake, build_part
-from orchestrator.worker.control.context import seed_step
+from orchestrator.worker.control.rendezvous import seed_step
 
 CPU = torch.device("cpu")
 

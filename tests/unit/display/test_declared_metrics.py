@@ -11,7 +11,7 @@ from rich.console import Console
 
 from orchestrator.display.comparison import read_run
 from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_table import table
+from orchestrator.display.comparison_report import table
 from orchestrator.display.console import make_console
 from orchestrator.display.panel import RunView, draw
 from orchestrator.planning.mesh import Mesh

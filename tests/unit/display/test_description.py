@@ -15,7 +15,7 @@ from helpers.files.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.run_end import describe_run
 from orchestrator.driver.preflight.record import source_of
-from orchestrator.tracking.tags import run_tags
+from orchestrator.tracking.views import run_tags
 
 MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}
 RECORD: dict[str, Any] = {
@@ -33,7 +33,6 @@ def test_a_run_that_finished(golden: Golden) -> None:
         **SUMMARY,
         "val_accuracy": 0.98328,
         "limit": "limited by gradients; try bf16",
-        "profiled": "10 steps of 6.6 ms: computation 60%, optimizer 40%",
         "startup_s": 1.86,
         "waited_s": 0.2,
         "queue_s": 0.1,

@@ -12,8 +12,7 @@ from helpers.machines.plans import plan_of
 from helpers.records.recorded_sweep import recorded_sweep
 from orchestrator.display.comparison import read_run
 from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_plot import draw
-from orchestrator.display.comparison_table import markdown
+from orchestrator.display.comparison_report import draw, markdown
 from orchestrator.display.console import make_console
 from orchestrator.display.report import plan_table
 from orchestrator.planning.plan import Node

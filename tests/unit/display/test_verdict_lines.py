@@ -42,7 +42,7 @@ def test_verdicts(golden: Golden) -> None:
     failed = RunEnded(status="FAILED", exit_code=1, reason="a worker failed", summary={}, next_commands=("again",))
     waited = replace(failed, reason="waited too long for a GPU", next_commands=())
     begun = (STARTED, FORMED, point(38, 7, train__loss=1.0), StopRequested(time=START + 8, signal="SIGTERM"))
-    bubble = {"bubble_pct": 31.04, "bubble_theory_pct": 27.27, "timeline": "/runs/1/timeline.png"}
+    bubble = {"bubble_pct": 31.04, "bubble_theory_pct": 27.27, "timeline": "/runs/1/timeline.json"}
     texts = {
         "success": printed(STARTED, FORMED, *points, FINISHED),
         "ended early": printed(STARTED, FORMED, points[1], best, early),

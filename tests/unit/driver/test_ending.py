@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.process.origin import HERE
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 

@@ -27,16 +27,15 @@ from orchestrator.model.layers import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
+from orchestrator.prediction.cost import Transformer
 from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer
-from orchestrator.prediction.work import Transformer
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
-from orchestrator.strategies.model_work import traced
-from orchestrator.strategies.this_machine import with_cpus
+from orchestrator.strategies.model_work import traced, with_cpus
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
 
 pytestmark = pytest.mark.slow
@@ -131,7 +130,7 @@ def test_cpus_of_this_machine_are_measured() -> None:
     found = answer(SMALL, parse_cluster("1x2xcpu", tables), Redactor())
     assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
     assert {Mesh(replicate=2), Mesh(shard=2, replicas_close=True)} <= {forecast.mesh for forecast in found.fitting}
-    assert "measured on a core of this machine" in text(found, rows=3)
+    assert "measured on the cores of this machine" in text(found, rows=3)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from helpers.conformance.cases import Case, config_of
 from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.sweep_session import _publish
 from orchestrator.records import run_dir as rundir
 

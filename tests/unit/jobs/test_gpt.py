@@ -205,36 +205,6 @@ def test_writes_from_its_last_context_bytes() -> None:
     assert lengths == [*range(1, 17), 16, 16, 16, 16]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"path": "no/such/file"},
-        {"path": "/"},
-        {"layers": 0},
-        {"context": 0},
-        {"sample_tokens": -1},
-        {"lr": 0.0},
-        {"temperature": 0.0},
-        {"dropout": 1.0},
-        {"width": 66, "heads": 4},
-        {"kv_heads": 3},
-        {"heads": 64, "variant": "llama"},
-        {"weight_decay": -0.1},
-        {"vocabulary": 1},
-        {"end_token": 256},
-        {"path_weights": (1.0,)},
-        {"val_path": "no/such/file"},
-        {"weights": "no/such/folder"},
-        {"tokenizer": "no/such/file"},
-        {"context": 100_000},
-    ],
-    ids=str,
-)
-def test_names_the_faulty_field(fields: dict[str, Any]) -> None:
-    [error] = errors("jobs.gpt.GPT", **fields)
-    assert f"job.{next(iter(fields))}=" in error
-
-
 def test_refuses_a_text_that_is_too_short(tmp_path: Path) -> None:
     job = {"context": 16, "path": str(tmp_path / "text")}
     (tmp_path / "text").write_bytes(b"x" * 169)

@@ -143,25 +143,6 @@ def test_a_name_that_does_not_end_is_cut() -> None:
     assert job.sample(Endless(width=4, layers=1), torch.Generator()) == "zzzzzzz\nzzzzzzz"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"path": "no/such/file"},
-        {"path": "/"},
-        {"layers": 0},
-        {"width": 0},
-        {"sample_names": 0},
-        {"sample_bytes": 0},
-        {"lr": 0.0},
-        {"temperature": 0.0},
-    ],
-    ids=str,
-)
-def test_the_faulty_field_is_named(fields: dict[str, Any]) -> None:
-    [error] = errors("jobs.names.Names", **fields)
-    assert error.startswith(f"job.{next(iter(fields))}=")
-
-
 def test_a_file_with_too_few_names_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "names"
     file.write_bytes(b"\n".join(b"%d" % i for i in range(9)) + b"\n3\n")

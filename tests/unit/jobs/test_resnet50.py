@@ -121,22 +121,3 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes 
     [error] = errors(TARGET, **TINY, weights=str(file))
     assert error.startswith(f"job.weights={file}: cannot be read")
     assert "\n" not in error
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"image_size": 0},
-        {"num_images": 0},
-        {"num_classes": 0},
-        {"width": 0},
-        {"blocks": [3, 4, 0, 3]},
-        {"blocks": [3, 4, 6]},
-        {"lr": 0.0},
-        {"momentum": 1.0},
-    ],
-    ids=str,
-)
-def test_the_faulty_field_is_named(fields: dict[str, Any]) -> None:
-    [error] = errors(TARGET, **fields)
-    assert error.startswith(f"job.{next(iter(fields))}=")

@@ -128,28 +128,6 @@ def test_every_algorithm_learns(job: SparseJob, algorithm: Any, sparse: bool) ->
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("SparseLogistic", {"features": 0}),
-        ("SparseLogistic", {"words": 0}),
-        ("SparseLogistic", {"samples": 0}),
-        ("SparseLogistic", {"lr": 0.0}),
-        ("SparseLogistic", {"delay_us": -1.0}),
-        ("SparseLogistic", {"algorithm": "adamw"}),
-        ("MatrixCompletion", {"size": 0}),
-        ("MatrixCompletion", {"rank": 0}),
-        ("MatrixCompletion", {"observed": 0}),
-        ("MatrixCompletion", {"noise": -0.1}),
-        ("MatrixCompletion", {"observed": 364, "size": 20}),
-    ],
-    ids=str,
-)
-def test_the_faulty_field_is_named(name: str, fields: dict[str, Any]) -> None:
-    [error] = errors(f"jobs.sparse.{name}", **fields)
-    assert error.startswith(f"job.{next(iter(fields))}=")
-
-
 def test_adam_with_sparse_gradients_is_refused_with_the_remedy() -> None:
     [error] = errors("jobs.sparse.SparseLogistic", algorithm="adam")
     assert error.startswith("job.algorithm=adam: torch's Adam takes no sparse gradients; choose job.algorithm=adagrad")

@@ -14,15 +14,35 @@ from orchestrator.model.tensor.lockstep import in_lockstep
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
 
-WORDS, WIDTH = 12, 6
+WORDS, WIDTH = 11, 6
+
+
+class Scaled(nn.Embedding):
+    """As that of Gemma."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * torch.tensor(3.0).to(self.weight.dtype)
+
+
+class Centred(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) - self.weight.mean(dim=0)
 
 
 class Language(nn.Module):
     """``direct``: the output layer is no module, but reads the weight of the embedding."""
 
-    def __init__(self, *, tied: bool = False, bias: bool = False, padding: int | None = None, direct: bool = False):
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        bias: bool = False,
+        padding: int | None = None,
+        direct: bool = False,
+        kind: type[nn.Embedding] = nn.Embedding,
+    ):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
+        self.embed = kind(WORDS, WIDTH, padding_idx=padding)
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         self.direct = direct
@@ -34,13 +54,21 @@ class Language(nn.Module):
         return F.linear(x, self.embed.weight) if self.direct else self.head(x)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("count", "divided_logits"), [(2, False), (3, True)])
 @pytest.mark.parametrize(
     "model",
-    [Language(), Language(tied=True), Language(bias=True, padding=7), Language(tied=True, bias=True, padding=0)],
-    ids=["plain", "tied", "bias and padding", "tied with padding"],
+    [
+        Language(),
+        Language(tied=True),
+        Language(bias=True, padding=7),
+        Language(tied=True, bias=True, padding=0),
+        Language(tied=True, kind=Scaled),
+    ],
+    ids=["plain", "tied", "bias and padding", "tied with padding", "scaled"],
 )
-def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(model: Language, count: int) -> None:
+def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(
+    model: Language, count: int, divided_logits: bool
+) -> None:
     words = torch.arange(WORDS).repeat(2, 1)
     names = list(vocabularies(model, [], count))
     assert names == ["embed", "head"]
@@ -50,11 +78,12 @@ def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(model: Langua
 
     def of_rank(index: int, peers: Peers) -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(model)
-        divide_rows(own, names, index=index, count=count, peers=peers)
+        divide_rows(own, names, index=index, count=count, peers=peers, divided_logits=divided_logits)
         own.zero_grad()
         out = own(words)
         F.cross_entropy(out.flatten(0, 1), words.flatten()).backward()
-        return out.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+        out = out.detach() + torch.zeros(WORDS)  # which reads all words
+        return out, {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
     for index, (out, gradients) in enumerate(in_lockstep(count, of_rank)):
         torch.testing.assert_close(out, whole.detach())
@@ -66,10 +95,11 @@ def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole(model: Langua
             torch.testing.assert_close(gradients[name], part)
 
 
-def test_rows_that_do_not_divide_and_modules_of_other_kinds_stay_whole() -> None:
-    assert vocabularies(Language(), [], 5) == {}
+def test_too_few_rows_and_modules_of_other_kinds_stay_whole() -> None:
+    assert vocabularies(Language(), [], 7) == {}
     sparse = nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS))
     assert vocabularies(sparse, [], 2) == {}
+    assert vocabularies(Language(tied=True, kind=Centred), [], 2) == {}, "its vectors depend on all rows"
     model = Language(tied=True)
     assert vocabularies(model, [model.head], 2) == {}, "a module that is divided and one that is not have one weight"
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from orchestrator.planning.boxes import Box, box_problem, first_overlap, has_hole
+from orchestrator.planning.placement import Box, box_problem, first_overlap, has_hole
 
 
 def box(full: tuple[int, ...], *ranges: tuple[int, int]) -> Box:

@@ -13,7 +13,7 @@ from orchestrator.job import Job
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
-from orchestrator.planning.microbatch_size import MOST_GROWTH, growth, note_on_size, remedy
+from orchestrator.planning.schedules import MOST_GROWTH, growth, note_on_size, remedy
 from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.pipelined.preflight import forward_flops

@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.planning.boxes import Box, first_overlap, has_hole
 from orchestrator.planning.mesh import DENSE, DIMENSIONS, Mesh
-from orchestrator.planning.placement import AxisCut, Placement
+from orchestrator.planning.placement import AxisCut, Box, Placement, first_overlap, has_hole
 
 MOST_RANKS = 64
 

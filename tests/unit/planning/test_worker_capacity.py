@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.planning.worker_capacity import Resources, workers_on_node, workers_on_nodes
+from orchestrator.planning.mesh import Resources, workers_on_node, workers_on_nodes
 
 SMALL, LARGE = {"CPU": 2.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 2.0}
 

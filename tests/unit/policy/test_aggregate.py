@@ -14,7 +14,7 @@ from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, Reduce
-from orchestrator.timeline.spans import ActionKind, Span
+from orchestrator.timeline import ActionKind, Span
 
 
 def point(**changes: Any) -> TrainPoint:

@@ -11,8 +11,8 @@ from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.driver.checked_runs import check_all
-from orchestrator.driver.preflight import size_plans
-from orchestrator.driver.preflight.size_plans import plan_sizes
+from orchestrator.driver.preflight import child_checks
+from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import RankAssignment, Sizes, find_rank_assignment, find_rescue, reassigned
@@ -254,7 +254,7 @@ def test_only_the_plans_that_are_needed_are_made(words: tuple[str, ...], monkeyp
         made.append(config.strategy.num_workers)  # type: ignore[arg-type]
         return make_plan(config, *args, **options)
 
-    monkeypatch.setattr(size_plans, "make_plan", counted)
+    monkeypatch.setattr(child_checks, "make_plan", counted)
     (checked_run,) = check_all(
         [["tracking=none", *words, "strategy.num_workers=[2,64]", "train.global_batch_size=1024"]]
     )

@@ -20,7 +20,7 @@ from orchestrator.protocol.flight import Enqueued
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker.control import control
 from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.process.stacks import is_waiting
+from orchestrator.worker.process.output import is_waiting
 
 CONFIG = replace(RECOVERY, hang_factor=30, hang_min_s=60, hang_max_s=300, build_max_s=3000)
 LATE = 61.0

@@ -13,6 +13,8 @@ from helpers.machines.queue_entries import entry
 from orchestrator.display.run_list import order_notes, queue_table
 from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.policy.queue_order import (
+    ClusterState,
+    NodeState,
     find_entries,
     line,
     marked_over_share,
@@ -22,7 +24,6 @@ from orchestrator.policy.queue_order import (
     victims,
     why_waiting,
 )
-from orchestrator.policy.shortage import ClusterState, NodeState
 from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 from orchestrator.queue import main
 

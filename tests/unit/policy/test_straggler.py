@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.policy.straggler import MIN_SLOW_S, MIN_SLOW_STEPS, SharedMachine, StragglerWatch
 from orchestrator.protocol.events import Straggler
-from orchestrator.protocol.machine_use import MachineUse, describe_sharing
 from orchestrator.protocol.messages import TrainPoint
+from orchestrator.protocol.metrics import MachineUse, describe_sharing
 
 Round = tuple[float, ...]
 """The time of each rank for one step, in ms, without waiting for the others."""

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.policy.recovery import RecoveryPlan
-from orchestrator.policy.transitions import Transition, TransitionLog
+from orchestrator.policy.recovery import RecoveryPlan, Transition, TransitionLog
 
 IN_PLACE = RecoveryPlan(lost=(1,), sources=(0, 0), step=40, pause_s=0)
 LOSS = Transition(began=100.0, reached=40, num_workers_before=2, planned=None)

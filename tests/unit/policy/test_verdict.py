@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from orchestrator.exit_codes import BAD_INPUT
 from orchestrator.policy.run_state import RESULT_LOST, Verdict, completed, refused, stopped
+from orchestrator.verb_options import BAD_INPUT
 
 
 def test_a_run_whose_last_checkpoint_is_missing_has_not_finished() -> None:

@@ -11,7 +11,7 @@ import pytest
 from orchestrator import compare, logs, runs
 from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import NoSuchRunError, RunSearch
 

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import write_json
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.process_identity import is_alive, this_process
+from orchestrator.records.lock import is_alive, this_process
 from orchestrator.records.run_dir import RunDir
 
 
@@ -131,7 +131,7 @@ def test_a_step_of_the_clock_changes_no_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
-    code = "import json; from orchestrator.records.process_identity import this_process\n"
+    code = "import json; from orchestrator.records.lock import this_process\n"
     code += "print(json.dumps(this_process()), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None

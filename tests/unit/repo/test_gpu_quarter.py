@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,17 +78,23 @@ def test_every_probe_exists_and_takes_its_arguments() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_saves_its_table_and_says_what_is_wrong(tmp_path: Path) -> None:
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        script = ROOT / "benchmarks" / "gpu_quarter.py"
-        return subprocess.run(
-            [sys.executable, script, *words], capture_output=True, text=True, timeout=200, check=False
-        )
+def test_the_command_saves_its_table_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu_quarter.py", *words])
+        return gpu_quarter.main()
 
-    done = command("--cpu", "--only", "facts,snapshot", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = (tmp_path / "table.md").read_text().splitlines()[-2:]
-    assert [row.split(" | ")[2] for row in rows] == ["ok", "ok"]
-    refused = command("--only", "speeed")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "no probe is named 'speeed'; there are facts, recovery, " in refused.stderr
+    patient = replace(gpu_quarter.PROBES["facts"], limit_s=300)
+    monkeypatch.setitem(gpu_quarter.PROBES, "facts", patient)
+    assert command("--cpu", "--only", "facts", "--out", str(tmp_path)) == 0
+    row = (tmp_path / "table.md").read_text().splitlines()[-1]
+    assert row.split(" | ")[2] == "ok"
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command("--only", "speeed")
+    assert "no probe is named 'speeed'; there are facts, recovery, " in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert command() == 2
+    message = "gpu_quarter.py: torch sees no GPU; run it on a machine with one, or with --cpu\n"
+    assert capsys.readouterr() == ("", message)

@@ -46,7 +46,7 @@ RULES = {
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
-    "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
+    "worker.control": ("config planning protocol compat strategies strategies.measure worker.process", "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state strategies "
                        "strategies.data worker.control",                                       "torch"),

@@ -12,8 +12,7 @@ import torch
 
 from orchestrator.state import checkpoint
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.digests import HASH
-from orchestrator.state.manifest import MANIFEST, CheckpointError
+from orchestrator.state.manifest import HASH, MANIFEST, CheckpointError
 from orchestrator.state.train_state import TrainState
 
 TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

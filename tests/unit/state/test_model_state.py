@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from orchestrator.planning.boxes import Box, Ranges
+from orchestrator.planning.placement import Box, Ranges
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, dropped_names, saving_errors, total
 from orchestrator.state.train_state import TrainState, capture, restore

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from helpers.records.runs import wait_for
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.state.checkpoint import list_checkpoints, load, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_uploader import WriteFailed, Written

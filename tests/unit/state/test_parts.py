@@ -19,13 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
 from helpers.records.runs import in_campaign
-from orchestrator.planning.boxes import Box
-from orchestrator.planning.placement import AxisCut
-from orchestrator.state import digests
+from orchestrator.planning.placement import AxisCut, Box
+from orchestrator.state import manifest
 from orchestrator.state.checkpoint import commit, load, staging, verify, write_part
 from orchestrator.state.checkpoint_store import CheckpointStore
-from orchestrator.state.digests import CHUNK_BYTES
-from orchestrator.state.manifest import CheckpointError, Kind
+from orchestrator.state.manifest import CHUNK_BYTES, CheckpointError, Kind
 from orchestrator.state.train_state import TrainState, capture, restore
 
 CHUNK = 256
@@ -126,8 +124,8 @@ def test_a_reader_of_a_part_reads_and_holds_little_more(tmp_path: Path, monkeypa
     tensors = {f"w{i}": torch.full((rows, 16), float(i)) for i in range(8)}
     path = save_parts(tmp_path, [[part(n, t, (0, rows), (0, 16)) for n, t in tensors.items()]])
     read_bytes, allocated = [], []
-    preadv, empty = digests.os.preadv, torch.empty
-    monkeypatch.setattr(digests.os, "preadv", lambda f, b, at: (read_bytes.append(len(b[0])), preadv(f, b, at))[1])
+    preadv, empty = manifest.os.preadv, torch.empty
+    monkeypatch.setattr(manifest.os, "preadv", lambda f, b, at: (read_bytes.append(len(b[0])), preadv(f, b, at))[1])
 
     def counted(*shape: object, **more: object) -> Tensor:
         made: Tensor = empty(*shape, **more)  # type: ignore[call-overload]

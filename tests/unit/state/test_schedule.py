@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as lr
 
 from orchestrator.state.checkpoint import load, save
-from orchestrator.state.schedule import Schedule, ScheduleError, without_length
+from orchestrator.state.optimizers import Schedule, ScheduleError, without_length
 from orchestrator.state.train_state import capture, restore
 
 Make = Callable[[optim.Optimizer, int], Any]

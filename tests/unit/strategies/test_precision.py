@@ -16,10 +16,9 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.precision import Precision, summable
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.asynchronous.locked_sgd import LockedSGDConfig
-from orchestrator.strategies.device_precision import precision_error, set_tf32
-from orchestrator.strategies.update.loss_scale import GROWTH_STEPS, INITIAL, LossScale
+from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
+from orchestrator.strategies.measure.device import precision_error, set_tf32
+from orchestrator.strategies.trained import GROWTH_STEPS, INITIAL, LossScale
 
 ASYNC = replace(PARAMETER_SERVER, consistency="async")
 HOGWILD = HogwildConfig(name="hogwild", num_workers=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from helpers.conformance.cases import having
 from helpers.jobs.block_jobs import BlockDigits
@@ -31,13 +33,25 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
         [],
         (
             "strategy.tensor=2 divides, as proven on a block of each kind, 2 x Block: 99% of the parameters "
-            f"({MLP}, {ATTENTION}); and the rows of embed.token, head",
+            f"({MLP}, {ATTENTION}); and the rows of embed.token, head, whose outputs stay divided in the loss",
         ),
     )
     errors, (divided, whole) = said(llama(hidden=160, heads=2, kv_heads=1), 2)
     assert errors == []
-    assert divided.endswith(f"({MLP}); and the rows of embed.token, head")
+    assert divided.endswith(f"({MLP}); and the rows of embed.token, head, whose outputs stay divided in the loss")
     assert whole.startswith(f"strategy.tensor=2 leaves whole {ATTENTION}: raises RuntimeError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confident(TinyGPT):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output, target) - 0.1 * output.softmax(dim=-1).square().mean()
+
+
+def test_a_loss_that_reads_all_outputs_gets_them() -> None:
+    errors, (note,) = said(Confident(layers=2, variant="llama", heads=4, kv_heads=2, hidden=40), 2)
+    assert errors == []
+    assert note.endswith("head, whose outputs are gathered on each worker, because the loss reads all of them")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +63,12 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
             f"strategy.tensor=4: 0% of the parameters of the blocks could be divided ({MLP}: 42 is no multiple of 4; "
             f"{ATTENTION}: raises RuntimeError: unflatten: Provided sizes [-1, 4] don't multiply up to the size of dim "
             f"2 (2) in the input tensor); set it to 2, or {INSTEAD.format(4)}",
+        ),
+        (
+            llama(),
+            3,
+            f"strategy.tensor=3: 0% of the parameters of the blocks could be divided ({MLP}: 40 is no multiple of 3; "
+            f"{ATTENTION}: 16 is no multiple of 3); set it to 2, or {INSTEAD.format(3)}",
         ),
         (
             Toy(),
@@ -63,7 +83,7 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
             f"that feed other ones alone); {INSTEAD.format(2)}",
         ),
     ],
-    ids=["heads", "no blocks", "no pairs"],
+    ids=["heads", "three", "no blocks", "no pairs"],
 )
 def test_a_model_that_cannot_be_divided_is_refused_with_what_to_set(job: Job, size: int, error: str) -> None:
     assert said(job, size) == ([error], ())

@@ -20,7 +20,7 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.driver.checked_runs import CheckedRun, check_all
 from orchestrator.job import Job, has_loss
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import DatasetError

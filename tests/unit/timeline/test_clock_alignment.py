@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.timeline.ideal import Action, simulate
-from orchestrator.timeline.spans import ActionKind, Span, aligned, clock_offset_s
+from orchestrator.timeline import Action, ActionKind, Span, aligned, clock_offset_s, simulate
 
 LAYOUTS = {
     "a stage each": [[0], [1], [2]],

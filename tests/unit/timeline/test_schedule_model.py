@@ -6,8 +6,7 @@ import pytest
 
 from helpers.ranks.schedules import live_microbatches
 from orchestrator.compat.pipelining import computations
-from orchestrator.timeline.ideal import order_of, simulate, theoretical_bubble
-from orchestrator.timeline.spans import bubble
+from orchestrator.timeline import bubble, order_of, simulate, theoretical_bubble
 
 GRIDS = [(2, 4), (4, 8), (4, 16), (8, 16)]
 """``(workers, microbatches)``"""

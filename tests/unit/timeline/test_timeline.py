@@ -1,16 +1,13 @@
-"""What is told of a step from its spans: bubbles, busy shares, the picture and the trace."""
+"""What is told of a step from its spans: bubbles, busy shares, and the trace."""
 
 from __future__ import annotations
 
 import itertools
-import struct
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
-from orchestrator.timeline.draw import draw, trace
-from orchestrator.timeline.spans import ActionKind, Span, Timeline, bubble
+from orchestrator.timeline import ActionKind, Span, Timeline, bubble, trace
 
 
 def span(kind: ActionKind, stage: int, start: float, end: float, microbatch: int = 0) -> Span:
@@ -59,14 +56,3 @@ def test_trace_has_a_row_for_each_worker_without_overlaps() -> None:
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in traced if e["ph"] == "M"}
     assert names[1, None] == "replica 1"
     assert names[1, 1] == "stage 1"
-
-
-@pytest.mark.parametrize("replicas", [1, 20])
-def test_picture_is_of_bounded_size(replicas: int, tmp_path: Path) -> None:
-    many = Timeline(step=7, replicas=[TWO_STAGES] * replicas, theoretical_bubble=0.5)
-    draw(many, tmp_path / "timeline.png", title="a test")
-    picture = (tmp_path / "timeline.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    width, height = struct.unpack(">II", picture[16:24])
-    assert width == 1800
-    assert 200 < height < 1500

@@ -13,7 +13,7 @@ from orchestrator.planning.memory import MemoryLimit
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.timeline.ideal import Action
+from orchestrator.timeline import Action
 from orchestrator.tuning.choice import (
     Contender,
     StrategyName,

@@ -30,7 +30,7 @@ from orchestrator.config.typed import plain
 from orchestrator.driver.code.worker_code import pickle_job
 from orchestrator.driver.preflight.record import command_line
 from orchestrator.driver.process.host_process import only_run, unchanged
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.strategies import registry
 

@@ -16,7 +16,7 @@ from helpers.files.golden import Golden
 from orchestrator.compare import main
 from orchestrator.display.comparison import read_curve, read_run
 from orchestrator.display.comparison_analysis import Comparison, labels
-from orchestrator.display.comparison_table import table
+from orchestrator.display.comparison_report import table
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal

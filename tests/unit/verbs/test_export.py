@@ -23,7 +23,7 @@ from orchestrator.config.redact import MASK
 from orchestrator.exporting.__main__ import _weights
 from orchestrator.exporting.__main__ import main as export_for_mlflow
 from orchestrator.job import Job, Split
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.best import BestSoFar

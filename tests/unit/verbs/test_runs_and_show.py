@@ -24,7 +24,7 @@ from orchestrator.protocol.events import (
     WorkerLost,
 )
 from orchestrator.records.journal import Journal
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 
 NOBODY = {**this_process(), "pid": 2**22 - 1}
@@ -137,8 +137,7 @@ def test_show_tells_how_a_run_went_or_how_far_it_is_and_what_may_follow(
     run_dir = make_run(output_dir, "12-34-01-a", state="failed", mlflow_run_id="abc", tracking={"uri": "http://host"})
     (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
     summary = run_dir.read_record()["summary"]
-    profiled = "10 steps of 6.6 ms: computation 100%"
-    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0, "profiled": profiled})
+    run_dir.update_record(summary={**summary, "queue_s": 25.0, "waited_s": 5.0})
     run_dir.update_record(best={"metric": "val/loss", "step": 400, "value": 0.25})
     lost = {"rank": 1, "display_name": "rank 1", "step": 412, "traceback": "", "log": "", "log_tail": ""}
     journal = Journal(run_dir)

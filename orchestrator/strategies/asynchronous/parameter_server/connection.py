@@ -9,23 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.state.transport import CPU
+from orchestrator.strategies.asynchronous.parameter_server import wire
 from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard, dense_bytes
-from orchestrator.strategies.asynchronous.parameter_server.wire import (
-    ANSWER,
-    ANSWERED_COUNTS,
-    ANSWERED_ROWS,
-    PendingSends,
-    Push,
-    RowsSpec,
-    receive_rows,
-)
 
 
 class ServerConnection:
     """Pushes gradients to one server and receives its parameters as the answer.
 
     Attributes:
-        rank: the server's global rank.
         sends: the messages being sent to the server.
         received_bytes: the size of the answers received since the last :meth:`reset_counters`.
     """
@@ -51,10 +42,10 @@ class ServerConnection:
         """
         self.rank = rank
         self._pushes = pushes
-        self.sends = PendingSends()
+        self.sends = wire.PendingSends()
         self.received_bytes = 0
         self._names = [shard.name for shard in shards]
-        self._push = Push(shards, compression=compression)
+        self._push = wire.Push(shards, compression=compression)
         self._dense = memory[dense_bytes(shards)]
         self._dense_elements = sum(shard.stop - shard.start for shard in shards if shard.row is None)
         self._tables = {
@@ -109,7 +100,7 @@ class ServerConnection:
     def expect(self, group: dist.ProcessGroup | None = None) -> None:
         """Start to receive an answer. It overwrites the parameters, which must not be in use."""
         self._answer_group = group
-        for memory, tag in ((self._landing, ANSWER), (self._counts, ANSWERED_COUNTS)):
+        for memory, tag in ((self._landing, wire.ANSWER), (self._counts, wire.ANSWERED_COUNTS)):
             if memory.numel():
                 work = dist.irecv(memory, self.rank, group=group, tag=tag)
                 assert work is not None
@@ -136,10 +127,10 @@ class ServerConnection:
             self._dense.copy_(self._landing)
         elements = self._dense_elements
         specs = [
-            RowsSpec(count, len(table), shard.dtype, table.shape[1:])
+            wire.RowsSpec(count, len(table), shard.dtype, table.shape[1:])
             for count, (shard, table) in zip(self._counts.tolist(), self._tables.values(), strict=True)
         ]
-        rows = receive_rows(specs, self.rank, ANSWERED_ROWS, self._answer_group)
+        rows = wire.receive_rows(specs, self.rank, wire.ANSWERED_ROWS, self._answer_group)
         for (numbers, values), (_, table) in zip(rows, self._tables.values(), strict=True):
             table.index_copy_(0, numbers.long().to(table.device), values.to(table.device))
             elements += values.numel()

@@ -25,8 +25,6 @@ class Groups:
     """Groups beside the default one.
 
     Attributes:
-        workers: all workers.
-        servers: all servers.
         long_timeout: all ranks, for messages between ranks that may be many steps apart.
         pushes: all ranks, for pushes received in the background. These use connections of their own, so that a server
             that leaves closes the others at once.
@@ -57,8 +55,6 @@ def share_meta(own: Mapping[str, Any] | None, *, mesh: Mesh, rank: int) -> dict[
 
     Args:
         own: the ``meta`` of this rank's state after the step to recover, or None if it has no such state.
-        mesh: the grid of ranks.
-        rank: this global rank.
     """
     first = torch.tensor(mesh.world_size if own is None else rank)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)

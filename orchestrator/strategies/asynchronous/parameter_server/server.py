@@ -29,21 +29,10 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
-from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
+from orchestrator.strategies.asynchronous.parameter_server import wire
 from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
-from orchestrator.strategies.asynchronous.parameter_server.receiver import PushReceiver
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
-from orchestrator.strategies.asynchronous.parameter_server.wire import (
-    ANSWER,
-    ANSWERED_COUNTS,
-    ANSWERED_ROWS,
-    NORM,
-    READY,
-    PendingSends,
-    Push,
-    pack_rows,
-)
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
 from orchestrator.strategies.data.datasets import steps_per_epoch
@@ -64,9 +53,9 @@ class _Connected:
     """
 
     groups: Groups
-    sends: PendingSends
-    pushes: Mapping[int, Push]
-    receiver: PushReceiver | None
+    sends: wire.PendingSends
+    pushes: Mapping[int, wire.Push]
+    receiver: wire.PushReceiver | None
 
 
 class Server(Strategy):
@@ -93,12 +82,12 @@ class Server(Strategy):
         mesh = self.context.mesh
         self._shards.drop_gradients()  # they may be the memory of pushes of another generation
         groups = Groups.form(self.context)
-        pushes = {w: Push(self._shards.shards, compression=self._options.compression) for w in self._workers}
+        pushes = {w: wire.Push(self._shards.shards, compression=self._options.compression) for w in self._workers}
         self._connections = _Connected(
             groups=groups,
-            sends=PendingSends(),
+            sends=wire.PendingSends(),
             pushes=pushes,
-            receiver=None if self._sync else PushReceiver(pushes, groups.pushes),
+            receiver=None if self._sync else wire.PushReceiver(pushes, groups.pushes),
         )
         if self._copies is not None:
             self._copies.attach(groups.copies, mesh.servers, rank=self.context.global_rank)
@@ -272,13 +261,13 @@ class Server(Strategy):
         train, sends, pushes = self.context.train, self._connected.sends, self._connected.pushes
         others = [rank for rank in self.context.mesh.servers if rank != self.context.global_rank]
         # Point-to-point messages instead of a barrier: a collective operation would slow down small steps.
-        ready = [dist.irecv(torch.zeros(1), other, tag=READY) for other in others]
+        ready = [dist.irecv(torch.zeros(1), other, tag=wire.READY) for other in others]
         arriving = {worker: push.expect(worker) for worker, push in pushes.items()}
         for worker, work in arriving.items():
             self._wait_for(work)
             pushes[worker].complete(worker)
         for other in others:
-            sends.send(torch.zeros(1), other, READY)
+            sends.send(torch.zeros(1), other, wire.READY)
         self._shards.set_gradients(list(pushes.values()))
         for message in ready:
             self._wait_for(message)
@@ -287,7 +276,7 @@ class Server(Strategy):
             norm = norm_over(self._connected.groups.servers, self._shards.tensors, CPU)
             if self._index == 0:
                 for worker in self._workers:
-                    sends.send(norm, worker, NORM)
+                    sends.send(norm, worker, wire.NORM)
         skipped = norm is not None and train.on_nonfinite == "skip" and not torch.isfinite(norm)
         if not skipped:
             self._shards.clip(train, norm)
@@ -312,7 +301,7 @@ class Server(Strategy):
         for released in self._clocks.advance(worker):
             self._answer(released)
 
-    def _wait_for(self, arriving: dist.Work | PendingSends | None) -> None:
+    def _wait_for(self, arriving: dist.Work | wire.PendingSends | None) -> None:
         assert arriving is not None
         began = time.perf_counter()
         arriving.wait()
@@ -326,10 +315,54 @@ class Server(Strategy):
         """Send a worker the dense parameters, and the rows of tables that it has not seen."""
         sends, memory = self._connected.sends, self._shards.memory
         if memory.numel():
-            sends.send(memory, worker, ANSWER, group)
+            sends.send(memory, worker, wire.ANSWER, group)
         if self._shards.has_tables:
             rows = self._shards.take_unseen(worker)
-            sends.send(torch.tensor([len(n) for n, _ in rows]), worker, ANSWERED_COUNTS, group)
+            sends.send(torch.tensor([len(n) for n, _ in rows]), worker, wire.ANSWERED_COUNTS, group)
             if any(len(n) for n, _ in rows):
-                sends.send(pack_rows(rows), worker, ANSWERED_ROWS, group)
+                sends.send(wire.pack_rows(rows), worker, wire.ANSWERED_ROWS, group)
         self._answered_at[worker] = self._updates
+
+
+class WorkerClocks:
+    """Counts each worker's applied steps and decides which workers may continue.
+
+    Attributes:
+        max_lead: the largest lead over the slowest worker at which a worker was let go, since the caller last set it
+            to 0.
+    """
+
+    def __init__(self, workers: Sequence[int], *, step: int, bound: int | None):
+        """Start all clocks.
+
+        Args:
+            workers: the ranks of the workers.
+            step: the last step whose gradients have been applied.
+            bound: how many steps a worker may be ahead of the slowest; None for no bound.
+        """
+        self._steps = dict.fromkeys(workers, step)
+        self._bound = bound
+        self._waiting: set[int] = set()
+        self.max_lead = 0
+
+    @property
+    def slowest(self) -> int:
+        """The last step of the slowest worker."""
+        return min(self._steps.values())
+
+    def advance(self, worker: int) -> list[int]:
+        """Count a gradient of ``worker``.
+
+        Returns:
+            The workers that may continue now, in the order of their ranks.
+        """
+        self._steps[worker] += 1
+        self._waiting.add(worker)
+        slowest, released = self.slowest, []
+        for waiting in sorted(self._waiting):
+            lead = self._steps[waiting] - slowest
+            if self._bound is None or lead <= self._bound:
+                self.max_lead = max(self.max_lead, lead)
+                released.append(waiting)
+        self._waiting.difference_update(released)
+        return released

@@ -30,7 +30,6 @@ class ServerShards:
     Attributes:
         shards: which shards of the parameters the server has.
         memory: the dense tensors as bytes, of shape (n,), in the layout of an answer.
-        optimizer: updates the tensors.
         scheduler: the learning-rate schedule, or None.
     """
 
@@ -53,8 +52,6 @@ class ServerShards:
             state: a saved state of the whole model, whose tensors are removed as they are loaded; None for the initial
                 one.
             server: the index of this server.
-            num_servers: the number of servers.
-            num_workers: the number of workers.
             seed: the seed of the model's initialization.
             steps: the steps of the run, for the scheduler.
             steps_per_epoch: the steps of an epoch, for the scheduler; None if they are not known.

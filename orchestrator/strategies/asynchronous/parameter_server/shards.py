@@ -22,7 +22,6 @@ class PlacedShard(Shard):
     """A shard of a parameter on one server; its units are elements, or the rows of a table.
 
     Attributes:
-        dtype: the parameter's dtype.
         begin: the first byte in the contiguous memory of all dense parameters; 0 for a table.
         end: the end in that memory; 0 for a table.
         row: the shape of a row of a table; None for a dense parameter.

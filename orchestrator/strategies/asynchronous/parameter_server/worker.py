@@ -46,13 +46,12 @@ from orchestrator.strategies.asynchronous.parameter_server.shards import (
     shards_of,
 )
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
-from orchestrator.strategies.asynchronous.preflight import sharding_errors, statistics_notes
+from orchestrator.strategies.asynchronous.staleness import statistics_notes
 from orchestrator.strategies.base import Context, EvalSums
-from orchestrator.strategies.changed_weights import changed_weights
-from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.diverging import diverging_errors
+from orchestrator.strategies.update.job_optimizer import optimizer_of, own_step_errors
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
 
@@ -70,7 +69,7 @@ class ParameterWorker(Trainer, Reduction):
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options, model = ParameterServerConfig.of(config.strategy), outline.model
         if model is not None:  # otherwise the workers find out
-            errors += sharding_errors(options.name, outline.job, model, options.num_shards)
+            errors += _sharding_errors(options.name, outline.job, model, options.num_shards)
             served = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             if changed := [name for name in changed_weights(outline) if name in served]:
                 errors.append(
@@ -360,3 +359,17 @@ class ParameterWorker(Trainer, Reduction):
             yield
         finally:
             self._waited_s += time.perf_counter() - began
+
+
+def _sharding_errors(strategy: str, job: Job, model: nn.Module, num_servers: int) -> list[str]:
+    """Return why the parameters of the ``model`` and their optimizer cannot be divided over ``num_servers`` servers."""
+    errors = []
+    max_servers = sum(extent.units for extent in extents_of(model))
+    if num_servers > max_servers:
+        errors.append(f"strategy.num_shards={num_servers}: the model allows at most {max_servers} servers; lower it")
+    optimizer = optimizer_of(job, model)
+    if error := optimizer_error(optimizer):
+        errors.append(f"strategy={strategy}: Job.optimizer: {error}")
+    else:
+        errors += own_step_errors(f"strategy={strategy}", optimizer, otherwise="use strategy=ddp")
+    return errors

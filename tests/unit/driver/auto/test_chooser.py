@@ -18,7 +18,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.chooser import FOLDER, Chooser
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records.output_dir import OutputDir

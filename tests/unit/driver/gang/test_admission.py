@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.driver.gang import admission
-from orchestrator.driver.gang.admission import Admission
+from orchestrator.driver.gang import spares
+from orchestrator.driver.gang.spares import Admission
 from orchestrator.driver.nodes.node_reports import driver_report
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.planning.plan import Node
@@ -28,10 +28,10 @@ def test_a_reservation_ends_when_a_node_that_was_late_has_answered(
             pending.clear()
         return answers
 
-    monkeypatch.setattr(admission, "_living", lambda node_id: NODE)
-    monkeypatch.setattr(admission, "ask_nodes", lambda nodes, **question: dict(enumerate(nodes)))
-    monkeypatch.setattr(admission, "reports_in_time", reports_in_time)
-    monkeypatch.setattr(admission, "check_sharing", lambda report, output_dir: ())
+    monkeypatch.setattr(spares, "_living", lambda node_id: NODE)
+    monkeypatch.setattr(spares, "ask_nodes", lambda nodes, **question: dict(enumerate(nodes)))
+    monkeypatch.setattr(spares, "reports_in_time", reports_in_time)
+    monkeypatch.setattr(spares, "check_sharing", lambda report, output_dir: ())
     warnings: list[str] = []
     spec: Any = SimpleNamespace(
         checked_nodes=(),

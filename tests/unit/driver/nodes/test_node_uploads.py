@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.driver.nodes.node_uploads import mirror_of
 from orchestrator.records.json_file import write_json
+from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.process_identity import this_process
 from orchestrator.records.run_dir import RunDir
 
 DRIVER = {**this_process(), "boot_id": "of another host"}

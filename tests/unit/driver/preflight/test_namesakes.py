@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.records import run_dir as rundir
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 

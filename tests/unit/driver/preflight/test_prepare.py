@@ -20,7 +20,7 @@ from orchestrator.config.redact import MASK, Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.run_config import environment_errors, tracking_note
-from orchestrator.records.process_identity import is_alive
+from orchestrator.records.lock import is_alive
 from orchestrator.state.best import BestSoFar
 
 # Places -------------------------------------------------------------------------------------------

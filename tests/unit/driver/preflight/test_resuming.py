@@ -23,9 +23,9 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.resume import find_resume, find_source
-from orchestrator.driver.process.parent_reports import LEFT_RUN, left_run
+from orchestrator.driver.process.origin import LEFT_RUN, left_run
 from orchestrator.job import Job, Split
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture

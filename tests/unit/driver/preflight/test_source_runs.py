@@ -17,7 +17,7 @@ from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import load, prune, step_of, verify
 from orchestrator.state.manifest import read_manifest

@@ -22,18 +22,16 @@ from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.resume import find_resume
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors
 from orchestrator.driver.process.origin import HERE
-from orchestrator.driver.process.result import RunResult
-from orchestrator.driver.process.run_context import EventStream
+from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.records import lease as leases
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
-from orchestrator.records.output_dir import OutputDir, fetch, find_run
-from orchestrator.records.process_identity import this_process
+from orchestrator.records.lock import this_process
+from orchestrator.records.output_dir import OutputDir, fetch, find_run, folder_of_node, prepare_staging
 from orchestrator.records.run_dir import LEASE_S, RunDir
-from orchestrator.records.staging import folder_of_node, prepare
 from orchestrator.state.checkpoint import save
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
@@ -260,7 +258,7 @@ def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.Monk
 def write_as_worker(folder: Path, host: str, run_dir: RunDir) -> RunDir:
     """Write what a worker on ``host`` does, if the driver of the run is elsewhere; returns the directory there."""
     there = output_of(folder, host).staged("/".join(run_dir.path.parts[-2:]))
-    prepare(there)
+    prepare_staging(there)
     for file in ("logs/rank-1.log", ".spools/node-1", "samples/step-000001-text.txt"):
         (there.path / file).parent.mkdir(exist_ok=True)
         (there.path / file).write_text("of the worker")
@@ -328,15 +326,15 @@ def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path
 def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Path) -> None:
     first = start(config_of(tmp_path, "here"))
     first.log_file(0).write_text("of the first")
-    prepare(first)
+    prepare_staging(first)
     assert first.log_file(0).exists(), "its driver lives"
     first.update_record(driver={**this_process(), "boot_id": "of a host that is not visible from here"})
-    prepare(first)
+    prepare_staging(first)
     assert first.log_file(0).exists(), "its driver may live"
     first.update_record(driver={**this_process(), "start_ticks": 0})
     left = first.path.with_name(f".{first.path.name}.{'0' * 32}")
     left.mkdir()  # by a process that was killed before it had deleted it
-    prepare(first)
+    prepare_staging(first)
     assert contents(first.path) == {}
     assert not left.exists()
 

@@ -106,7 +106,7 @@ def test_a_signal_before_the_request_remains_the_cause() -> None:
 def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = "import json, time; from orchestrator.records.process_identity import this_process; "
+    program = "import json, time; from orchestrator.records.lock import this_process; "
     program += "print(json.dumps(this_process()), flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.driver.run.generation_end import abandon
+from orchestrator.driver.run.run_workers import abandon
 
 
 class Calls:

@@ -13,8 +13,7 @@ from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.run.run_recorder import RunRecorder
-from orchestrator.policy.recovery import RecoveryPlan
-from orchestrator.policy.transitions import Transition
+from orchestrator.policy.recovery import RecoveryPlan, Transition
 from orchestrator.protocol.events import FirstStepDone, Recovered, StateChanged
 from orchestrator.records.run_dir import RunDir
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # processes that are started again
 DRIVER = """
 import os, sys
 from pathlib import Path
-from orchestrator.driver.process.parent_reports import left_run, report_end, report_run
+from orchestrator.driver.process.origin import left_run, report_end, report_run
 from orchestrator.records.run_dir import RunDir
 
 run_dir, *ends = RunDir(Path(sys.argv[1])), *sys.argv[2:]

@@ -15,7 +15,7 @@ from orchestrator import launch
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import Choices, Interval, example, is_search, search_space, values
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.search import NONE_FINISHED, Search, Trial, open_search
 from orchestrator.protocol.events import MetricsLogged, RunStarted, Sink

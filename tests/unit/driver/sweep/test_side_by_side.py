@@ -16,7 +16,7 @@ from orchestrator.driver.sweep.side_by_side import num_at_once
 
 CHILD = """
 import signal, sys
-from orchestrator.records.process_identity import end_with_parent
+from orchestrator.records.lock import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("ended", flush=True)))
 end_with_parent(signal.SIGTERM)
 print("up", flush=True)

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.process.result import RunResult
+from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.sweep.sweep import Sweep, open_sweep
 from orchestrator.records.output_dir import OutputDir

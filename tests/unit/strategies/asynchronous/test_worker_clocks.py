@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.strategies.asynchronous.parameter_server.clocks import WorkerClocks
+from orchestrator.strategies.asynchronous.parameter_server.server import WorkerClocks
 
 
 def test_without_a_bound_every_worker_continues_at_once() -> None:

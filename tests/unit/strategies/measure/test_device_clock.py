@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.pipelined.timed_stage import Clock
 
 

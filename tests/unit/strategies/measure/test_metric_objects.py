@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from helpers.jobs.toys import Toy
-from orchestrator.strategies.measure.metric_objects import MetricObjects, metric_object_errors
-from orchestrator.strategies.measure.sent_objects import pickled, unpickled
+from orchestrator.strategies.measure.metric_objects import MetricObjects, metric_object_errors, pickled, unpickled
 from orchestrator.user_code.errors import JobError
 
 Pair = tuple[Any, Any]

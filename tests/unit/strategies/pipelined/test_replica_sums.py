@@ -14,7 +14,7 @@ from torch import nn
 from helpers.ranks.launches import recorded
 from orchestrator.compat.pipelining import computations
 from orchestrator.planning.schedules import SCHEDULES
-from orchestrator.strategies.measure.device_clock import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 
 WAITS = WaitTimer(torch.device("cpu"))

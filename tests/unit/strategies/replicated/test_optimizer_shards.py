@@ -17,7 +17,7 @@ from helpers.conformance.layouts import SHARDED_DDP
 from helpers.jobs.step_toys import NormedGAN
 from helpers.jobs.toys import Toy
 from orchestrator.job import Job
-from orchestrator.planning.boxes import first_overlap, has_hole
+from orchestrator.planning.placement import first_overlap, has_hole
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.optimizer_shards import cut_evenly
 

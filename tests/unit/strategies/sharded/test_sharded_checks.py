@@ -15,9 +15,9 @@ from helpers.conformance.cases import Case, config_of, plan_of
 from helpers.conformance.layouts import FSDP, PARAMETER_SERVER, SHARDED_DDP
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.planning.boxes import Box
+from orchestrator.planning.placement import Box
 from orchestrator.strategies import registry
-from orchestrator.strategies.update.elementwise import ELEMENTWISE
+from orchestrator.strategies.update.job_optimizer import ELEMENTWISE
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from orchestrator.state.train_state import capture, restore
-from orchestrator.strategies.update.fused_updates import fuse_updates, sparse_parameters
+from orchestrator.strategies.update.job_optimizer import fuse_updates, sparse_parameters
 
 
 def model() -> nn.Module:

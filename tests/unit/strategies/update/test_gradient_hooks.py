@@ -18,7 +18,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Context
-from orchestrator.strategies.update.gradient_hooks import check_gradient_hooks
+from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.user_code.errors import JobError
 
 Hook = Callable[[nn.Parameter], object]

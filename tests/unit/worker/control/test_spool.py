@@ -17,7 +17,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.protocol.core_metrics import LOSS
 from orchestrator.protocol.events import Warned
 from orchestrator.protocol.messages import EvalPoint, TrainPoint, merged
-from orchestrator.timeline.spans import Span
+from orchestrator.timeline import Span
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.control.spool import Spool, _ReportUnpickler, read_spool, remove_spool
 

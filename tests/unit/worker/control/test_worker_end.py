@@ -23,7 +23,7 @@ from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import AbandonedError
 from orchestrator.worker.control.rendezvous import ReleaseError, Teardown
 from orchestrator.worker.measure.metrics import NonFiniteError
-from orchestrator.worker.reports.job_calls import ModelChangedError
+from orchestrator.worker.reports.evaluation import ModelChangedError
 
 
 def breaks(*_: Any, **__: Any) -> Any:

@@ -21,7 +21,7 @@ from orchestrator.strategies.data.datasets import (
 )
 from orchestrator.worker.data.batches import Batches, SampleOrder, checked_weights
 from orchestrator.worker.data.job_data import Datasets, batches_of
-from orchestrator.worker.data.length import batches_by_length
+from orchestrator.worker.data.loader import batches_by_length
 
 
 @dataclass(frozen=True, kw_only=True)

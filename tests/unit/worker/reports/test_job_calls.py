@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.conformance.training import CPU
-from orchestrator.worker.reports.job_calls import ModelChangedError, call_without_effect, error_with_place
+from orchestrator.worker.reports.evaluation import ModelChangedError, call_without_effect, error_with_place
 
 
 def model() -> nn.Module:

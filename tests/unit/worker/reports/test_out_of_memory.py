@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.conformance.cases import TRAIN
-from orchestrator.strategies.measure.memory import TensorSize, sizes_of
+from orchestrator.strategies.measure.device import TensorSize, sizes_of
 from orchestrator.worker.failures import explain_out_of_memory, is_out_of_memory
 
 OUT_OF_MEMORY = (

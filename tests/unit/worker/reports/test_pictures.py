@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.worker.reports.samples import picture
+from orchestrator.worker.reports.job_reports import picture
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

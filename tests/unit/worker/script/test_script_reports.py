@@ -12,7 +12,7 @@ from orchestrator import script_api
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import Failure, Outcome
 from orchestrator.protocol.metrics import Metric
-from orchestrator.worker.script.script_reports import (
+from orchestrator.worker.script.child_process import (
     LONGEST_LINE,
     Lines,
     Reports,

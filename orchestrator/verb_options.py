@@ -1,9 +1,21 @@
-"""Options that several verbs have, and types of options, for ``argparse``."""
+"""The exit codes that several verbs return, options that they have, and types of options, for ``argparse``.
+
+The exit codes of a run are in ``policy/run_state.py``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+
+FAILED = 1
+"""Training failed, or there is an error in the orchestrator or in the code of the job."""
+BAD_INPUT = 2
+"""Wrong arguments or a wrong configuration."""
+CONNECTION_LOST = 4
+"""A cluster does not answer any more."""
+INTERRUPTED = 130
+"""Ctrl-C."""
 
 
 def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:

@@ -1,1 +1,0 @@
-"""The timeline of a pipeline step: what its stages did, ideally and measured."""
