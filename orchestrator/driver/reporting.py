@@ -70,7 +70,7 @@ def job_state(event: events.Event) -> str | None:
     return None
 
 
-class JobStateSink:
+class JobStateSink(events.Sink):
     """An event sink that keeps the state of a run in the metadata of its job, if it was submitted as one."""
 
     def __init__(self) -> None:
@@ -83,9 +83,6 @@ class JobStateSink:
             self._state = state
             with contextlib.suppress(Exception):  # of any type: what the dashboard shows must not end a run
                 add_job_metadata({"state": state})
-
-    def close(self) -> None:
-        """Do nothing: every change has been written."""
 
 
 def add_tracking_page(page: str) -> None:
@@ -215,7 +212,7 @@ LABELS = ("run", "strategy", "job_name")
 REFRESH_S = 1.0
 
 
-class PrometheusSink:
+class PrometheusSink(events.Sink):
     """An event sink that exports the newest values of a run.
 
     Ray exports a recorded value once, and drops it after two report intervals (20 s). Each value is therefore recorded
@@ -238,9 +235,6 @@ class PrometheusSink:
             if not self._error_logged:  # once, to keep a broken export from flooding the log
                 self._error_logged = True
                 logging.getLogger(__name__).exception("the Prometheus metrics cannot be exported")
-
-    def close(self) -> None:
-        """Do nothing: Ray drops the values."""
 
     def _emit(self, event: events.Event) -> None:
         match event:

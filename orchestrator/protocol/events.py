@@ -377,4 +377,6 @@ class Sink(Protocol):
 
     def emit(self, event: Event) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what it has; here, nothing."""
+        return

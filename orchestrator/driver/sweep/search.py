@@ -48,7 +48,7 @@ class ExecuteTrial(Protocol):
     def __call__(self, overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult: ...
 
 
-class Trial:
+class Trial(Sink):
     """A trial of Optuna while its run trains: an event sink that reports ``metric``, and may prune the run.
 
     Args:
@@ -77,9 +77,6 @@ class Trial:
         self._reported = step
         self._trial.report(value, step)
         return bool(self._trial.should_prune())
-
-    def close(self) -> None:
-        """Do nothing: the search tells Optuna how the run ended."""
 
 
 @dataclass(kw_only=True)

@@ -25,16 +25,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.process.output import flight_record_of
-from orchestrator.worker.script.child_process import (
-    Lines,
-    Reports,
-    ReportSocket,
-    ScriptProcess,
-    ask,
-    installed_packages,
-    script_environment,
-    script_failure,
-)
+from orchestrator.worker.script import child_process
 
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
@@ -64,11 +55,11 @@ class ScriptRun:
         self._gate = gate
         self._outbox = outbox
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
-        self._reports = Reports()
+        self._reports = child_process.Reports()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._lines = Lines()
+        self._lines = child_process.Lines()
         self._selector = selectors.DefaultSelector()
-        self._process: ScriptProcess | None = None
+        self._process: child_process.ScriptProcess | None = None
         self._record: Path | None = None
         self._is_silent = True
         self._unfinished: int | None = None
@@ -91,22 +82,22 @@ class ScriptRun:
             OSError: the script cannot be started.
         """
         generation = self._assignment.generation
-        with contextlib.ExitStack() as at_end, ReportSocket() as reports:
+        with contextlib.ExitStack() as at_end, child_process.ReportSocket() as reports:
             at_end.enter_context(self._stored_checkpoints())
             self._outbox.enter(0, "train")
             at_end.callback(self._selector.close)
             at_end.callback(self._over.set)
             self._record = None if self._job.kind == "program" else reports.record
-            environment = script_environment(
+            environment = child_process.script_environment(
                 os.environ,
                 self._assignment,
-                packages=installed_packages(sys.path),
+                packages=child_process.installed_packages(sys.path),
                 reports=reports.path,
                 errors=reports.errors,
                 checkpoints=self._run_dir.script_checkpoints,
                 record=self._record,
             )
-            process = self._process = ScriptProcess(self._job.command(sys.executable), environment)
+            process = self._process = child_process.ScriptProcess(self._job.command(sys.executable), environment)
             at_end.callback(process.close)
             self._wake_at_changes(process, at_end)
             self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
@@ -128,7 +119,7 @@ class ScriptRun:
             if exit_code == 0:
                 return Outcome(status="done", step=self.step)
             log = self._run_dir.log_file(self._assignment.global_rank)
-            failure = script_failure(
+            failure = child_process.script_failure(
                 exit_code,
                 "\n".join(self._tail),
                 error_file=reports.errors.read_text(errors="replace") if reports.errors.is_file() else "",
@@ -185,11 +176,11 @@ class ScriptRun:
 
     def _flight_record(self) -> FlightRecord | None:
         """Return what the script has enqueued; None if it does not answer, or its record cannot be read."""
-        if self._record is None or (record := ask(self._record, timeout_s=RECORD_S)) is None:
+        if self._record is None or (record := child_process.ask(self._record, timeout_s=RECORD_S)) is None:
             return None
         return flight_record_of(lambda: record, since_ns=0, world_size=len(self._assignment.places))
 
-    def _wake_at_changes(self, process: ScriptProcess, at_end: contextlib.ExitStack) -> None:
+    def _wake_at_changes(self, process: child_process.ScriptProcess, at_end: contextlib.ExitStack) -> None:
         """Let :meth:`_serve` return when the script ends, or when the driver ends the generation or lets it stop."""
         woken, waker = (at_end.enter_context(end) for end in socket.socketpair())
         waker.setblocking(False)
@@ -206,7 +197,7 @@ class ScriptRun:
         self._gate.on_change = wake
         threading.Thread(target=wait, name="end of script", daemon=True).start()
 
-    def _follow(self, process: ScriptProcess) -> bool:
+    def _follow(self, process: child_process.ScriptProcess) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.
 
         Raises:
@@ -235,7 +226,7 @@ class ScriptRun:
         self._is_silent = True
         return self._unfinished is not None and self._unfinished == before
 
-    def _end(self, process: ScriptProcess, grace_s: float) -> None:
+    def _end(self, process: child_process.ScriptProcess, grace_s: float) -> None:
         """Send SIGTERM to the script, and wait ``grace_s`` for its end; :meth:`ScriptProcess.close` kills it then."""
         self._ended_by_us = True
         process.send(signal.SIGTERM)
@@ -283,12 +274,12 @@ class ScriptRun:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        lines = Lines()
+        lines = child_process.Lines()
         self._selector.register(
             connection, selectors.EVENT_READ, functools.partial(self._take_reports, connection, lines)
         )
 
-    def _take_reports(self, connection: socket.socket, lines: Lines) -> None:
+    def _take_reports(self, connection: socket.socket, lines: child_process.Lines) -> None:
         chunk = connection.recv(_CHUNK_BYTES)
         if not chunk:
             self._selector.unregister(connection)

@@ -96,9 +96,9 @@ def test_a_reason_of_refusal_stands_once(found: Answer) -> None:
     ]
     assert {without_numbers(reason) for reason in refused} == {"strategy.shard: with strategy.tensor, 1F1B makes N"}
     assert not any("strategy.shard_optimizer" in reason for reason in found.pruned)
-    given = answered("strategy.shard_optimizer=true")
-    assert [r for r in given.pruned if "strategy.tensor" in r] == [
-        "strategy.shard_optimizer: with strategy.tensor, optimizers are divided together with the parameters alone"
+    assert [*answered("strategy.sequence=true").pruned] == [
+        "strategy.sequence: strategy.tensor divides no layers",
+        "strategy.sequence: the stages of a pipeline exchange all tokens",
     ]
 
 
@@ -192,18 +192,19 @@ def outline(**changes: object) -> Outline:
     return Outline(job, dataclasses.replace(config.train, **changes))
 
 
-@pytest.mark.parametrize("vocabulary", [300, 301], ids=["rows of both ends", "whole ends"])
+@pytest.mark.parametrize("vocabulary", [300, 301], ids=["as many rows", "one more"])
 def test_the_state_of_divided_layers_is_that_of_the_launch(vocabulary: int) -> None:
     words = (
         "strategy.tensor=2",
         "strategy.shard=2",
+        "strategy.shard_optimizer=false",
         "strategy.pipeline=1",
         "job.layers=4",
         f"job.vocabulary={vocabulary}",
     )
     predicted = answered(*words, cluster="1x4xH100").fitting[0]
     assert predicted.memory is not None
-    assert predicted.step.divides_ends == (vocabulary == 300)
+    assert predicted.step.divides_ends
     job = GPT(variant="llama", context=64, layers=4, vocabulary=vocabulary)
     whole = Outline(job, outline().train)
     assert tensor_errors(whole, job.dataset("train"), 2, "auto")[0] == []
