@@ -78,12 +78,6 @@ class Pipeline(PartTrainer):
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
         errors += diverging_errors(outline.model, plan)
-        for key, size in {"tensor": plan.mesh.tensor, "context": plan.mesh.context}.items():
-            if size > 1 and schedule.splits_backward:
-                errors.append(
-                    f"strategy.{key}={size}: {schedule.name} computes backward passes in halves, for which the "
-                    "division is not proven; use strategy.schedule=1F1B"
-                )
         if plan.mesh.tensor > 1 and plan.mesh.shard == 1:
             errors += part_errors(config, outline)
         notes = check_stages(config, outline, plan, errors)
@@ -115,6 +109,8 @@ class Pipeline(PartTrainer):
         share = even_shares(train.global_batch_size, context.mesh.data_parallel_size)[context.dp_rank]
         self._rows = share // train.grad_accumulation // self.layout.num_microbatches
         self._own = self.layout.stages_of(context.pp_rank)
+        # Of the second halves, it is not known which operations the workers of a layer divide.
+        self.counts_flops = context.mesh.tensor == 1 or not SCHEDULES[self.layout.schedule].splits_backward
         self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
 
     def setup(self, train_set: Dataset[Any]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.conformance.cases import Case, assignment, having
-from helpers.conformance.layouts import LAYOUTS, STAGED, TENSOR
+from helpers.conformance.layouts import CONTEXT, LAYOUTS, STAGED, TENSOR
 from helpers.conformance.training import CPU, Steps, make, steps, train, watched
 from helpers.jobs.matrix_optimizers import OfTall, Preconditioned
 from helpers.jobs.quick_jobs import TinyGPT, digits
@@ -254,14 +254,19 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
         ("fsdp-2", "whole tensors"),
         ("mesh-zero1-in-stages-2x2", "sums"),
         ("mesh-zero1-in-stages-2x2", "exchange"),
+        ("context-in-stages-2x2", "update"),
+        ("mesh-zero1-tensor-2x2", "exchange"),
     ],
 )
 def test_a_part_without_replicas_comes_from_the_memory_of_a_neighbour(gang: Gang, layout: str, moment: str) -> None:
-    world_size = LAYOUTS[layout].world_size
+    of = {**LAYOUTS, **TENSOR, **CONTEXT}[layout]
+    world_size = of.world_size
     # Ranks that measure may cut elsewhere in another run.
     cut = {"split": ("2",), "schedule": "1F1B"} if layout in STAGED else {}
     job: Job = OfTall(kind=Preconditioned) if moment == "whole tensors" else Normed()
-    case = LAYOUTS[layout].of(Case(job=job, train=having(SHORT, steps=8)), **cut)
+    if layout not in LAYOUTS:
+        job, cut = TinyGPT(layers=2, variant="llama", tied=True), {"split": ("block1",)} if "stages" in layout else {}
+    case = of.of(Case(job=job, train=having(SHORT, steps=8)), **cut)
     expected = gang.run(train, case, world_size=world_size)
     for (step, seen), undisturbed in zip(
         gang.run(lost_without_replica, case, moment, world_size=world_size), expected, strict=True

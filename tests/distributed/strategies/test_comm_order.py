@@ -15,7 +15,7 @@ import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.layouts import LAYOUTS, MODEL_PARALLEL, Layout, ddp_pipeline, layout, pipeline
 from helpers.conformance.training import Steps, losses, make, steps, train
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import FewToEvaluate, digits
 from helpers.jobs.step_toys import Contrastive
 from helpers.jobs.toys import Normed, Tokens, Toy, Wide
 from helpers.ranks.batches import validated
@@ -63,6 +63,15 @@ def test_every_schedule(gang: Gang, schedule: str, grid: str) -> None:
     train = having(steps=2, global_batch_size=32, grad_accumulation=2, clip_norm=0.1)
     case = Case(job=digits(depth=8, hidden=8, val_size=33), train=train)
     assert_no_deadlock(gang.run(everything, of_schedule.of(case), world_size=of_schedule.world_size))
+
+
+@pytest.mark.parametrize("changes", [{"tensor": 2}, {"context": 2}], ids=str)
+def test_stages_that_several_ranks_compute_together(gang: Gang, changes: dict[str, int]) -> None:
+    """What is computed again has sums too, in both halves of a backward pass."""
+    train = having(steps=2, global_batch_size=8, clip_norm=0.1, activation_checkpointing="blocks")
+    case = Case(job=FewToEvaluate(layers=4, variant="llama", kv_heads=2, tied=True), train=train)
+    together = layout(replace(pipeline("ZBVZeroBubble", 4), **changes), 4)
+    assert_no_deadlock(gang.run(everything, together.of(case), world_size=4))
 
 
 def in_two_groups(rank: int, case: Case) -> tuple[list[Launch], Steps]:

@@ -15,11 +15,21 @@ from torch import Tensor, nn
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
 from helpers.conformance.exchanged_checkpoints import assert_checkpoints_exchanged
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SEQUENCE, SGD, TENSOR, assert_as_alone, mesh
+from helpers.conformance.layouts import (
+    ADAMW,
+    LAYOUTS,
+    SEQUENCE,
+    SGD,
+    TENSOR,
+    assert_as_alone,
+    layout,
+    mesh,
+    pipeline,
+)
 from helpers.conformance.training import make, model_of, saved_piece, snapshot, train
 from helpers.jobs.head_norms import Adapted, HeadNorms
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
-from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.quick_jobs import FewToEvaluate, TinyGPT
 from helpers.jobs.toys import Rows
 from helpers.ranks.batches import validated
 from helpers.ranks.gang import Gang
@@ -28,6 +38,7 @@ from orchestrator import export
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.records import run_dir as rundir
@@ -66,6 +77,17 @@ def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, layout: st
         torch.testing.assert_close(rank.norms, alone.norms, rtol=SGD, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [("ZBVZeroBubble", PACKED), *in_campaign(*((s, CASES["adamw"]) for s in SCHEDULES))],
+)
+def test_schedules_of_stages(gang: Gang, schedule: str, case: Case) -> None:
+    job = replace(case.job, layers=4) if isinstance(case.job, TinyGPT) else case.job
+    of = layout(replace(pipeline(schedule, 4), tensor=2), 4)
+    case = replace(case, job=job, train=having(TRAIN, global_batch_size=16))
+    assert_as_alone(gang, case, of, want_grad_norm=True)
+
+
 @pytest.mark.parametrize("layout", SEQUENCE)
 @pytest.mark.parametrize(
     "case", [CASE, *in_campaign(replace(CASE, job=replace(JOB, context=15)), replace(CASE, job=SGDGPT()))]
@@ -92,13 +114,6 @@ def test_initial_values_are_those_of_the_whole_model_and_divided(gang: Gang, lay
         assert own < 0.8 * number
         names |= {*found}
     assert names == {*alone}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FewToEvaluate(TinyGPT):
-    def dataset(self, split: Split) -> Any:
-        windows: Any = super().dataset(split)
-        return windows if split == "train" else Rows([windows[i] for i in range(13)])
 
 
 @pytest.mark.parametrize("layout", ["mesh-sharded-tensor-2x2", "mesh-replicated-tensor-2x2"])

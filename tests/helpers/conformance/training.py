@@ -177,7 +177,8 @@ def model_of(strategy: Strategy) -> nn.Module:
     assert isinstance(strategy, Trainer)
     if isinstance(strategy, OptimizerSharding) and strategy.context.mesh.tensor == 1:
         return strategy.undivided()
-    return module_of(gathered(strategy)) if strategy.trained.boxes else strategy.trained.module()
+    is_divided = strategy.context.mesh.divides_tensors
+    return module_of(gathered(strategy)) if is_divided else strategy.trained.module()
 
 
 def gathered(strategy: Trainer) -> dict[str, Tensor]:

@@ -146,3 +146,10 @@ class TinyGPT(GPT):
 
     def dataset(self, split: Split) -> Dataset[tuple[Tensor, Tensor]]:
         return _windows(split, self.context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewToEvaluate(TinyGPT):
+    def dataset(self, split: Split) -> Any:
+        windows: Any = super().dataset(split)
+        return windows if split == "train" else Rows([windows[i] for i in range(13)])
