@@ -22,6 +22,7 @@ from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
+from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement, Shape
@@ -116,6 +117,10 @@ class PartTrainer(Trainer):
         build = constructor_of(self.job, self.context.train, self.precision)
         build = build if self._tensor is None else self._tensor.of(build)
         return build if self._tokens is None else self._tokens.of(build)
+
+    def whole_model(self) -> nn.Module:
+        """Return the model of which ranks have parts, without memory; the optimizer is made for it."""
+        return build_fake(constructor_of(self.job, self.context.train, self.precision), CPU).model
 
     def placement(self, name: str, shape: Shape) -> Placement:
         """Return where a parameter of a model of :meth:`constructor` is that has this shape there."""

@@ -20,12 +20,10 @@ from torch.utils.data import Dataset
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.model.boundary import Boundary
 from orchestrator.model.cut import Cut
-from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
@@ -75,8 +73,8 @@ class FSDPPipeline(Pipeline):
         built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
-        whole, options = build_fake(builder.constructor, CPU), ShardedConfig.of(self.context.options)
-        optimizer = optimizer_of_part(self.job, whole.model, own.module())
+        options = ShardedConfig.of(self.context.options)
+        optimizer = optimizer_of_part(self.job, self.whole_model(), own.module())
         own.model.calls = check_forward(
             self.job_of_part,
             sequence.whole,

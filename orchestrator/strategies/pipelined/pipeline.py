@@ -222,21 +222,21 @@ class Pipeline(PartTrainer):
         self.stages, self._shared = built.stages, built.shared
         for stage in self.stages:
             compile_in_place(stage.module, self.context.train)
-        whole = build_fake(builder.constructor, CPU).model
-        self.trained = self.trained_of_stages(whole, [stage.module for stage in self.stages], train_set)
+        outline = build_fake(builder.constructor, CPU).model
+        self.trained = self.trained_of_stages(outline, [stage.module for stage in self.stages], train_set)
         self._cut = cut
 
-    def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
-        """Return what this rank trains of its stages; ``whole``: the whole model, without memory."""
+    def trained_of_stages(self, outline: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
+        """Return what this rank trains of its stages; ``outline``: the model that is cut, without memory."""
         own = {name for name, _ in self.undivided().named_parameters(remove_duplicate=False)}
-        every = dict(whole.named_parameters(remove_duplicate=False))
+        every = dict(outline.named_parameters(remove_duplicate=False))
         trained = {every[name] for name in own}  # which another stage may save under another name
         placements = {n: self.placement(n, tuple(p.shape)) for n, p in every.items() if p in trained}
         return Trained(
             self.job,
             self.context,
             modules,
-            {"": optimizer_of_part(self.job, whole, self.undivided())},
+            {"": optimizer_of_part(self.job, self.whole_model(), self.undivided())},
             train_set,
             module=self.undivided,
             placements=self.placed(placements),

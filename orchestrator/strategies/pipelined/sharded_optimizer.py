@@ -33,9 +33,10 @@ class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
             check_optimizer_shards(outline, plan, errors)  # its note is on whole models
         return notes
 
-    def trained_of_stages(self, whole: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
-        # Divided as in the whole model, so that stages that share a tensor have the same part of it on each rank.
-        return self.trained_part_of(modules, whole, cuts_of(whole, self.context.mesh.num_shards), train_set)
+    def trained_of_stages(self, outline: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
+        # Divided as in the outline, so that stages that share a tensor have the same part of it on each rank.
+        cuts = cuts_of(outline, self.context.mesh.num_shards)
+        return self.trained_part_of(modules, self.whole_model(), cuts, train_set)
 
     def _sums(self, groups: MeshGroups) -> Sums:
         self.shards.group = groups.over(*DENSE)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config
-from orchestrator.model.partial_init import build_divided, build_fake
+from orchestrator.model.partial_init import build_divided
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.plan import Plan
-from orchestrator.state.transport import CPU
-from orchestrator.strategies.constructor import Outline, constructor_of
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups
@@ -76,10 +75,6 @@ class TensorParallel(PartTrainer):
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         return self.warning_of_whole(division, model, train_set)
-
-    def whole_model(self) -> nn.Module:
-        """Return the whole model, without memory."""
-        return build_fake(constructor_of(self.job, self.context.train, self.precision), CPU).model
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
         named = model.named_parameters(remove_duplicate=False)

@@ -45,7 +45,14 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
-JOB = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True, vocabulary=257)  # of which a worker has one more
+
+@dataclass(frozen=True, kw_only=True)
+class RatesByShape(TinyGPT):
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [p], "lr": 0.2 / max(p.shape)} for p in parameters])
+
+
+JOB = RatesByShape(layers=2, variant="llama", kv_heads=2, tied=True, vocabulary=257)  # of which a worker has one more
 TRAIN = having(steps=6, clip_norm=0.5, grad_accumulation=2, global_batch_size=8, ema_decay=0.8)
 CASE = Case(job=JOB, train=TRAIN)
 
