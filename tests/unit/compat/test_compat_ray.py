@@ -36,6 +36,7 @@ def test_ray_has_the_name(name: str) -> None:
         pytest.fail(str(e))
 
 
+@pytest.mark.slow
 def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another client, and not for ever; an error is no lost answer."""
     monkeypatch.setattr(gcs, "ANSWER_TIMEOUT_S", 0.2)

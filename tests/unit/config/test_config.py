@@ -196,6 +196,7 @@ def test_yaml_and_dict_come_back_as_the_files_have_them() -> None:
 # Faults -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_refused(golden: Golden) -> None:
     def errors(*words: str) -> str:
         text = "\n".join(errors_of(*words))
@@ -360,6 +361,7 @@ def test_the_comparison_has_every_strategy_and_begins_with_the_baseline() -> Non
     assert set(strategies) == set(choices("strategy")) - {"auto", "script", "mesh"}  # of mesh, they are the cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "quick"])
 def test_every_preset_of_a_sweep_has_several_valid_runs(name: str) -> None:
     words = [f"experiment={name}"]

@@ -93,6 +93,7 @@ def test_the_command_line_beats_the_files_of_the_user_which_beat_ours() -> None:
     assert composed("experiment=mine", "job=gpt", "strategy=single").job.target == "jobs.gpt.GPT"
 
 
+@pytest.mark.slow
 def test_a_class_may_take_the_place_of_the_name_of_a_job_unless_a_file_has_that_name() -> None:
     assert composed("job=a.line", "job.width=3") == composed("job._target_=a.line", "job.width=3")
     write(Path("conf/job/a.line.yaml"), "_target_: jobs.toy.Toy\n")
@@ -172,6 +173,7 @@ def test_a_sweep_in_a_file_of_the_user_is_a_grid_or_a_search(directory: Path) ->
 # --cfg, --info, --version -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cfg_prints_may_be_put_into_conf(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["job.a=1.10", "job.b='1.10'", "job.c=1e5", "job.d=nan", "job.e='null'", "job.f=[1_0,true]", r"job.g=\${x}"]
     words = ["strategy=pipeline", "job=line", "cluster=ours", "train.clip_norm=1e0", *texts]
@@ -201,6 +203,7 @@ def test_cfg_shows_a_section_and_masks_secrets(directory: Path, capsys: pytest.C
     assert list(yaml.safe_load(shown(capsys, "--cfg", "hydra"))) == ["hydra"]
 
 
+@pytest.mark.slow
 def test_info_and_version_say_where_things_come_from(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"file://{directory}/conf" in shown(capsys, "--info", "searchpath")
     assert "cluster/ours" in shown(capsys, "-i", "defaults", "experiment=mine")
@@ -246,6 +249,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
     assert only_error(*words).startswith(error)
 
 
+@pytest.mark.slow
 def test_a_config_file_of_another_program_is_not_read_and_that_is_said(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +291,7 @@ def test_the_record_of_a_run_has_all_that_an_evaluation_needs_of_the_files(
     assert evaluate.main(["nothing", "--config-dir", "nowhere"]) == 2
 
 
+@pytest.mark.slow
 def test_the_json_schema_accepts_every_shipped_file_and_finds_wrong_keys_and_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

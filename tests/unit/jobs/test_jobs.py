@@ -62,9 +62,7 @@ def test_a_wrong_field_is_named(golden: Golden) -> None:
 
     golden.answers("errors/jobs", answer)
     # Whether the package is installed or not.
-    assert "job.tokenizer=no/such/file: " in answer(
-        "jobs.gpt.GPT", "tokenizer=no/such/file"
-    )
+    assert "job.tokenizer=no/such/file: " in answer("jobs.gpt.GPT", "tokenizer=no/such/file")
 
 
 TUTORIAL_NETS = [

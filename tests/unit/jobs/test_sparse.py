@@ -79,6 +79,7 @@ def test_words_follow_zipfs_law() -> None:
     assert float(dataset.targets.mean()) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_logistic_regression_learns_what_the_labels_come_from() -> None:
     job = SparseLogistic()
     model, losses = trained(job, steps=300, batch=64)

@@ -68,6 +68,7 @@ def test_nothing_is_estimated_for_gpus() -> None:
     assert note_on_size(plan_of(GPU_BOX, *PIPELINE), 80e6) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [GPT(layers=1, width=8, heads=1, context=4), ResNet50(width=4)], ids=["gpt", "resnet"])
 def test_operations_are_counted_without_running_the_model(job: Job) -> None:
     precision = Precision.named("fp32", "cpu")

@@ -69,6 +69,7 @@ def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None
     assert checked(config_of("strategy=ddp"), Tiny()) == ((), [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "warned"),
     [

@@ -189,6 +189,7 @@ def offered(*words: str) -> list[tuple[int, int | None]]:
     return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in plans]
 
 
+@pytest.mark.slow
 def test_every_number_of_workers_between_the_two_is_a_size() -> None:
     assert offered("strategy.num_workers=[2,4]") == [(2, None), (3, None), (4, None)]
     assert offered("strategy.num_workers=3") == [(3, None)]
@@ -283,6 +284,7 @@ def rescue(plan: Plan, sizes: Sizes, alive: list[int]) -> tuple[int | None, ...]
     return None if assignment is None else assignment.before
 
 
+@pytest.mark.slow
 def test_survivors_save_below_the_smallest_size() -> None:
     def planned(*words: str) -> Sizes:
         (checked_run,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])

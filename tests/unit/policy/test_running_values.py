@@ -23,6 +23,7 @@ def test_some_values_are_summarised_exactly() -> None:
     assert values.derive("p95") == math.ceil(0.95 * MOST_KEPT)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_summarised_from_all_its_parts() -> None:
     values, count = RunningValues(), 40 * MOST_KEPT
     shuffled = random.Random(1).sample(range(1, count + 1), count)

@@ -42,6 +42,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_only_programs_that_are_not_the_benchmarks_count() -> None:
     done = subprocess.run(

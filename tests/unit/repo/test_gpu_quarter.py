@@ -56,6 +56,7 @@ def test_a_probe_that_hangs_costs_its_limit_and_leaves_nothing(tmp_path: Path, m
     assert not child.exists()
 
 
+@pytest.mark.slow
 def test_a_probe_that_the_budget_cuts_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(tmp_path, HANG, left_s=9.0) == Verdict(outcome="not run", text="no time left")
     monkeypatch.setattr(probe, "MIN_S", 1.0)

@@ -15,6 +15,7 @@ TESTS = Path(__file__).resolve().parents[2]
 MODULES = sorted(TESTS.glob("*/**/*.py"))
 
 
+@pytest.mark.slow
 def test_only_helpers_are_imported_by_other_modules() -> None:
     others = {module.stem for module in MODULES if module.parts[len(TESTS.parts)] != "helpers"}
     imported = [

@@ -176,6 +176,7 @@ class Pruning:
         return [step_of(name) for name in self.store.list()]
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> None:
     assert pruning.save(10, best=10) == [10]
     assert pruning.save(20, best=10) == [10, 20]
@@ -187,6 +188,7 @@ def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> Non
     assert pruning.save(50, best=50) == [50]
 
 
+@pytest.mark.slow
 def test_what_is_known_after_a_checkpoint_is_entered_into_it(pruning: Pruning) -> None:
     assert pruning.save(10, best=10) == [10]
     assert pruning.save(20, best=10) == [10, 20]

@@ -47,6 +47,7 @@ def test_a_failed_write_of_the_fence_is_made_up_for(tmp_path: Path) -> None:
         assert worker.may_save()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ['{"generation": "another"}', "{"])
 def test_a_checkpoint_waits_until_a_lost_fence_is_restored(tmp_path: Path, text: str) -> None:
     file = tmp_path / "fence"

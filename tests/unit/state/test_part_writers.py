@@ -146,6 +146,7 @@ def stored(tmp_path: Path) -> Iterator[Ranks]:
         writer.close(20)
 
 
+@pytest.mark.slow
 def test_each_uploads_its_part_and_the_manifest_is_the_last(stored: Ranks, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path / "reader", stored.stores[0])
     for step in (1, 2, 3):
@@ -166,6 +167,7 @@ def test_each_uploads_its_part_and_the_manifest_is_the_last(stored: Ranks, tmp_p
     assert state.meta["param_groups"] == [{"lr": 0.1, "params": list(NAMES)}]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_from_one_writer_costs_the_checkpoints_that_a_newer_one_replaces(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("not a directory")

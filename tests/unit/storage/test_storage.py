@@ -42,6 +42,7 @@ def test_a_query_stays_at_the_end_of_a_url() -> None:
     assert run.split(2) == (Remote("s3://bucket/runs?region=x&scheme=http", timeout_s=5), "a/b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_files_come_and_go(scheme: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """On a server of each scheme that the documentation names."""
@@ -101,6 +102,7 @@ def test_an_operation_without_progress_ends(tmp_path: Path) -> None:
     os.close(os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK))
 
 
+@pytest.mark.slow
 def test_the_lock_is_held_by_one_at_a_time(remote: Remote) -> None:
     inside: list[int] = []
     most: list[int] = []
@@ -158,6 +160,7 @@ def test_what_changes_is_copied_and_nothing_else(remote: Remote, tmp_path: Path)
     }
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_tried_again_and_what_is_missing_is_named(tmp_path: Path) -> None:
     run, store = tmp_path / "run", tmp_path / "store"
     run.mkdir()

@@ -161,6 +161,7 @@ def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, 
     assert not proven(OfKind(**fields)).by_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "error"),
     [

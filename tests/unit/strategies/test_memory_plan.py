@@ -176,6 +176,7 @@ def test_a_state_that_cannot_fit_is_refused_with_the_fewest_workers(
     assert remedy in errors[0]
 
 
+@pytest.mark.slow
 def test_layers_that_are_divided_count_in_part_and_the_workers_that_divide_them_together() -> None:
     part = 4 * (2 * (2 * 500 * 1000 + 500 + 1000) + 10_000 + 4004)
     of_tensor, given = mesh(Mesh(tensor=2)).options, {"job": Masked()}

@@ -28,6 +28,7 @@ def said(job: Job, size: int, pairs: Any = "auto") -> tuple[list[str], tuple[str
     return tensor_errors(Outline(job, having()), job.dataset("train"), size, pairs)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
     assert said(llama(), 2) == (
         [],

@@ -46,6 +46,7 @@ class WithoutForward(GAN):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together(checked: Any, golden: Golden) -> None:
     def errors(job: str, *words: str) -> str:
         with pytest.raises(ConfigError) as error:
@@ -60,6 +61,7 @@ def test_what_does(checked: Any, words: str) -> None:
     assert checked(GAN, *words.split()).sizes is not None
 
 
+@pytest.mark.slow
 def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path) -> None:
     job = ScheduledGAN()
     run = rundir.create(tmp_path, "gan")

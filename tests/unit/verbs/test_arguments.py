@@ -132,6 +132,7 @@ class Holding(Digits):
 MANY = [f"text {i}" for i in range(50_000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held", "said"),
     [

@@ -22,6 +22,7 @@ def test_help_of_the_command_lists_every_verb_with_a_summary(capsys: pytest.Capt
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.slow
 def test_the_command_without_a_verb_is_launch(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["strategy=ddpp"], ["launch", "strategy=ddpp"], ["-m", "strategy=ddpp,single"]):
         assert cli.main(words) == 2

@@ -172,6 +172,7 @@ def test_curve_is_loss_against_samples_and_seconds(output_dir: Path) -> None:
     assert len(curve.losses) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_picture(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(count):

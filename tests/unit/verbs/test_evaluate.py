@@ -78,6 +78,7 @@ def test_the_verb_plans_an_evaluation_under_another_strategy(
     assert run_dir.record_file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_data_is_the_validation_set_of_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(
     assert not output.out
 
 
+@pytest.mark.slow
 def test_help_imports_the_chosen_strategy_and_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     code = """
 import sys
@@ -154,6 +155,7 @@ def test_tab_completes_verbs_groups_and_keys(script: Path, typed: str, offered: 
     assert complete(script, f"orchestrator {typed}", tmp_path) == offered
 
 
+@pytest.mark.slow
 def test_tab_completes_files_of_the_user(script: Path, tmp_path: Path) -> None:
     for directory in ("conf/job", "other/job"):
         (tmp_path / directory).mkdir(parents=True)
@@ -163,6 +165,7 @@ def test_tab_completes_files_of_the_user(script: Path, tmp_path: Path) -> None:
     assert complete(script, "orchestrator --config-dir other job=othe", tmp_path) == ["job=othe_line"]
 
 
+@pytest.mark.slow
 def test_tab_offers_every_verb_and_group_as_the_first_word(script: Path, tmp_path: Path) -> None:
     for shell in ("bash", "fish"):
         offered = complete(script, "orchestrator ", tmp_path, shell=shell)
@@ -170,6 +173,7 @@ def test_tab_offers_every_verb_and_group_as_the_first_word(script: Path, tmp_pat
     assert not {*cli.VERBS} & {*complete(script, "orchestrator launch ", tmp_path)}
 
 
+@pytest.mark.slow
 def test_bash_completes_after_what_the_help_says_to_type(script: Path, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:

@@ -189,6 +189,7 @@ def test_a_place_that_breaks_after_the_check_is_a_error_too(tmp_path: Path) -> N
         open_run(config, JOB, plan_of(config), None, command="", sweep=None, redactor=Redactor())
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_early_is_trained_further_with_more_patience(tmp_path: Path) -> None:
     best = BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5, bar=0.5, evaluations_since=2)
     run = an_earlier_run(tmp_path, steps=(), state="finished")

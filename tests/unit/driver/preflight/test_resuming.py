@@ -258,6 +258,7 @@ def an_annealed_run(output_dir: Path, job: Annealed) -> RunDir:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("key", ["resume", "start_from"])
 def test_a_schedule_that_cannot_go_on_is_refused_before_anything_starts(tmp_path: Path, adam: bool, key: str) -> None:
@@ -344,6 +345,7 @@ def test_a_run_that_is_still_alive_is_left_alone(how: str, tmp_path: Path) -> No
     assert f"{run.path} is still running (pid {os.getpid()} on " in error
 
 
+@pytest.mark.slow
 def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = an_earlier_run(tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)

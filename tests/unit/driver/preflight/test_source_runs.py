@@ -48,6 +48,7 @@ def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_pat
     assert source(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "/checkpoints/best"])
 def test_a_run_that_trains_on_takes_away_no_checkpoint_that_another_one_begins_with(tmp_path: Path, end: str) -> None:
     run = an_earlier_run(tmp_path, steps=(), driver=this_process(), state="running")

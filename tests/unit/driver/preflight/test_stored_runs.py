@@ -176,6 +176,7 @@ def test_a_driver_that_was_replaced_notices(tmp_path: Path, monkeypatch: pytest.
             lease.check()
 
 
+@pytest.mark.slow
 def test_of_two_hosts_that_continue_a_run_at_once_one_gets_it(tmp_path: Path) -> None:
     first = start(config_of(tmp_path, "here"))
     add_checkpoint(first, 3)
@@ -339,6 +340,7 @@ def test_what_a_dead_driver_has_left_goes_before_others_write_there(tmp_path: Pa
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_search_for_a_run_to_continue_reads_the_records_of_this_name_once(
     s3: S3Server,  # noqa: F811
     tmp_path: Path,

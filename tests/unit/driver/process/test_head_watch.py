@@ -38,6 +38,7 @@ def is_lost() -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_head_is_lost_that_has_not_answered_for_most_of_the_time_that_ray_gives_it(
     serve: Callable[[str], tuple[grpc.Server, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         return output.create("digits-ddp")
 
 
+@pytest.mark.slow
 def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
     signals = StopSignals()
     with StopRequests(run, signals):
@@ -79,6 +80,7 @@ def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
     assert signals.cause == "`orchestrator stop` of ada on laptop"
 
 
+@pytest.mark.slow
 def test_a_request_from_before_the_driver_looks_for_one_counts(run: RunDir) -> None:
     run.update_record(started=1.0)
     request_stop(run, by="ada on laptop")
@@ -103,6 +105,7 @@ def test_a_signal_before_the_request_remains_the_cause() -> None:
     assert signals.cause == "the first"
 
 
+@pytest.mark.slow
 def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

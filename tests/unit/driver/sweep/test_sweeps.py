@@ -49,6 +49,7 @@ def execute(sweep: Sweep, number: int, *, status: str = "FINISHED", checkpoint: 
     return sweep.run(sweep.runs[number - 1], run)
 
 
+@pytest.mark.slow
 def test_a_resumed_sweep_skips_what_is_finished_and_continues_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

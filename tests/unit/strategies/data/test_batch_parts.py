@@ -215,6 +215,7 @@ def test_samples_of_a_sorted_data_set_differ() -> None:
     assert "the mean over" in warnings(Sorted(loss_of=class_weighted), DDP)
 
 
+@pytest.mark.slow
 def test_pipelines_compare_the_whole_model() -> None:
     """On rank 0, also if it is a sequence of layers whose stages need no comparison."""
     said = {name: pipeline_warnings(job) for name, (job, _, _) in DEPEND.items()}

@@ -160,6 +160,7 @@ def in_thread(work: Any) -> BaseException | None:
     return raised[0] if raised else None
 
 
+@pytest.mark.slow
 def test_a_killed_loader_process_is_reported_soon() -> None:
     """In a thread, as in a worker: torch raises an error anywhere in the main thread."""
     error = in_thread(lambda: list(train(Broken(32, 13, "kill"), num_workers=2)))
@@ -169,6 +170,7 @@ def test_a_killed_loader_process_is_reported_soon() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -47,6 +47,7 @@ def order_of(kind: type[Plain], n: int, *, epochs: int) -> list[int]:
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Plain, Epochs, Counting, Stateful])
 def test_all_ranks_together_read_the_stream(kind: type[Plain], num_workers: int) -> None:
@@ -316,6 +317,7 @@ def test_datasets_with_an_index_are_none() -> None:
     assert known_length(Rows([5, 6])) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from helpers.records.runs import wait_for
 from orchestrator.worker.measure.meters import MachineMeter
 
@@ -25,6 +27,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.slow
 def test_the_time_of_a_child_is_own_time() -> None:
     meter = MachineMeter()
     child = subprocess.Popen([sys.executable, "-c", BUSY + DONE], stdout=subprocess.PIPE)
@@ -38,6 +41,7 @@ def test_the_time_of_a_child_is_own_time() -> None:
     assert use.own_s < use.busy_s + 0.2, "the kernel counts the time of all CPUs in ticks"
 
 
+@pytest.mark.slow
 def test_the_time_of_another_program_is_not(tmp_path: Path) -> None:
     meter = MachineMeter()
     subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path / "done")], check=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import multiprocessing, os, signal, threading, time
 from orchestrator.worker.base_actor import TerminationNotice
@@ -36,6 +38,7 @@ print("lives on")
 """
 
 
+@pytest.mark.slow
 def test_a_notice_is_taken_and_the_process_lives_on() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,7 @@ def test_another_node_has_what_was_uploaded(tmp_path: Path, url: str) -> None:
     check_two_nodes(tmp_path, url)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("s3")
 def test_another_node_has_what_was_uploaded_to_an_object_store(tmp_path: Path) -> None:
     check_two_nodes(tmp_path, f"{OUTPUT}/run")
