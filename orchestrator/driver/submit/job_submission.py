@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import math
 import os
+import queue
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -248,13 +250,25 @@ class JobServer:
 
     def _output(self, submission_id: str, *, skip: int) -> Iterator[str]:
         """Yield what the job writes, without its first ``skip`` characters, until the job or the connection ends."""
-        chunks = self._client.tail_job_logs(submission_id)
+        chunks: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
 
-        async def next_chunk() -> str | None:
-            return await anext(chunks, None)
+        async def read() -> None:
+            async for text in self._client.tail_job_logs(submission_id):
+                chunks.put(text)
 
-        with asyncio.Runner() as runner, ray_logs_errors_only():  # a Ctrl-C closes the connection too
-            while (text := runner.run(next_chunk())) is not None:
+        def work() -> None:
+            try:
+                asyncio.run(read())
+                chunks.put(None)
+            except Exception as e:  # aiohttp and Ray raise errors of many types
+                chunks.put(e)
+
+        # In a thread, because asyncio and aiohttp may lose a Ctrl-C, which always ends the wait of this one.
+        threading.Thread(target=work, daemon=True).start()
+        with ray_logs_errors_only():
+            while (text := chunks.get()) is not None:
+                if isinstance(text, Exception):
+                    raise text
                 fresh = text[skip:]
                 skip = max(0, skip - len(text))
                 if fresh:
