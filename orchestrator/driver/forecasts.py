@@ -126,10 +126,7 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
     def predicted_ms(stack: Stack) -> float:
         return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
 
-    def changed(stack: Stack, share: float) -> Stack:
-        return _with_products(stack, share, usual)
-
-    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, changed)
+    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, _with_products)
     if (least := predicted_ms(found)) > 1.01 * step_ms:
         reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
         raise ConfigError([f"{where}: {reason}"])
@@ -139,13 +136,12 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
 def _usual_stack(cluster: Cluster, config: Config) -> Stack:
     on_gpus = cluster.name != CPU
     stack = stack_for(cluster.name, compiled=config.train.compile is not False) if on_gpus else UNFUSED
-    reached = cluster.device.reached or stack.products
-    return _with_products(stack, reached, stack)
+    return _with_products(stack, cluster.device.reached or stack.products)
 
 
-def _with_products(stack: Stack, share: float, usual: Stack) -> Stack:
-    """Return ``stack`` with another share for products, and one for attention that is in proportion, as usual."""
-    return replace(stack, products=share, attention=share * usual.attention / usual.products)
+def _with_products(stack: Stack, share: float) -> Stack:
+    """Return ``stack`` with another share for products, and one for attention in proportion."""
+    return replace(stack, products=share, attention=share * stack.attention / stack.products)
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

@@ -257,11 +257,13 @@ class JobServer:
                 chunks.put(text)
 
         def work() -> None:
+            error = None
             try:
                 asyncio.run(read())
-                chunks.put(None)
             except Exception as e:  # aiohttp and Ray raise errors of many types
-                chunks.put(e)
+                error = e
+            finally:  # whatever else ends this thread must not leave the other one waiting
+                chunks.put(error)
 
         # In a thread, because asyncio and aiohttp may lose a Ctrl-C, which always ends the wait of this one.
         threading.Thread(target=work, daemon=True).start()

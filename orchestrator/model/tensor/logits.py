@@ -80,11 +80,11 @@ class DividedLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute with the part if that is possible; changes in place are made to the whole."""
+        """Compute with the part if that is possible, and otherwise, or after a change of a view, with the whole."""
         kwargs = kwargs or {}
         rule = _RULES.get(getattr(func, "__name__", ""))
         with without_torch_functions():
-            if rule is not None and isinstance(args[0], cls) and not version_of(args[0]):
+            if rule is not None and args and isinstance(args[0], cls) and not version_of(args[0]):
                 logits = args[0]
                 found = rule(logits, func, *args[1:], **kwargs)
                 if found is not NotImplemented:

@@ -48,6 +48,7 @@ OF_THE_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "weights of classes": lambda x: F.cross_entropy(x.flatten(0, 1), FLAT, weight=COUNTS.repeat(2)[:WORDS]),
     "other axis": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
     "fewer words": lambda x: F.cross_entropy(x[..., :8].reshape(-1, 8), FLAT.clamp(max=7)),
+    "named arguments": lambda x: F.cross_entropy(torch.reshape(input=x, shape=(-1, WORDS)), FLAT),
     "one word": lambda x: x[..., 0].sum() + x[0, 0, 3],
     "bias": lambda x: F.cross_entropy((x + torch.arange(WORDS)).flatten(0, 1), FLAT),
     "view that changes": lambda x: _with_changed_view(x.clone()),
