@@ -51,15 +51,33 @@ def text(answer: Answer, *, rows: int) -> str:
     return "\n".join(lines)
 
 
+def speed_text(question: Question, forecast: Forecast, spread: Spread) -> str:
+    """Return the speed of one layout with the errors of such predictions, in a line."""
+    seconds, rate, share = forecast.seconds, question.tokens_s(forecast), question.mfu(forecast)
+    if question.work.layer.experts:
+        error = f"{spread.low:.0%} to {spread.high:.0%} of that in nine of ten published runs with experts"
+    else:
+        error = _error(spread)
+    unit = "tokens" if question.work.tokens > 1 else "samples"
+    return (
+        f"predicted for {question.cluster}: {seconds:.3g} s a step, {rate:,.0f} {unit}/s, MFU {share:.0%}; {error}; "
+        f"`orchestrator plan --cluster {question.cluster}` with these keys compares layouts"
+    )
+
+
+def _error(spread: Spread) -> str:
+    return (
+        f"± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published runs "
+        "of this size (orchestrator plan --published)"
+    )
+
+
 def _speed(answer: Answer) -> str:
     spread = answer.spread
     if answer.question.cluster.name == CPU:
         return f"speed with rates that were {answer.question.cluster.device.source}; no published run tells its error"
     if not answer.question.work.layer.experts:
-        return (
-            f"speed ± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} "
-            "published runs of this size (orchestrator plan --published)"
-        )
+        return f"speed {_error(spread)}"
     text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
     if answer.fitting:
         most = answer.question.tokens_s(answer.fitting[0])

@@ -153,8 +153,9 @@ def planned_on(
 
 def this_machine() -> Node:
     """Return this machine as the only node of an embedded Ray."""
-    cores = len(os.sched_getaffinity(0))
-    here = Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=torch.cuda.device_count())
+    cores, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
+    gpu_name = torch.cuda.get_device_name(0) if gpus else ""
+    here = Node(node_id="local", name=socket.gethostname(), cpus=cores, gpus=gpus, gpu_name=gpu_name)
     return with_memory_here(here, os.environ)
 
 

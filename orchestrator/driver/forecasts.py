@@ -1,4 +1,7 @@
-"""What `orchestrator plan` answers: the layouts of a job on a cluster that is not here, timed and compared."""
+"""What `orchestrator plan` answers: the layouts of a job on a cluster that is not here, timed and compared.
+
+``plan=true`` of a launch shows the same prediction of its one layout.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,20 @@ from orchestrator.config.overrides import values
 from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.display.forecasts import speed_text
 from orchestrator.driver.layouts import Layouts, best_of_each
+from orchestrator.driver.preflight.child_checks import ChildDiedError, in_child
 from orchestrator.job import Job
-from orchestrator.prediction.cost import Stack, step_time
-from orchestrator.prediction.devices import CPU, Cluster, read_tables
+from orchestrator.planning.memory import GIB
+from orchestrator.planning.plan import Node, Plan
+from orchestrator.prediction.cost import ModelWork, Stack, step_time
+from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Question, like
-from orchestrator.prediction.published import compare, fitted, published_runs, stack_for
+from orchestrator.prediction.published import Spread, compare, fitted, published_runs, stack_for
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.model_work import UNFUSED
+from orchestrator.strategies.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
@@ -62,9 +70,10 @@ def answer(
         batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
         config = replace(config, train=replace(config.train, global_batch_size=batch))
         assumed = (*assumed, f"train.global_batch_size={batch}")
-    search = Layouts(config, job, cluster, given.keys())
+    traced = TracedJob(config, job, on_gpus=not on_cpus)
+    search = Layouts(config, traced, cluster, given.keys())
     question = Question(
-        work=search.traced.work,
+        work=traced.work,
         cluster=cluster,
         stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
         tokens=tokens,
@@ -72,7 +81,6 @@ def answer(
         device_hours=device_hours or DEVICE_HOURS,
     )
     forecasts = best_of_each([question.answered(f) for f in search.forecasts()])
-    sparse = search.traced.work.layer.experts > 0
     return Answer(
         question=question,
         command=(*words, *assumed),
@@ -80,9 +88,43 @@ def answer(
         fitting=tuple(f for f in forecasts if not f.refused),
         refused=tuple(f for f in forecasts if f.refused),
         pruned=search.pruned,
-        spread=like(compare([run.row for run in published_runs()], read_tables()), cluster.devices, sparse=sparse),
+        spread=_spread(traced.work, cluster),
         measured=measured.location if measured else "",
     )
+
+
+def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str | None:
+    """Return what is predicted of a plan, for users; None unless it is for GPUs of one kind that the tables know.
+
+    The model is traced in a child process, which what it does to fake tensors may end.
+    """
+    tables = read_tables()
+    with_gpus = [node for node in nodes if node.gpus]
+    names = {name_of_gpu(node.gpu_name, node.gpu_memory_bytes / GIB, tables) for node in with_gpus}
+    name = names.pop() if len(names) == 1 else None
+    if plan.device == "cpu" or plan.devices_per_worker > 1 or name is None:
+        return None
+    each = min(node.gpus for node in with_gpus)
+    shape = (math.ceil(plan.world_size / each), min(plan.world_size, each))
+    cluster = parse_cluster("x".join(map(str, (*shape, name))), tables)
+
+    def predicted() -> str | None:
+        traced = TracedJob(config, job, on_gpus=True)
+        asked = Question(
+            work=traced.work, cluster=cluster, stack=_usual_stack(cluster, config), device_hours=DEVICE_HOURS
+        )
+        forecast = asked.answered(traced.forecast(config, plan))
+        return None if forecast.time is None else speed_text(asked, forecast, _spread(traced.work, cluster))
+
+    try:
+        return in_child(predicted, timeout_s=config.recovery.build_max_s)
+    except (ChildDiedError, ConfigError) as e:
+        return f"its speed cannot be predicted: {e}"
+
+
+def _spread(work: ModelWork, cluster: Cluster) -> Spread:
+    published = compare([run.row for run in published_runs()], read_tables())
+    return like(published, cluster.devices, sparse=work.layer.experts > 0)
 
 
 def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
@@ -117,14 +159,14 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
         raise ConfigError([f"{where}: {e}"]) from e
     config, job = _composed(words, redactor)
     there = replace(cluster, nodes=math.ceil(workers / cluster.per_node), per_node=min(workers, cluster.per_node))
-    search = Layouts(config, job, there, ())
-    forecast = search.as_configured()
+    traced = TracedJob(config, job, on_gpus=cluster.name != CPU)
+    forecast = Layouts(config, traced, there, ()).as_configured()
     if forecast.refused:
         raise ConfigError([f"{where}: {forecast.refused}"])
     usual = _usual_stack(cluster, config)
 
     def predicted_ms(stack: Stack) -> float:
-        return 1e3 * step_time(search.traced.work, forecast.step, there, stack).total
+        return 1e3 * step_time(traced.work, forecast.step, there, stack).total
 
     found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, _with_products)
     if (least := predicted_ms(found)) > 1.01 * step_ms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter
@@ -10,25 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
-from orchestrator.job import Job
-from orchestrator.planning.memory import GIB, Division, ParameterSize, WorkerMemory, worker_memory
-from orchestrator.planning.plan import FoundLayout, Node, find_layout
-from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import Step
+from orchestrator.planning.layout import Layout
+from orchestrator.planning.memory import GIB
+from orchestrator.planning.plan import Node, find_layout
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import parameter_sizes
-from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.presets.product import MeshConfig
-from orchestrator.strategies.transforms.tensor import assumed_division
-from orchestrator.timeline import UNIT_TIMES, busy_s, extent_s, simulate
+from orchestrator.strategies.traced_job import TracedJob
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
@@ -36,11 +27,6 @@ LEAST_TOKENS = 4096
 """The tokens of a sample that a device has at least if others have the rest."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 LARGEST_ROWS = 64
-REPLAYED = 8
-"""The workers of a pipeline whose schedule is replayed; longer ones wait in proportion."""
-
-SUMMED_BYTES, UPDATED_BYTES = 8.0, 4.0
-"""What replicas exchange for a parameter: the sum of its gradient in float32, there and back, and what is updated."""
 
 
 class Layouts:
@@ -50,30 +36,17 @@ class Layouts:
         pruned: how many sizes and layouts the product refuses, by reason.
     """
 
-    def __init__(self, config: Config, job: Job, cluster: Cluster, given: Collection[str]):
-        """Trace the model.
+    def __init__(self, config: Config, job: TracedJob, cluster: Cluster, given: Collection[str]):
+        """Prepare a search.
 
         Args:
             config: the configuration of a launch.
+            job: its job.
             cluster: where it would be trained.
             given: the keys that stay as they are.
-
-        Raises:
-            ConfigError: the model cannot be traced.
         """
-        self._config, self._cluster, self._given = config, cluster, given
+        self._config, self._job, self._cluster, self._given = config, job, cluster, given
         self.pruned: Counter[str] = Counter()
-        on_cpus = cluster.name == CPU
-        self._outline = Outline(job, config.train)
-        try:
-            self.traced = traced(self._outline, fused_attention=not on_cpus)
-        except Exception as e:  # whatever the job raises with fake tensors
-            reason = f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"
-            raise ConfigError([f"{reason}; let Job.forward and Job.loss read none, as .item() does"]) from e
-        model = self._outline.model
-        assert model is not None
-        self._model = model
-        self._sizes: list[ParameterSize] = parameter_sizes(config, job, model)
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
@@ -84,16 +57,12 @@ class Layouts:
                 node_id=str(i),
                 name=f"node{i}",
                 cpus=devices * each,
-                gpus=0 if on_cpus else devices,
+                gpus=0 if cluster.name == CPU else devices,
                 memory_bytes=devices * memory,
                 gpu_memory_bytes=memory,
             )
             for i in range(nodes)
         )
-        self._gathered: dict[tuple[type[Strategy], int], float] = {}
-        self._state = functools.cache(self._state_of)
-        self._job = job
-        self._divided = functools.cache(functools.partial(assumed_division, model))
 
     def as_configured(self) -> Forecast:
         """Return the layout that the configuration names, without its time.
@@ -101,25 +70,28 @@ class Layouts:
         Raises:
             ConfigError: the product refuses it.
         """
-        rules = registry.load(self._config.strategy.name)
-        return self._forecast(self._config, find_layout(self._config, rules, self._nodes, oversubscribe_cpus=False), {})
+        return self._job.forecast(self._config, self._layout(self._config))
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield every layout that the product does not refuse, without its time."""
         recomputes = self._free("train.activation_checkpointing", ("none", "blocks"))
         for keys in (keys for of_mesh in self._meshes() for keys in self._passes(of_mesh)):
             try:
-                config = self._with(keys)
-                rules = registry.load(config.strategy.name)
-                found = find_layout(config, rules, self._nodes, oversubscribe_cpus=False)
+                layout = self._layout(self._with(keys))
             except (ConfigError, ValueError) as e:
                 self._refuse(str(e))
                 continue
-            for recompute in recomputes:
-                yield self._forecast(self._with({**keys, **recompute}), found, {**keys, **recompute})
+            for all_keys in ({**keys, **recompute} for recompute in recomputes):
+                changed = {key: value for key, value in all_keys.items() if self._value(key) != value}
+                overrides = [format_override(key, value) for key, value in changed.items()]
+                yield self._job.forecast(self._with(all_keys), layout, overrides)
+
+    def _layout(self, config: Config) -> Layout:
+        rules = registry.load(config.strategy.name)
+        return find_layout(config, rules, self._nodes, oversubscribe_cpus=False).layout
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
-        devices, layers = self._cluster.devices, self.traced.work.layers
+        devices, layers = self._cluster.devices, self._job.work.layers
         if not isinstance(self._config.strategy, MeshConfig):
             yield {}
             return
@@ -141,7 +113,7 @@ class Layouts:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
     def _context_sizes(self) -> list[int]:
-        tokens = self.traced.work.tokens
+        tokens = self._job.work.tokens
         fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
         return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
@@ -191,63 +163,6 @@ class Layouts:
             train=replace(self._config.train, **of_train),
         )
 
-    def _forecast(self, config: Config, found: FoundLayout, keys: dict[str, Any]) -> Forecast:
-        layout = found.layout
-        mesh, options = layout.mesh, config.strategy
-        rules = registry.load(options.name)
-        trainer, division = rules.trainer(rules.keys(options), mesh, self._job), rules.division(options, mesh)
-        samples = config.train.global_batch_size / mesh.data_parallel_size
-        passes = config.train.grad_accumulation * (layout.pipeline.num_microbatches if layout.pipeline else 1)
-        gathers = division is not None and division.parameters > 1
-        divides_update = division is not None and division.optimizer > 1 and not gathers
-        resharded = gathers and getattr(options, "reshard_after_forward", True)
-        again = config.train.activation_checkpointing
-        recomputes: Recomputed = "blocks" if again == "blocks" else "none"  # selective keeps less, which cannot be seen
-        step = Step(
-            mesh=mesh,
-            rows=samples / passes,
-            passes=passes,
-            chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
-            bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
-            recompute=float(recomputes == "blocks"),
-            recompute_attention=float(again != "none"),
-            gathers=gathers,
-            divides_update=divides_update,
-            gathers_each_pass=bool(resharded),
-            gathers_again=bool(resharded),
-            sums_each_pass=layout.pipeline is None,
-            gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
-            exchanged_bytes=SUMMED_BYTES + (UPDATED_BYTES if divides_update else 0.0),
-            divides_sends=False,
-            divides_ends=bool(self._divided(mesh.tensor)[1]),
-        )
-        memory: WorkerMemory | None = None
-        refused = f"strategy={options.name}: what a device has of the model is not known"
-        if division is not None and layout.devices_per_worker == 1:
-            refused = ""
-            place = (trainer, mesh.pipeline)
-            if place not in self._gathered:
-                self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
-            state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
-            memory = self.traced.kept(recomputes, tensor=mesh.tensor, context=mesh.context).added(
-                state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
-            )
-        changed = {key: value for key, value in keys.items() if self._value(key) != value}
-        overrides = tuple(format_override(key, value) for key, value in changed.items())
-        return Forecast(overrides=overrides, step=step, memory=memory, refused=refused)
-
-    def _state_of(self, division: Division, tensor: int) -> WorkerMemory:
-        """Return the training state of a worker, if ``tensor`` workers divide what they may.
-
-        Whether they can is proven at the launch, with blocks that have memory.
-        """
-        inside, outside = self._divided(tensor)
-        sizes = [
-            replace(size, rows=math.ceil(size.rows / tensor)) if p in inside | outside else size
-            for size, p in zip(self._sizes, self._model.parameters(), strict=True)
-        ]
-        return worker_memory(sizes, division)
-
     def _value(self, key: str) -> Any:
         section, _, name = key.partition(".")
         return getattr(getattr(self._config, section), name)
@@ -270,23 +185,3 @@ def without_numbers(reason: str) -> str:
 
 def _powers(most: int) -> tuple[int, ...]:
     return tuple(2**i for i in range(most.bit_length()))
-
-
-def _bubble(layout: PipelineLayout, workers: int) -> float:
-    """Return the time that a pipeline waits relative to the time that it computes, by a replay of its schedule.
-
-    What it waits does not grow with the micro-batches, of which two for each stage are replayed, and is in proportion
-    to the workers after the first.
-    """
-    stages, replayed = layout.num_stages // workers, min(workers, REPLAYED)
-    microbatches = min(layout.num_microbatches, 2 * stages * replayed)
-    waits = _waits(layout.schedule, replayed, microbatches, stages) * (workers - 1) / (replayed - 1)
-    return waits / layout.num_microbatches
-
-
-@functools.cache
-def _waits(schedule: str, workers: int, microbatches: int, stages: int) -> float:
-    """Return how many passes of a micro-batch through a worker's stages the busiest one waits."""
-    spans = simulate(computations(schedule, workers, microbatches, stages))
-    busy = max(busy_s(worker) for worker in spans)
-    return (extent_s(spans) - busy) / (stages * (UNIT_TIMES["F"] + UNIT_TIMES["B"]))

@@ -133,18 +133,22 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], s
     Returns:
         The run that should have measured a job, if it did not finish.
     """
+    from orchestrator.driver.forecasts import speed_note  # imports what only plans need
+
     for checked_run, sizes in planned:
         if sweep is not None:
             sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
+        config = checked_run.config
         if checked_run.is_auto:
             try:
                 decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
             except NotMeasuredError as e:
                 return [e.result]
             print(decision.text)
-            sizes = decision.sizes
+            sizes, config = decision.sizes, decision.config
         print(plan_table(sizes.initial, launch.nodes))
-        for note in tracking_note(checked_run.config):
+        speed = speed_note(config, checked_run.job, sizes.initial, launch.nodes)
+        for note in (*([speed] if speed else []), *tracking_note(checked_run.config)):
             print(f"  note: {note}")
         for warning in checked_run.warnings:
             print(f"  warning: {warning}")

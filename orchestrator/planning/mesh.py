@@ -80,6 +80,11 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
+    def workers_per_sample(self) -> int:
+        """The number of workers that have the same layers and compute the same samples together."""
+        return self.context * self.tensor
+
+    @property
     def num_shards(self) -> int:
         """The number of workers that a parameter is divided over which is gathered to be used."""
         return self.shard * self.context

@@ -23,6 +23,7 @@ class Node:
     Attributes:
         memory_bytes: 0 if it is unknown.
         gpu_memory_bytes: the memory of its smallest GPU; 0 if it is unknown.
+        gpu_name: of its first GPU, as Ray or torch calls it; empty if it is unknown.
     """
 
     node_id: str
@@ -32,6 +33,7 @@ class Node:
     address: str = ""
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
+    gpu_name: str = ""
 
     @property
     def place(self) -> str:
@@ -238,7 +240,7 @@ def find_layout(
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += _device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
     if layout.mesh.pipeline == 1 and not rules.runs_script:
-        errors += _batch_errors(config, num_workers // (layout.mesh.context * layout.mesh.tensor))
+        errors += _batch_errors(config, num_workers // layout.mesh.workers_per_sample)
     faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -169,6 +170,22 @@ def parse_cluster(text: str, tables: Tables, *, link: str | None = None) -> Clus
         inside=_look_up("devices." + name + ".inside", device.inside, tables.links, "links"),
         between=_look_up("--link", link or device.between, tables.links, "links"),
     )
+
+
+def name_of_gpu(gpu_name: str, memory_gib: float, tables: Tables) -> str | None:
+    """Return the name of a device in the tables; None if it is not there.
+
+    Args:
+        gpu_name: as torch or Ray calls it: ``NVIDIA H100 80GB HBM3``, ``H100``, ``NVIDIA GeForce RTX 4090``.
+        memory_gib: tells those of one name apart; 0 if it is unknown.
+        tables: the known devices.
+    """
+    words = re.split(r"[\s-]+", gpu_name)
+    words += [first + second for first, second in itertools.pairwise(words)]
+    if {"PCIe", "NVL"} & {*words}:  # slower than the devices of the table
+        return None
+    found = [name for name in tables.devices if name.partition("-")[0] in words]
+    return min(found, key=lambda n: abs(tables.devices[n].memory_gib - memory_gib) * (memory_gib > 0), default=None)
 
 
 def _look_up(key: str, name: str, known: Mapping[str, Any], section: str) -> Any:

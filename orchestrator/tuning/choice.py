@@ -25,6 +25,7 @@ StrategyName = Literal[
     "pipeline",
     "ddp_pipeline",
     "fsdp_pipeline",
+    "mesh",
     "parameter_server",
 ]
 
@@ -78,10 +79,22 @@ def proposals(
             for n, p in grids:
                 grid = (f"strategy={strategy}", f"strategy.num_workers={n}", f"strategy.pipeline_parallel_size={p}")
                 yield from ((*grid, *stages) for stages in _stages(p, schedules))
+        elif strategy == "mesh":
+            for n in several:
+                yield from (("strategy=mesh", f"strategy.num_workers={n}", *sizes) for sizes in _within_samples(n))
         elif strategy == "parameter_server":
             for n in several:
                 servers = ("strategy=parameter_server", f"strategy.num_workers={n}")
                 yield from ((*servers, f"strategy.num_shards={count}") for count in server_counts(n))
+
+
+def _within_samples(workers: int) -> Iterator[tuple[str, ...]]:
+    """Yield each number of workers that divide layers or tokens; the others have replicas, or shards."""
+    for dimension in ("tensor", "context"):
+        for size in (n for n in worker_counts(workers) if n > 1 and workers % n == 0):
+            yield (f"strategy.{dimension}={size}",)
+            if size < workers:
+                yield f"strategy.{dimension}={size}", f"strategy.shard={workers // size}"
 
 
 def _stages(workers: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -194,7 +207,7 @@ def reason(contenders: Sequence[Contender]) -> str:
         return gain
     parts = {
         "compute": rival.prediction.compute_ms,
-        "the exchange of gradients": rival.prediction.exchange_ms,
+        "exchanges": rival.prediction.exchange_ms,
         "waiting for other stages": rival.prediction.idle_ms,
     }
     largest = max(parts, key=lambda part: parts[part])
@@ -208,7 +221,7 @@ _HEADS = (
 DISPENSABLE = ("input", "memory MB", "exchange", "idle", "compute", "error", "past error")
 """The columns that a narrow terminal leaves out, the first ones first."""
 
-_LEGEND = "step times in ms: predicted = compute + exchange of gradients + idle (waiting for other stages) + input"
+_LEGEND = "step times in ms: predicted = compute + exchange + idle (waiting for other stages) + input"
 _LEGEND_OF_PAST = "past error: the median of earlier predictions for any job on this hardware, and their number"
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.model.cut import balance
-from orchestrator.planning.memory import gathered_bytes
+from orchestrator.planning.memory import WorkerMemory, gathered_bytes
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.prediction.cost import ModelWork, Step, sent_bytes
 from orchestrator.timeline import Action, busy_s, extent_s, simulate
 from orchestrator.tuning.profile import MIB, LayerProfile, Profile
 
 BUCKET_BYTES = 25 * MIB
 """Gradients are exchanged in messages of this size."""
+SUMS_OF_LAYER = 4
+"""How often workers that divide a layer sum what it passes on, and the gradients of what it receives."""
 BACKWARD_SHARE = 2 / 3
 """The part of a pass of which the exchange of gradients on GPUs can take place at the same time."""
 
@@ -29,7 +33,7 @@ class Prediction:
 
     Attributes:
         compute_ms: forward and backward passes, and the update.
-        exchange_ms: gradients and parameters that are exchanged while nothing is computed.
+        exchange_ms: gradients, parameters and what workers divide of a sample, exchanged while nothing is computed.
         idle_ms: waiting for other stages.
         input_ms: reading the batch, and the training loop.
         memory_bytes: parameters, gradients, optimizer state and activations.
@@ -47,14 +51,26 @@ class Prediction:
         return self.compute_ms + self.exchange_ms + self.idle_ms + self.input_ms
 
 
-def predict(profile: Profile, plan: Plan, orders: Orders) -> Prediction:
+@dataclass(frozen=True, kw_only=True)
+class DividedSamples:
+    """A layout whose workers compute a sample together: the work of the model, and what a worker does and has."""
+
+    work: ModelWork
+    step: Step
+    memory: WorkerMemory
+
+
+def predict(profile: Profile, plan: Plan, orders: Orders, divided: DividedSamples | None = None) -> Prediction:
     """Predict a step of ``plan``, which is one of a synchronous strategy.
 
     Args:
         profile: the measurements of the job.
         plan: the layout of the run.
         orders: the schedules, for a plan with a pipeline.
+        divided: for a plan whose workers divide layers or tokens.
     """
+    if divided is not None:
+        return _within_samples(profile, plan, divided)
     if plan.pipeline is not None:
         return _pipeline(profile, plan, plan.pipeline, orders(plan.pipeline))
     if plan.mesh.num_servers:
@@ -137,6 +153,48 @@ def _parts(profile: Profile, plan: Plan) -> Prediction:
         + gathered_bytes(profile.bytes_by_group, keep_whole=False, share=profile.gathered_share)
         + profile.activation_bytes * rows,
     )
+
+
+def _within_samples(profile: Profile, plan: Plan, divided: DividedSamples) -> Prediction:
+    """``mesh`` with ``tensor`` or ``context``: each pass over its share of the samples, and what it exchanges then."""
+    step, n, threads = divided.step, plan.world_size, plan.threads_per_worker
+    pass_ms = profile.pass_ms(step.rows / step.mesh.workers_per_sample, threads=threads, busy=n)
+    part = divided.memory.parameters * step.shards / max(1, profile.parameter_bytes)
+    own = dataclasses.replace(
+        profile,
+        gradient_bytes=round(part * profile.gradient_bytes),
+        bytes_by_group=tuple(round(part * size) for size in profile.bytes_by_group),
+    )
+    exchange_ms = step.passes * _in_layers_ms(profile, divided.work, step)
+    if step.gathers:
+        exchange_ms += step.passes * max(0.0, _slice_transfer_ms(own, step.shards, pass_ms) + profile.parts_ms)
+    if step.copies > 1:
+        sums_ms = _replicas_transfer_ms(own, step.copies, pass_ms) / step.shards
+        exchange_ms += sums_ms if step.gathers else max(0.0, sums_ms + profile.ddp_ms)
+    samples = step.rows * step.passes
+    return Prediction(
+        compute_ms=step.passes * pass_ms + part * profile.update_ms(threads=threads, busy=n) / step.shards,
+        exchange_ms=exchange_ms,
+        idle_ms=0.0,
+        input_ms=profile.loop_ms + profile.data.at(samples),
+        memory_bytes=divided.memory.total,
+    )
+
+
+def _in_layers_ms(profile: Profile, work: ModelWork, step: Step) -> float:
+    """Return the time of what workers exchange in the layers of a pass, of which nothing is hidden."""
+    tensor, context = step.mesh.tensor, step.mesh.context
+    found = 0.0
+    if tensor > 1:
+        sums = profile.group(tensor).all_reduce
+        of_layer = sent_bytes(work, step).tensor * tensor / (2 * (tensor - 1))
+        of_ends = 2 * step.rows / context * work.layer.output_bytes * step.divides_ends
+        found += sums.ms_per_unit * (work.layers * of_layer + of_ends) / MIB
+        found += sums.overhead_ms * (SUMS_OF_LAYER * work.layers + 2 * step.divides_ends)
+    if context > 1:
+        group, keys = profile.group(context), step.rows * work.layer.key_bytes / 2 / tensor / MIB
+        found += 2 * work.layers * (group.all_gather.at(keys) + group.reduce_scatter.at(keys))
+    return found
 
 
 def _devices(profile: Profile, plan: Plan) -> Prediction:

@@ -37,10 +37,11 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
-from orchestrator.tuning.predict import memory_error, predict
+from orchestrator.tuning.predict import DividedSamples, memory_error, predict
 from orchestrator.tuning.profile import Profile
 
 FOLDER = "auto"
@@ -134,7 +135,8 @@ class Chooser:
             return contenders
         profile = self._profile()
         errors = read_errors(self._errors_file)
-        predicted = [c if c.refused else self._with_prediction(c, profile) for c in contenders]
+        divided = self._divided_samples([c for c in contenders if not c.refused])
+        predicted = [c if c.refused else self._with_prediction(c, profile, divided.get(c.name)) for c in contenders]
         return [replace(c, past_errors=tuple(errors.get(c.name, ()))) for c in predicted]
 
     def _measured(self, contender: Contender, *, steps: int) -> Contender:
@@ -173,11 +175,36 @@ class Chooser:
                 errors.append(f"{type(e).__name__}: {e}")
         return Contender(overrides=overrides, world_size=world_size, refused=self._redactor.text("; ".join(errors)))
 
-    def _with_prediction(self, contender: Contender, profile: Profile) -> Contender:
+    def _divided_samples(self, contenders: Sequence[Contender]) -> Mapping[str, DividedSamples | str]:
+        """Return what is known of the layouts in which workers compute a sample together, or why it is unknown."""
+        plans = {c.name: self._plans[c.overrides] for c in contenders}
+        plans = {name: (config, plan) for name, (config, plan) in plans.items() if plan.mesh.workers_per_sample > 1}
+        if not plans:
+            return {}
+
+        def forecasts() -> dict[str, DividedSamples | str]:
+            job = TracedJob(self._config, self._job, on_gpus=self._plan.device == "cuda")
+            found: dict[str, DividedSamples | str] = {}
+            for name, (config, plan) in plans.items():
+                forecast = job.forecast(config, plan)
+                assert forecast.memory is not None
+                found[name] = DividedSamples(work=job.work, step=forecast.step, memory=forecast.memory)
+            return found
+
+        try:
+            return in_child(forecasts, timeout_s=self._config.recovery.build_max_s)
+        except (ChildDiedError, ConfigError) as e:
+            return dict.fromkeys(plans, str(e))
+
+    def _with_prediction(
+        self, contender: Contender, profile: Profile, divided: DividedSamples | str | None
+    ) -> Contender:
         _, plan = self._plans[contender.overrides]
         if plan.pipeline is not None and (why := profile.division(plan.pipeline.num_stages).refused):
             return replace(contender, refused=self._redactor.text(why))
-        prediction = predict(profile, plan, _orders)
+        if isinstance(divided, str):
+            return replace(contender, refused=self._redactor.text(divided))
+        prediction = predict(profile, plan, _orders, divided)
         error = memory_error(profile, plan, prediction, num_nodes=len(self._nodes))
         return replace(contender, prediction=prediction, refused=error or "")
 

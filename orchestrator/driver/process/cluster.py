@@ -63,6 +63,9 @@ EMBEDDED_ENVIRONMENT = {
 }
 """Set while an embedded Ray runs, unless the user has set them."""
 
+_GPU = "accelerator_type:"
+"""How the resource of a node begins that has the name of its GPUs."""
+
 _NO_NODE = (
     "this machine is no node of that cluster, and a driver has to run on one; run the command on a node, or use "
     "`orchestrator submit`"
@@ -248,6 +251,7 @@ def _living(found: Sequence[Any]) -> tuple[Node, ...]:
             cpus=n.resources_total.get("CPU", 0.0),
             gpus=int(n.resources_total.get("GPU", 0)),
             address=n.node_manager_address,
+            gpu_name=next((r.removeprefix(_GPU) for r in n.resources_total if r.startswith(_GPU)), ""),
         )
         for n in found
         if n.state == n.ALIVE

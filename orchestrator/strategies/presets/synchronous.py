@@ -66,7 +66,7 @@ class Synchronous(Rules[Keys]):
         # Imported here, because only one of them is needed, and each imports another part of torch.
         gathers = _gathers(options, mesh)
         if mesh.pipeline == 1 and not gathers:
-            if mesh.context * mesh.tensor > 1:
+            if mesh.workers_per_sample > 1:
                 from orchestrator.strategies.sharded.tensor_parallel import ShardedTensorParallel, TensorParallel
 
                 return ShardedTensorParallel if _divides_optimizer(options) else TensorParallel
@@ -108,7 +108,7 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
     elif mesh.pipeline > 1:
         reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
-    if mesh.pipeline * mesh.context * mesh.tensor > 1 or _gathers(options, mesh):
+    if mesh.pipeline * mesh.workers_per_sample > 1 or _gathers(options, mesh):
         of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
     return [

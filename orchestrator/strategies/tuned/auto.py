@@ -71,7 +71,7 @@ class AutoConfig(StrategyConfig):
     @property
     def with_parts(self) -> bool:
         """Whether a candidate divides tensors over workers, which is measured too then."""
-        return any("fsdp" in name or name == "hsdp" for name in self.candidates)
+        return any("fsdp" in name or name in ("hsdp", "mesh") for name in self.candidates)
 
     @property
     def with_pipelines(self) -> bool:

@@ -18,16 +18,15 @@ from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
 from jobs.gpt import GPT
-from orchestrator.driver.layouts import Layouts
 from orchestrator.planning.mesh import Dimension, Mesh
-from orchestrator.prediction.cost import sent_bytes
-from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
+from orchestrator.prediction.cost import ModelWork, sent_bytes
+from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies.replicated.comm_hooks import average_in
+from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.trainer import Trainer
 
 T = TypeVar("T")
 
-TABLES = read_tables()
 JOB = GPT(variant="llama", context=32, layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
 TRAIN = having(steps=2, global_batch_size=64, grad_accumulation=2, precision="bf16", clip_norm=1.0)
 EVERY = {
@@ -124,11 +123,11 @@ def test_a_larger_world_has_the_same_order(gang: Gang) -> None:
     assert names[0] == names[1]
 
 
-def planned(case: Case, world: int) -> Layouts:
-    """What the plan knows of a layout on CPUs."""
-    core = replace(TABLES.devices["H100"], memory_gib=8)
-    cluster = parse_cluster(f"1x{world}x{CPU}", replace(TABLES, devices={CPU: core}))
-    return Layouts(config_of(case, world), case.job, cluster, ())
+def planned(case: Case, world: int) -> tuple[ModelWork, Forecast]:
+    """What the plan knows of the model, and of a layout on CPUs."""
+    config = config_of(case, world)
+    job = TracedJob(config, case.job, on_gpus=False)
+    return job.work, job.forecast(config, plan_of(config))
 
 
 def sent_by(rank: int, launches: Communicated, ranks: list[int]) -> float:
@@ -159,8 +158,8 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     gang: Gang, name: str, rank: int, axis: Dimension, kind: str
 ) -> None:
     world, case = EVERY[name].world_size, case_of(EVERY[name])
-    layouts = planned(case, world)
-    step, work = layouts.as_configured().step, layouts.traced.work
+    work, forecast = planned(case, world)
+    step = forecast.step
     [[launches]] = gang.run(on_fake_groups, second_step, case, (rank,), world, world_size=1)
     sent, layers = sent_bytes(work, step), work.layers / step.mesh.pipeline
     ends = 2 * step.rows * work.layer.output_bytes  # the sum of the embedding, and that of the gradient of the head
@@ -179,7 +178,7 @@ def test_the_memory_is_what_tensors_take_on_cpus(gang: Gang, name: str) -> None:
     """But for gradients of activations, of which there are few at once in a model of some layers."""
     deep, world = replace(JOB, layers=8, context=64), EVERY[name].world_size
     case = case_of(EVERY[name], deep, precision="fp32", grad_accumulation=1, global_batch_size=16)
-    memory = planned(case, world).as_configured().memory
+    memory = planned(case, world)[1].memory
     assert memory is not None
     [[largest]] = gang.run(on_fake_groups, largest_bytes, case, (0,), world, world_size=1)
     assert memory.total == pytest.approx(largest, rel=0.07)

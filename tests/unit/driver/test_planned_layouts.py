@@ -19,7 +19,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
-from orchestrator.driver.forecasts import answer
+from orchestrator.driver.forecasts import answer, speed_note
 from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
@@ -169,6 +169,32 @@ def test_a_run_that_says_nothing_of_these_devices_is_refused(
     run.update_record(**recorded)
     with pytest.raises(ConfigError, match=reason):
         answer([*SMALL, f"train.precision={precision}"], parse_cluster(cluster, CPUS), Redactor(), measured=run)
+
+
+def noted(gpu_name: str, *words: str) -> str | None:
+    errors: list[str] = []
+    config, spec = compose([*SMALL, "strategy=fsdp", "train.precision=bf16", *words], errors, registry.config_class)
+    job = load_job(spec, errors, Redactor()) if spec else None
+    assert config is not None, errors
+    assert job is not None, errors
+    nodes = tuple(Node(node_id=str(i), name=str(i), cpus=8, gpus=4, gpu_name=gpu_name) for i in range(2))
+    return speed_note(config, job, make_plan(config, registry.load("fsdp"), nodes, oversubscribe_cpus=False), nodes)
+
+
+def test_the_plan_of_a_launch_shows_the_prediction_of_its_layout() -> None:
+    said, best = noted("NVIDIA H100 80GB HBM3"), answered("strategy=fsdp", "train.grad_accumulation=1").fitting[0]
+    assert said is not None
+    assert said.startswith(f"predicted for 2x4xH100: {best.seconds:.3g} s a step")
+    assert "`orchestrator plan --cluster 2x4xH100` with these keys" in said
+    assert noted("NVIDIA Z100") is None
+    assert noted("NVIDIA H100 80GB HBM3", "cluster.device=cpu") is None
+
+
+def test_the_speed_of_a_model_that_cannot_be_traced_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPT, "loss", lambda self, output, target: output.sum().item() * target.float().sum())
+    said = noted("NVIDIA H100 80GB HBM3")
+    assert said is not None
+    assert said.startswith("its speed cannot be predicted: the model cannot be traced")
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:

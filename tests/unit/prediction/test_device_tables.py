@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.build import ConfigError
-from orchestrator.prediction.devices import parse_cluster, read_tables
+from orchestrator.prediction.devices import name_of_gpu, parse_cluster, read_tables
 from orchestrator.worker.measure.flops import peak_flops_per_s
 
 TABLES = read_tables()
@@ -83,3 +83,25 @@ def test_a_file_adds_devices_and_links(tmp_path: Path) -> None:
         read_tables(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tables(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "memory_gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "H100"),
+        ("H100", 0, "H100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40G"),
+        ("A100", 79, "A100"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"),
+        ("GeForce-RTX-4090", 0, "RTX4090"),
+        ("AMD-Instinct-MI300X-OAM", 192, "MI300X"),
+        ("NVIDIA GH200 480GB", 95, None),
+        ("NVIDIA H100 PCIe", 79, None),
+        ("NVIDIA RTX PRO 6000", 95, None),
+        ("", 0, None),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_torch_or_ray_gives_it(
+    gpu_name: str, memory_gib: float, name: str | None
+) -> None:
+    assert name_of_gpu(gpu_name, memory_gib, TABLES) == name

@@ -34,7 +34,7 @@ RULES = {
     "state":        ("planning compat storage",                                                "torch"),
     "model":        ("user_code config planning compat",                                       "torch"),
     "prediction":   ("config planning",                                                        ""),
-    "tuning":       ("planning timeline model",                                                ""),
+    "tuning":       ("planning timeline model prediction",                                     ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state strategies.data",                 "torch"),

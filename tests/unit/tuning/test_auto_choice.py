@@ -11,6 +11,7 @@ import pytest
 
 from helpers.conformance.cases import CLUSTER, Case, config_of, plan_of
 from helpers.jobs.step_toys import GAN
+from helpers.records.job_profile import PROFILE
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from jobs.names import Names
@@ -78,6 +79,18 @@ def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_c
     """The lengths of its packed sequences are values, which fake and random tensors do not have."""
     contenders = chooser(Names(), "strategy.candidates=[pipeline]", "strategy.schedules=[1F1B]").contenders()
     assert all("fails with tensors that have a shape and no values" in c.refused for c in contenders)
+
+
+def test_layouts_that_divide_layers_or_tokens_are_predicted_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = GPT(variant="llama", layers=2, width=32, heads=4, context=16, dropout=0.0)
+    found = chooser(job, "strategy.candidates=[single,mesh]")
+    monkeypatch.setattr(Chooser, "_profile", lambda self: replace(PROFILE, free_bytes=10**9))
+    _, tensor, context = found.choose(measure=False).contenders
+    assert [c.name for c in (tensor, context)] == ["mesh num_workers=2 tensor=2", "mesh num_workers=2 context=2"]
+    for contender in (tensor, context):
+        assert contender.prediction is not None, contender.refused
+        assert contender.prediction.exchange_ms > 0
+    assert "divides no layers" in chooser(Digits(), "strategy.candidates=[mesh]").contenders()[0].refused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from typing import Literal, get_args
 import pytest
 
 from helpers.records.job_profile import LAYER, PASSES, PROFILE
-from orchestrator.planning.memory import MemoryLimit
+from orchestrator.planning.memory import MemoryLimit, WorkerMemory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.prediction.cost import ModelWork, Step, Work
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import (
     Contender,
@@ -27,7 +28,14 @@ from orchestrator.tuning.choice import (
     verdict,
     worker_counts,
 )
-from orchestrator.tuning.predict import Prediction, memory_error, predict, step_in_parts_ms, step_of_replicas_ms
+from orchestrator.tuning.predict import (
+    DividedSamples,
+    Prediction,
+    memory_error,
+    predict,
+    step_in_parts_ms,
+    step_of_replicas_ms,
+)
 from orchestrator.tuning.profile import (
     Affine,
     StageDivision,
@@ -124,6 +132,35 @@ def test_ddp_computes_its_share_beside_the_others_and_exchanges_gradients() -> N
 def test_on_gpus_gradients_are_exchanged_during_the_backward_pass() -> None:
     profile = dataclasses.replace(PROFILE, device="cuda")
     assert predict(profile, plan("ddp", Mesh(replicate=2)), gpipe).exchange_ms == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "part", "in_layers_ms"),
+    [
+        (Mesh(tensor=2), 0.5, 3 * (4 * 2.0 + 7.0 * 4 * 64) + 2 * (2.0 + 7.0 * 64)),
+        (Mesh(context=2), 1.0, 3 * 2 * (0.25 + 0.5)),
+        (Mesh(tensor=2, shard=2), 0.5, 3 * (4 * 2.0 + 7.0 * 4 * 32) + 2 * (2.0 + 7.0 * 32)),
+    ],
+)
+def test_workers_that_compute_samples_together_exchange_in_each_layer(
+    mesh: Mesh, part: float, in_layers_ms: float
+) -> None:
+    layer = Work(parameters=1, products=1, output_bytes=2**20, summed_bytes=2**20, key_bytes=2**21)
+    work = ModelWork(layers=3, layer=layer, ends=Work(parameters=1, products=1), tokens=8)
+    rows, gathers = 64 / mesh.data_parallel_size, mesh.shard > 1
+    step = Step(mesh=mesh, rows=rows, passes=1, gathers=gathers, divides_ends=mesh.tensor > 1)
+    memory = WorkerMemory(parameters=2000 * part / mesh.shard, gradients=10, optimizer=20, activations=30)
+    divided = DividedSamples(work=work, step=step, memory=memory)
+    found = predict(PROFILE, plan("mesh", mesh), gpipe, divided)
+    each = rows / mesh.workers_per_sample
+    assert found.compute_ms == pytest.approx(each * 1.5 + part * 3.0 / mesh.shard)
+    of_parameters = 0.0
+    if gathers:  # as of `fsdp`: three groups twice and the last one once, and the sums of all
+        of_parameters = 7 * 0.25 + 4 * 0.5 + 0.5
+    elif mesh.context > 1:
+        of_parameters = 7.0 + 1.0
+    assert found.exchange_ms == pytest.approx(in_layers_ms + of_parameters)
+    assert found.memory_bytes == memory.total
 
 
 def test_model_parallel_computes_one_stage_at_a_time() -> None:
@@ -319,6 +356,12 @@ def test_parts_are_proposed_on_every_number_of_workers_and_every_grid() -> None:
         "strategy.num_microbatches=2",
     ]
     assert len(found) == 3 + 3
+
+
+def test_workers_that_compute_samples_together_have_others_with_replicas_or_shards() -> None:
+    sizes = [[word.removeprefix("strategy.") for word in p[2:]] for p in proposals(4, ["mesh"], [])]
+    of_two, of_four = (["tensor=2"], ["context=2"]), (["tensor=2"], ["tensor=2", "shard=2"], ["tensor=4"])
+    assert sizes == [*of_two, *of_four, *([word.replace("tensor", "context") for word in p] for p in of_four)]
 
 
 def test_a_parameter_server_has_one_shard_for_two_workers_at_most() -> None:
