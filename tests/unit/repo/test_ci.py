@@ -18,11 +18,23 @@ def test_an_action_has_a_fixed_version() -> None:
 
 
 def test_every_test_runs_in_a_job() -> None:
-    words = [shlex.split(line) for commands in COMMANDS for line in commands.splitlines() if " pytest " in line]
-    assert [line[line.index("-m") + 1] for line in words] == ["not campaign", "campaign"]
+    words = [shlex.split(line) for commands in COMMANDS for line in commands.splitlines() if "pytest -rs" in line]
+    of_folder = "not campaign and ${{ matrix.folder }}"
+    assert [line[line.index("-m") + 1] for line in words] == [of_folder, "not campaign", "campaign"]
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
+    assert folders - {"gpu"} == {*WORKFLOW["jobs"]["tests"]["strategy"]["matrix"]["folder"]}
     nightly = {"schedule", "workflow_dispatch"}
     assert nightly <= WORKFLOW[True].keys(), "YAML 1.1 reads the key `on` as true"
     assert set(re.findall(r"event_name == '(\w+)'", WORKFLOW["jobs"]["nightly"]["if"])) == nightly
+
+
+def test_the_checks_are_those_of_the_script() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    checks = [command for command in COMMANDS if command.startswith(("ruff", "mypy", "mkdocs"))]
+    assert len(checks) == 4
+    assert all(check in script for check in checks)
+    (readme,) = (command for command in COMMANDS if command.endswith("&& pytest"))
+    assert f"    {readme}\n" in (ROOT / "README.md").read_text()
 
 
 def test_the_files_of_which_tests_are_skipped_exist() -> None:
