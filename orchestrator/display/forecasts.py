@@ -221,8 +221,10 @@ def published_table(compared: Sequence[Compared]) -> str:
         for heading, cells in zip(_PUBLISHED_HEADS, zip(*rows, strict=True), strict=True)
     ]
     tuned = sum(c.tuned for c in compared)
-    note = f"absolute errors of tokens per second and device; {tuned} runs that shares were taken from are left out"
-    return "\n".join([*text_lines(columns, unicode=True), "", note])
+    notes = [f"absolute errors of tokens per second and device; {tuned} runs that shares were taken from are left out"]
+    similar = sorted({(c.run.stack, c.known) for c in compared if c.run.stack != c.known})
+    notes += [f"no shares are known of {stack}, which takes those of {known}" for stack, known in similar]
+    return "\n".join([*text_lines(columns, unicode=True), "", *notes])
 
 
 def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -231,6 +233,7 @@ def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
         {
             **{key: c.run.row[key] for key in ("source", "framework", "model", "gpu", "gpus", "seq", "precision")},
             "stack": c.run.stack,
+            "shares_of": c.known,
             "measured": c.run.measured,
             "predicted": c.predicted,
             "error": c.error,

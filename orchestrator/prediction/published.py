@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +81,11 @@ CALIBRATIONS: Mapping[str, Calibration] = {
     "Megatron BF16 GB200": Calibration("Megatron MXFP8 GB200"),
     "Meta BF16 H100": Calibration("llm-foundry BF16 H100"),
 }
-"""By the name that :func:`stack_name` returns."""
+"""By the name that :func:`stack_name` returns. Rows of other stacks take the shares of the most similar one."""
+_MEGATRON = ("megatron", "nemo")
+"""How the names of frameworks begin whose kernels and communication are Megatron's."""
+_WIDTH = re.compile(r"F\D*(\d+)")
+"""Finds the bits of ``BF16``, ``MXFP8`` and their like."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -106,8 +112,23 @@ def stack_name(row: Row) -> str:
     precision = "MXFP8" if precision == "FP8-MX" else precision
     if row["framework"] == "torchtitan":
         return f"torchtitan {'compile' if 'compile' in row['options'] else 'eager'} {precision}"
-    framework = "Megatron" if row["framework"].startswith("Megatron") else row["framework"]
+    framework = "Megatron" if row["framework"].lower().startswith(_MEGATRON) else row["framework"]
     return f"{framework} {precision} {gpu}"
+
+
+def known_stack(name: str) -> str:
+    """Return the stack itself if its shares are known, or the most similar one.
+
+    Of the same framework, if there is one; then as wide in its products; then on the most similar device.
+    """
+
+    def likeness(other: str) -> tuple[object, ...]:
+        words, others = name.split(), other.split()
+        same_width = _WIDTH.findall(name) == _WIDTH.findall(other)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words[-1], others[-1], strict=False))
+        return words[0] == others[0], same_width, len([*same]), len({*words} & {*others})
+
+    return name if name in CALIBRATIONS else max(CALIBRATIONS, key=likeness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +185,20 @@ def as_run(row: Row, tables: Tables) -> Run:
     precision = _precision(row)
     again, attention_again = _RECOMPUTED.get(row["recompute"], (0.0, 0.0))
     per_node = 64 if row["gpu"].startswith("GB") else 8
-    name = "A100" if row["gpu"] == "A100-80G" else row["gpu"]
+    gpu, name = re.sub(r"(?<=\d)GB$", "G", row["gpu"]), row["model"].lower()
+    gpu = "A100" if gpu == "A100-80G" else gpu
     model = Transformer(
         layers=int(row["layers"]),
         hidden=hidden,
         inner=int(row["ffn"]),
         heads=heads,
         kv_heads=int(row["kv_heads"]),
-        head=128 if row["model"].startswith(("Qwen", "LLAMA")) else 64 if "OSS" in row["model"] else hidden // heads,
+        head=128 if name.startswith(("qwen", "llama")) else 64 if "oss" in name else hidden // heads,
         vocabulary=int(row["vocab"]),
         gated=row["glu"] == "1",
         experts=int(row["experts"]),
         active=int(row["active"]),
-        causal=1.0 if is_foundry or row["gpu"] == "A100-80G" else 0.5,
+        causal=1.0 if is_foundry or row["gpu"].startswith("A100-80G") else 0.5,
     )
     work = model.work(tokens)
     gathered, summed = 1.0 if precision != "bf16" and is_titan else 2.0, 2.0 if "PURE" in row["options"] else 4.0
@@ -210,7 +232,7 @@ def as_run(row: Row, tables: Tables) -> Run:
     else:
         measured = float(row["tflops_gpu"]) * 1e12 / (replace(model, causal=0.5).work(tokens).step_flops / tokens)
     nodes = max(1, devices // per_node)
-    cluster = parse_cluster(f"{nodes}x{min(per_node, devices)}x{name}", tables)
+    cluster = parse_cluster(f"{nodes}x{min(per_node, devices)}x{gpu}", tables)
     return Run(row=row, stack=stack_name(row), work=work, step=step, cluster=cluster, measured=measured)
 
 
@@ -227,11 +249,18 @@ def _precision(row: Row) -> Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A run and its prediction. ``predicted``: tokens in a second on a device."""
+    """A run and its prediction.
+
+    Attributes:
+        predicted: tokens in a second on a device.
+        tuned: whether the shares of a stack come from this row.
+        known: the stack whose shares it took.
+    """
 
     run: Run
     predicted: float
     tuned: bool
+    known: str
 
     @property
     def error(self) -> float:
@@ -297,10 +326,10 @@ def stack_for(device: str, *, compiled: bool) -> Stack:
 
 
 def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
-    """Predict the rows of stacks that are known; those of other stacks are left out.
+    """Predict the rows.
 
     Raises:
-        ConfigError: a row is damaged, or none is of a known stack.
+        ConfigError: a row is damaged, or there is none.
     """
     found = []
     for number, row in enumerate(rows, 1):
@@ -309,13 +338,12 @@ def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
         except (ValueError, ZeroDivisionError, TypeError) as e:
             reason = f"--published: row {number} ({row['model']}) cannot be read: {e}; compare it with {PUBLISHED.name}"
             raise ConfigError([reason]) from e
-        if run.stack in CALIBRATIONS:
-            stack, tuned_on = _calibrated(run.stack)
-            tuned = any(run.row == other.row for other in tuned_on)
-            found.append(Compared(run=run, predicted=run.predicted(stack), tuned=tuned))
+        known = known_stack(run.stack)
+        stack, tuned_on = _calibrated(known)
+        tuned = any(run.row == other.row for other in tuned_on)
+        found.append(Compared(run=run, predicted=run.predicted(stack), tuned=tuned, known=known))
     if not found:
-        known = ", ".join(CALIBRATIONS)
-        raise ConfigError([f"--published: no row is of a known framework, precision and device: {known}"])
+        raise ConfigError([f"--published: the file has no rows; {PUBLISHED.name} in the package is an example"])
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.build import ConfigError
+from orchestrator.display.forecasts import published_table
 from orchestrator.prediction.devices import read_tables
 from orchestrator.prediction.forecast import like
 from orchestrator.prediction.published import (
@@ -18,6 +19,7 @@ from orchestrator.prediction.published import (
     Spread,
     calibrated,
     compare,
+    known_stack,
     published_runs,
     read_rows,
     stack_name,
@@ -77,6 +79,34 @@ def test_the_spread_of_a_prediction_comes_from_runs_like_it(compared: list[Compa
     assert few + many == sum(not c.tuned and not c.run.is_sparse for c in compared)
 
 
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("Megatron MXFP8 GB300", "Megatron MXFP8 GB200"),
+        ("Megatron BF16 A100", "Megatron FP16 A100"),
+        ("Megatron NVFP4 B300", "Megatron NVFP4 GB200"),
+        ("torchtitan eager FP8", "torchtitan compile FP8"),
+        ("llm-foundry BF16 H200", "llm-foundry BF16 H100"),
+        ("DeepSpeed BF16 A100", "llm-foundry BF16 A100"),
+        ("DeepSpeed FP8 H100", "llm-foundry FP8 H100"),
+    ],
+)
+def test_a_stack_without_shares_takes_those_of_the_most_similar_one(name: str, similar: str) -> None:
+    assert known_stack(name) == similar
+    assert known_stack(similar) == similar
+
+
+def test_a_row_of_another_stack_is_predicted_and_the_table_says_with_what() -> None:
+    row = next(run.row for run in published_runs() if run.stack == "llm-foundry BF16 H100" and run.devices == 16)
+    known, (other,) = compare([row], read_tables())[0], compare([dict(row, framework="Colossal-AI")], read_tables())
+    assert other.predicted == known.predicted
+    assert "no shares are known of Colossal-AI BF16 H100, which takes those of llm-foundry BF16 H100" in (
+        published_table([other])
+    )
+    with pytest.raises(ConfigError, match="has no rows"):
+        compare([], read_tables())
+
+
 def test_a_file_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(",".join(c for c in COLUMNS if c not in ("gpu", "mbs")) + "\n")
@@ -90,7 +120,6 @@ def test_a_file_without_columns_is_refused(tmp_path: Path) -> None:
         ({"gpu": "H10"}, r"H10: unknown; did you mean H100\?"),
         ({"gpus": "many"}, r"row 1 \(GPT OSS 120B\) cannot be read: .*'many'"),
         ({"mbs": "0"}, "row 1 .* cannot be read"),
-        ({"framework": "other"}, "no row is of a known framework, precision and device: llm-foundry BF16 A100"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_refused(change: dict[str, str], reason: str) -> None:
