@@ -30,6 +30,8 @@ StrategyName = Literal[
 ]
 
 MICROBATCHES_PER_STAGE = (1, 2, 4)
+MOST_PER_SAMPLE = 8
+"""The most workers that compute a sample together in a proposal: those of a node, as they exchange in every layer."""
 
 
 def worker_counts(num_workers: int) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ def proposals(
 def _within_samples(workers: int) -> Iterator[tuple[str, ...]]:
     """Yield each number of workers that divide layers or tokens; the others have replicas, or shards."""
     for dimension in ("tensor", "context"):
-        for size in (n for n in worker_counts(workers) if n > 1 and workers % n == 0):
+        for size in (n for n in worker_counts(workers) if 1 < n <= MOST_PER_SAMPLE and workers % n == 0):
             yield (f"strategy.{dimension}={size}",)
             if size < workers:
                 yield f"strategy.{dimension}={size}", f"strategy.shard={workers // size}"
