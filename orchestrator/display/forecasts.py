@@ -20,7 +20,7 @@ _DRAWN = 10
 # From Okabe and Ito's colours, and greys for waiting.
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7"),
-    *("#999999", "#000000", "#bbbbbb", "#dddddd"),
+    *("#882255", "#999999", "#000000", "#bbbbbb", "#dddddd"),
 )
 
 

@@ -178,6 +178,7 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
 def _usual_stack(cluster: Cluster, config: Config) -> Stack:
     on_gpus = cluster.name != CPU
     stack = stack_for(cluster.name, compiled=config.train.compile is not False) if on_gpus else UNFUSED
+    stack = replace(stack, operator_s=cluster.device.operator_us / 1e6)
     return _with_products(stack, cluster.device.reached or stack.products)
 
 

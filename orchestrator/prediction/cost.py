@@ -47,12 +47,14 @@ class Stack:
         attention: the share of bf16's peak rate in attention.
         moved: the share of the bytes that elementwise operations move after fusion.
         dispatch_s: the time of the host to send the tokens of a micro-batch to the experts of a layer and back.
+        operator_s: the time that an operator takes of any size, where the device waits for the host.
     """
 
     products: float
     attention: float
     moved: float = 1.0
     dispatch_s: float = 0.0
+    operator_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ class StepTime:
     products: float
     attention: float
     moved: float
+    host: float
     update: float
     shard: float
     replicate: float
@@ -164,6 +167,7 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
         products=passes * one.products,
         attention=passes * one.attention,
         moved=passes * one.moved,
+        host=passes * one.host,
         update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
         shard=gathering,
         replicate=max(0.0, exchanging - SUMS_HIDDEN * a_pass),
@@ -219,6 +223,7 @@ class _Pass:
     products: float
     attention: float
     moved: float
+    host: float
     tensor: float
     context: float
     expert: float
@@ -236,13 +241,15 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     attention = (3 + step.recompute_attention) * rows * layer.attention / (wide * stack.attention)
     again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0
     moved = rows * layer.moved_bytes * stack.moved * again + is_narrow * rows * layer.product_bytes  # and casts
-    head = (1.0 if mesh.pipeline == 1 else HEAD_SHARE) * (1 if step.divides_ends else mesh.tensor)
+    at_ends = 1.0 if mesh.pipeline == 1 else HEAD_SHARE
+    head = at_ends * (1 if step.divides_ends else mesh.tensor)
     summing = sent_bytes(work, step).tensor / cluster.bus_bytes_s(1, mesh.tensor)
     of_head = min(HEAD_MOST, stack.products * (2 if is_narrow else 1))
     return _Pass(
         products=layers * products + head * 3 * rows * ends.products / (wide * of_head),
         attention=layers * attention,
         moved=(layers * moved + head * rows * ends.moved_bytes) / (memory * STREAMED),
+        host=stack.operator_s * (layers * (3 + step.recompute) * layer.operators + at_ends * 3 * ends.operators),
         tensor=layers * summing * (1 - step.overlaps_tensor),
         context=max(0.0, layers * (_between_context_ranks(work, step, cluster) - KEYS_HIDDEN * attention)),
         expert=layers * _between_experts(work, step, cluster, stack),
@@ -295,6 +302,7 @@ class Work:
         summed_bytes: that in the type of products, in which ranks sum it that divide these.
         key_bytes: its keys and values.
         routed: the experts that a token is sent to; 0 if no worker has other experts than the others.
+        operators: how many operators a forward pass over any number of samples runs; 0 if it is unknown.
     """
 
     parameters: float
@@ -308,6 +316,7 @@ class Work:
     experts: float = 0.0
     used: float = 0.0
     routed: int = 0
+    operators: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

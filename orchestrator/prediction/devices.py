@@ -52,6 +52,7 @@ class Device:
         fp8: the peak rate of products in 8 bits; None if it has none.
         fp4: the same in 4 bits.
         reached: the share of the peak rate that layers reach; None for that of published runs.
+        operator_us: the time that an operator takes of any size, where the device waits for the host.
     """
 
     bf16: float
@@ -65,6 +66,7 @@ class Device:
     fp8: float | None = None
     fp4: float | None = None
     reached: float | None = None
+    operator_us: float = 0.0
 
     def peak_flops_s(self, precision: Precision) -> float:
         """Return the peak rate of matrix products, in FLOP/s; that of the next wider type if it has none."""

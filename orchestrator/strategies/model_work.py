@@ -119,6 +119,7 @@ def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dty
         output_bytes=counted["output_bytes"],
         summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
         key_bytes=2 * counted["output_bytes"],
+        operators=counted["operators"],
     )
 
 
@@ -127,16 +128,18 @@ UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS)
 _SIZE, _COPIED = 1024, 2**25
 _ROWS, _WIDTH = 2048, 256
 """The tokens of a micro-batch, and the width of a small model, whose wider layer is four times as wide."""
-_TIMES = 5
+_CHAIN = 100
+_MEASURED_S = 0.3
+"""How long each rate is measured, of which the first half does not count: what is new to a process is slow."""
 _COPIES = 4
 """How often gloo copies a byte from worker to worker through the kernel; an assumption."""
 
 
 def with_cpus(tables: Tables) -> Tables:
-    """Return the tables with a core of this machine as the device ``cpu``. Takes a second.
+    """Return the tables with a core of this machine as the device ``cpu``. Takes two seconds.
 
-    A matrix product in float32 is measured on one core. What a linear layer reaches of that, forward and backward, and
-    how fast memory is copied, is measured on all cores at once, as workers use them.
+    A matrix product in float32 and a chain of small operators are measured on one core. What a linear layer reaches of
+    the first, forward and backward, and how fast memory is copied, is measured on all cores at once, as workers do it.
     """
     cores = os.cpu_count() or 1
     a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
@@ -146,6 +149,7 @@ def with_cpus(tables: Tables) -> Tables:
         peak = 2 * _SIZE**3 / min(_durations(lambda: torch.mm(a, b)))
         with ThreadPoolExecutor(cores) as pool:
             layer_s, copy_s = (max(pool.map(_median_s, [make] * cores)) for make in (_layer, _copy))
+        chain_s = _median_s(_operators)
     finally:
         torch.set_num_threads(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -160,6 +164,7 @@ def with_cpus(tables: Tables) -> Tables:
         domain=None,
         source="measured on the cores of this machine, in float32",
         reached=min(1.0, 6 * _ROWS * _WIDTH * 4 * _WIDTH / layer_s / peak),
+        operator_us=1e6 * chain_s / (PASSES * _CHAIN),
     )
     link = Link(gb_s=gb_s / 2 / _COPIES, source=f"a byte is copied {_COPIES} times")
     return replace(tables, devices={**tables.devices, CPU: device}, links={**tables.links, CPU: link})
@@ -176,6 +181,18 @@ def _copy() -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
+def _operators() -> Callable[[], object]:
+    first = torch.ones(8, requires_grad=True)
+
+    def chain() -> None:
+        x = first
+        for _ in range(_CHAIN):
+            x = x * 1.0
+        x.sum().backward()
+
+    return chain
+
+
 def _median_s(make: Callable[[], Callable[[], object]]) -> float:
     """Return the median duration of what ``make`` returns, on one thread of this one."""
     torch.set_num_threads(1)
@@ -184,8 +201,9 @@ def _median_s(make: Callable[[], Callable[[], object]]) -> float:
 
 def _durations(run: Callable[[], object]) -> list[float]:
     found = []
-    for _ in range(_TIMES):
+    began = time.perf_counter()
+    while len(found) < 4 or time.perf_counter() < began + _MEASURED_S:
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return found
+    return found[len(found) // 2 :]

@@ -158,7 +158,7 @@ class WorkCounter(TorchDispatchMode):
     Attributes:
         blocks: the sums of what runs in the blocks: ``products`` and ``attention`` in operations, ``product_bytes``,
             ``moved_bytes`` and ``output_bytes`` in bytes, the elements of ``output``, the parameters in
-            ``experts``, and the operations of ``expert_products`` among the products.
+            ``experts``, the operations of ``expert_products`` among the products, and the number of ``operators``.
         rest: those of everything else.
     """
 
@@ -184,6 +184,7 @@ class WorkCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         counted = self.blocks if self._inside else self.rest
+        counted["operators"] += 1
         inputs = [t for t in tensors_in((args, kwargs)) if storage_key(t.untyped_storage()) not in self._parameters]
         if not inputs and func is CAST:
             self._casts.append(out)
