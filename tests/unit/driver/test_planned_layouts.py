@@ -84,7 +84,7 @@ def test_the_fastest_comes_first_with_all_figures(found: Answer) -> None:
 
 def test_the_text_names_the_launch_and_the_spread(found: Answer) -> None:
     said = text(found, rows=3)
-    assert "to launch it: orchestrator launch job=gpt" in said
+    assert "to launch it: python -m orchestrator.launch job=gpt" in said
     assert "% in the mean" in said
     assert "published runs of this size" in said
 
@@ -126,6 +126,7 @@ def test_cpus_of_this_machine_are_measured() -> None:
     measured = tables.devices[CPU]
     assert 1e9 < measured.peak_flops_s("bf16") < 1e13
     assert 1e9 < measured.memory_bytes_s < 1e12
+    assert 0.5 < measured.operator_us < 100
     tables = dataclasses.replace(tables, devices={CPU: dataclasses.replace(measured, node=2)})
     found = answer(SMALL, parse_cluster("1x2xcpu", tables), Redactor())
     assert {"train.precision=fp32", "strategy.num_workers=2"} <= {*found.assumed}
@@ -248,6 +249,7 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
     ).work(128)
     work = traced(outline(), fused_attention=True).work
     assert (work.layers, work.tokens) == (6, 128)
+    assert 20 < work.layer.operators < 200
     assert work.layer.products == by_hand.layer.products
     assert work.layer.attention == by_hand.layer.attention
     assert work.ends.products == by_hand.ends.products

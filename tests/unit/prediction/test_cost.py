@@ -48,6 +48,15 @@ def test_what_is_added_takes_time(change: dict[str, object], kind: str) -> None:
     assert getattr(after, kind) > getattr(before, kind)
 
 
+def test_operators_take_the_time_of_the_host_in_each_pass_of_any_size() -> None:
+    work = dataclasses.replace(LLAMA, layer=dataclasses.replace(LLAMA.layer, operators=50))
+    slow = dataclasses.replace(STACK, operator_s=1e-5)
+    few, many = (dataclasses.replace(STEP, rows=rows, passes=8 / rows) for rows in (4, 1))
+    assert step_time(work, few, CLUSTER, STACK).host == 0
+    assert step_time(work, few, CLUSTER, slow).host == pytest.approx(2 * 3 * 32 * 50 * 1e-5)
+    assert step_time(work, many, CLUSTER, slow).host == 4 * step_time(work, few, CLUSTER, slow).host
+
+
 def test_slow_links_show() -> None:
     slow = parse_cluster("8x8xH100", read_tables(), link="Ethernet-100G")
     assert step_time(LLAMA, STEP, slow, STACK).shard > 5 * step_time(LLAMA, STEP, CLUSTER, STACK).shard
