@@ -96,7 +96,11 @@ def _best(answer: Answer) -> list[str]:
     days, money = answer.question.days(cheapest), answer.question.money(cheapest)
     if days is not None:
         lines[-1] += f": {days:,.1f} days" + ("" if money is None else f", a price of {money:,.0f}")
-    return [*lines, f"to launch it: python -m orchestrator.launch {' '.join((*answer.command, *cheapest.overrides))}", ""]
+    return [
+        *lines,
+        f"to launch it: python -m orchestrator.launch {' '.join((*answer.command, *cheapest.overrides))}",
+        "",
+    ]
 
 
 def name(forecast: Forecast) -> str:

@@ -249,7 +249,7 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
     ).work(128)
     work = traced(outline(), fused_attention=True).work
     assert (work.layers, work.tokens) == (6, 128)
-    assert 20 < work.layer.operators < 200
+    assert work.layer.operators > 20
     assert work.layer.products == by_hand.layer.products
     assert work.layer.attention == by_hand.layer.attention
     assert work.ends.products == by_hand.ends.products

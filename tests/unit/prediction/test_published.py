@@ -99,7 +99,7 @@ def test_a_stack_without_shares_takes_those_of_the_most_similar_one(name: str, s
 def test_a_row_of_another_stack_is_predicted_and_the_table_says_with_what() -> None:
     row = next(run.row for run in published_runs() if run.stack == "llm-foundry BF16 H100" and run.devices == 16)
     known, (other,) = compare([row], read_tables())[0], compare([dict(row, framework="Colossal-AI")], read_tables())
-    assert other.predicted == known.predicted
+    assert other.predicted == pytest.approx(known.predicted, rel=0.1)  # but for attention of later tokens
     assert "no shares are known of Colossal-AI BF16 H100, which takes those of llm-foundry BF16 H100" in (
         published_table([other])
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_shellcheck_has_no_remark_on_a_script() -> None:
 def test_shellcheck_has_no_remark_on_the_commands_of_the_workflow() -> None:
     (workflow,) = documents(ROOT / WORKFLOW)
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    check(SHELLCHECK, "--shell=bash", "-", text="\n".join(commands))
+    check(SHELLCHECK, "--shell=bash", "-", text=re.sub(r"\$\{\{.*?\}\}", "value", "\n".join(commands)))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_c
 
 
 def test_layouts_that_divide_layers_or_tokens_are_predicted_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = GPT(variant="llama", layers=2, width=32, heads=4, context=16, dropout=0.0)
+    job = GPT(variant="llama", layers=2, width=32, heads=4, hidden=64, context=16)
     found = chooser(job, "strategy.candidates=[single,mesh]")
     monkeypatch.setattr(Chooser, "_profile", lambda self: replace(PROFILE, free_bytes=10**9))
     _, tensor, context = found.choose(measure=False).contenders
@@ -90,7 +90,7 @@ def test_layouts_that_divide_layers_or_tokens_are_predicted_like_the_others(monk
     for contender in (tensor, context):
         assert contender.prediction is not None, contender.refused
         assert contender.prediction.exchange_ms > 0
-    assert "divides no layers" in chooser(Digits(), "strategy.candidates=[mesh]").contenders()[0].refused
+    assert "several blocks of one class" in chooser(Digits(), "strategy.candidates=[mesh]").contenders()[0].refused
 
 
 @dataclass(frozen=True, kw_only=True)
