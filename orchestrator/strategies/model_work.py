@@ -200,7 +200,7 @@ def _median_s(make: Callable[[], Callable[[], object]]) -> float:
 
 
 def _durations(run: Callable[[], object]) -> list[float]:
-    found = []
+    found: list[float] = []
     began = time.perf_counter()
     while len(found) < 4 or time.perf_counter() < began + _MEASURED_S:
         start = time.perf_counter()
