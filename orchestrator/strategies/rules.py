@@ -16,10 +16,11 @@ from orchestrator.planning.layout import Keys, LayoutRules
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.model_state import saving_errors
-from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline, lazy_names
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.resume_trial import optimizer_errors
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note

@@ -8,7 +8,6 @@ from torch import nn
 
 from orchestrator.job import Job
 from orchestrator.model.precision import Precision
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.batch_parts import (
     BatchDivision,
     by_keys,
@@ -17,6 +16,7 @@ from orchestrator.strategies.data.batch_parts import (
     warning_about_parts,
 )
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.rank_context import Context
 
 
 def compare_with_whole(

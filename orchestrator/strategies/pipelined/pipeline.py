@@ -37,7 +37,6 @@ from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
@@ -50,6 +49,7 @@ from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.preflight import part_errors
 from orchestrator.strategies.trained import Trained

@@ -22,10 +22,10 @@ from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in

@@ -25,11 +25,11 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.replicas import Replicas

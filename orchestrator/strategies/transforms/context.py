@@ -36,12 +36,12 @@ from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.sample import seen_calls
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 from orchestrator.strategies.transforms.loss_proof import loss_divides, shortened, tensors_of_tokens
 

@@ -35,11 +35,11 @@ from orchestrator.model.tensor.sample import BlockCall, seen_calls
 from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
 from orchestrator.planning.placement import AxisCut, Placement, Shape
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.transforms.loss_proof import loss_divides
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 

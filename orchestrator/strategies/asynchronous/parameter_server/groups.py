@@ -13,8 +13,8 @@ import torch.distributed as dist
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_json
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.rank_context import Context
 
 LONG_TIMEOUT = timedelta(days=30)
 """For waits on ranks that may be many steps behind. The driver's hang detector bounds such waits."""
