@@ -21,6 +21,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.device import TensorSize
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.timeline import Span
@@ -44,15 +45,6 @@ class StepResult:
     grad_norm: Tensor | None
     skipped: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSums:
-    """Sums over the valid samples of a batch, as scalar tensors: of weighted loss, of weight, and of each metric."""
-
-    loss_sum: Tensor
-    weight: Tensor
-    metrics: Mapping[str, Tensor]
 
 
 class Strategy(abc.ABC):

@@ -36,11 +36,17 @@ from orchestrator.state.model_state import own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
+from orchestrator.strategies.measure.job_metrics import (
+    BatchMetrics,
+    EvalSums,
+    SumCheck,
+    evaluation_metrics,
+    train_metrics,
+)
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors

@@ -20,9 +20,15 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.group_reduction import Sums
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, add_metrics, is_scalar, loss_reads
+from orchestrator.strategies.measure.job_metrics import (
+    BatchMetrics,
+    EvalSums,
+    Measure,
+    add_metrics,
+    is_scalar,
+    loss_reads,
+)
 from orchestrator.strategies.pipelined.forward_pass import forward_only
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.rank_context import Context

@@ -24,10 +24,10 @@ from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums

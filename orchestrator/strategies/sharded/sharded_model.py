@@ -12,8 +12,7 @@ from orchestrator.job import Job
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
-from orchestrator.strategies.base import EvalSums
-from orchestrator.strategies.measure.job_metrics import Measure
+from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.transforms.blocks import compile_in_place

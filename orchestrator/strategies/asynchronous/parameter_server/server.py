@@ -34,8 +34,9 @@ from orchestrator.strategies.asynchronous.parameter_server.groups import Groups,
 from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.base import EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import steps_per_epoch
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import norm_over

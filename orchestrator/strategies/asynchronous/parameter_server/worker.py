@@ -47,8 +47,8 @@ from orchestrator.strategies.asynchronous.parameter_server.shards import (
 )
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.staleness import statistics_notes
-from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
