@@ -11,7 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from orchestrator.config.schema import TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.replicated.buckets import SMALLEST_MB, bucket_mb_for

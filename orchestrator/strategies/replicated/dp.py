@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import join, num_rows, tensors_in

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from orchestrator.config.schema import option
+from orchestrator.config.build import option
 from orchestrator.planning.memory import gathered_bytes
 from orchestrator.strategies.sharded.wrapping import bytes_by_group
 from orchestrator.strategies.transforms.options import TensorConfig

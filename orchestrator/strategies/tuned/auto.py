@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
 from orchestrator.planning.mesh import Mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
