@@ -43,11 +43,10 @@ from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
-from orchestrator.strategies.pipelined.comparisons import compare_with_whole
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction

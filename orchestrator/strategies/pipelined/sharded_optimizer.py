@@ -17,8 +17,12 @@ from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
-from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
-from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
+from orchestrator.strategies.replicated.optimizer_shards import (
+    OptimizerSharding,
+    OptimizerShards,
+    check_optimizer_shards,
+    cuts_of,
+)
 from orchestrator.strategies.trained import Trained
 
 

@@ -27,8 +27,7 @@ from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.pipelined.comparisons import compare_with_whole
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 
