@@ -19,7 +19,7 @@ from orchestrator.compat.pipelining import computations
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.groups import new_group

@@ -19,7 +19,7 @@ from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.strategies.presets.shards import FSDPConfig, HSDPConfig

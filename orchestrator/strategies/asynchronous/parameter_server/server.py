@@ -30,9 +30,13 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server import wire
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
+from orchestrator.strategies.asynchronous.parameter_server.shared import (
+    Groups,
+    ParameterServerConfig,
+    share_meta,
+    with_settings,
+)
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import steps_per_epoch

@@ -37,13 +37,17 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
-from orchestrator.strategies.asynchronous.parameter_server.connection import ServerConnection
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
-from orchestrator.strategies.asynchronous.parameter_server.shards import (
+from orchestrator.strategies.asynchronous.parameter_server.placed_shards import (
     join_optimizer_state,
     make_contiguous,
     shards_of,
+)
+from orchestrator.strategies.asynchronous.parameter_server.server_connection import ServerConnection
+from orchestrator.strategies.asynchronous.parameter_server.shared import (
+    Groups,
+    ParameterServerConfig,
+    share_meta,
+    with_settings,
 )
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.staleness import statistics_notes
