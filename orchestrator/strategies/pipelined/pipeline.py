@@ -43,14 +43,14 @@ from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
-from orchestrator.strategies.pipelined.layout import StagedConfig
-from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
+from orchestrator.strategies.pipelined.stage_checks import check_stages
+from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.sharded.preflight import part_errors
+from orchestrator.strategies.sharded.shard_checks import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context

@@ -16,7 +16,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.transforms.options import ContextConfig
 
 LEAST_SIZE = 2

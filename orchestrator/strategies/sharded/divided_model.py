@@ -23,7 +23,7 @@ from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shap
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 

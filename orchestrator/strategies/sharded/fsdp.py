@@ -34,9 +34,9 @@ from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
-from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
+from orchestrator.strategies.sharded.shard_checks import check_shards
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context

@@ -25,8 +25,8 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.measure.device import mean_over, medians_ms
 from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.presets.pipelines import PipelineConfig
 from orchestrator.strategies.presets.replicas import SingleConfig
-from orchestrator.strategies.presets.stages import PipelineConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.passes import STEPS

@@ -15,7 +15,7 @@ from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
