@@ -90,7 +90,7 @@ class Synchronous(Rules[Keys]):
 
             return FSDPPipeline
         if _divides_optimizer(options):
-            from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
+            from orchestrator.strategies.pipelined.pipeline import ShardedOptimizerPipeline
 
             return ShardedOptimizerPipeline
         from orchestrator.strategies.pipelined.pipeline import Pipeline

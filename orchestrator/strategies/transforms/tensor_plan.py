@@ -17,12 +17,11 @@ from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.proving import built_at_random
 from orchestrator.model.repeated_blocks import blocks_of, likeness
-from orchestrator.model.tensor.chain import Ends, ends_of
+from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of, seen_calls
 from orchestrator.model.tensor.logits import DividedLogits, Share
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair, divide, is_linear
-from orchestrator.model.tensor.sample import BlockCall, seen_calls
 from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, vocabularies
 from orchestrator.planning.placement import AxisCut, Placement, Shape
 from orchestrator.strategies.constructor import Outline
