@@ -22,7 +22,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.rank_context import Context
 from orchestrator.worker.data.batches import Sampling, Share, train_batches
-from orchestrator.worker.data.loader import Loading
+from orchestrator.worker.data.data_loader import Loading
 
 TIMEOUT_S = 300
 

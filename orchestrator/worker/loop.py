@@ -26,7 +26,7 @@ from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject
 from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.evaluating import Evaluations
-from orchestrator.worker.measure import metrics
+from orchestrator.worker.measure.step_metrics import NonFiniteError, profiled_steps
 from orchestrator.worker.process.process_memory import keep_if_plentiful
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.job_reports import JobReports
@@ -248,7 +248,7 @@ class Loop:
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
-        with contextlib.closing(micro_batches) as batches, metrics.profiled_steps(trace) as end_profiled_step:
+        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
             self._enter("train")
             steps.restart_timer()
             while not self._has_all_steps and self._why_stop is None:
@@ -361,6 +361,6 @@ class Loop:
         """Add the strategy's advice, if it has any, to an error about numbers that are not finite."""
         try:
             yield
-        except metrics.NonFiniteError as e:
+        except NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise

@@ -17,8 +17,8 @@ from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.control import Outbox, Warner, inject_fault
 from orchestrator.worker.control.rendezvous import seed_step
 from orchestrator.worker.data.batches import epoch_of
-from orchestrator.worker.measure import metrics
 from orchestrator.worker.measure.flops import FlopMeter
+from orchestrator.worker.measure.step_metrics import CompileMeter, NoUpdateError, Window, lr_of_groups
 from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.restoring import Position
@@ -57,7 +57,7 @@ class Steps:
         self._updates = 0 if assignment.generation == 1 else 1  # another process may have made some before
         run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._histograms = Histograms(run_dir, outbox=outbox, warner=warner, device=device)
-        self.compile_meter = metrics.CompileMeter(outbox, enabled=self._train.compile is not False)
+        self.compile_meter = CompileMeter(outbox, enabled=self._train.compile is not False)
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -73,7 +73,7 @@ class Steps:
         at_step = done + 2 if strategy.counts_flops else None
         compiled = self._train.compile is not False
         self._flop_meter = FlopMeter(self._device, at_step=at_step, compiled=compiled, share=strategy.flop_share)
-        self._window = metrics.Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
+        self._window = Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
 
     def restart_timer(self) -> None:
         """Leave out what the rank has done since the last step."""
@@ -129,7 +129,7 @@ class Steps:
             comm_ms=strategy.comm_ms(),
             spans=strategy.spans(),
             metrics={
-                **metrics.lr_of_groups(strategy.group_lrs),
+                **lr_of_groups(strategy.group_lrs),
                 **self.compile_meter.metrics(),
                 **strategy.metrics(),
             },
@@ -158,4 +158,4 @@ class Steps:
             found = total(gather_json(own, world_size=self._world_size, device=self._device))
         self._strategy.confirm()
         if not found["updates"]:
-            raise metrics.NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
+            raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
