@@ -396,8 +396,5 @@ class Trainer(Strategy):
 
 def _nothing(result: StepResult | EvalSums) -> dict[str, Any]:
     """Return the sums over no samples, in place of those of ``result``."""
-    return {
-        "loss_sum": torch.zeros_like(result.loss_sum),
-        "weight": torch.zeros_like(result.weight),
-        "metrics": {},
-    }
+    zeros = torch.zeros_like
+    return {"loss_sum": zeros(result.loss_sum), "weight": zeros(result.weight), "metrics": {}}
