@@ -26,6 +26,7 @@ class Evaluations:
     """Evaluates the model on one rank, and lets the run follow what is measured.
 
     Attributes:
+        assignment: the place of the rank, which each generation sets anew.
         improvement: the best evaluation so far.
         steered: the job and its strategy, which change with the evaluations.
     """
@@ -46,6 +47,7 @@ class Evaluations:
             saved: see :class:`Improvement`.
             reports: is told of each evaluation, and draws samples.
         """
+        self.assignment = assignment
         self._config = assignment.config
         self.improvement = Improvement(self._config, device=device, outbox=outbox, saved=saved)
         self.steered = Steered(self._config, job, strategy, device=device)
@@ -54,12 +56,6 @@ class Evaluations:
         self._reports = reports
         self._device = device
         self._outbox = outbox
-        self.reassign(assignment)
-
-    def reassign(self, assignment: Assignment) -> None:
-        """Take the rank of ``assignment``, which may differ from the rank in the generation before."""
-        self._rank = assignment.global_rank
-        self._world_size = assignment.plan.world_size
 
     def has_any(self, data: JobData) -> bool:
         """Return whether there is anything to do: data to evaluate, or samples to draw."""
@@ -71,8 +67,9 @@ class Evaluations:
             if data.datasets.evaluated:
                 point = self._evaluated(data, data.eval_batches, step=step)
                 self._outbox.put_point(point)
+                rank, world_size = self.assignment.global_rank, self.assignment.plan.world_size
                 for follower in (self.improvement, self.steered, self._reports):
-                    follower.add(point, rank=self._rank, world_size=self._world_size, confirm=self._strategy.confirm)
+                    follower.add(point, rank=rank, world_size=world_size, confirm=self._strategy.confirm)
             if self._job.draws_samples:
                 with self._averaged_weights():
                     self._reports.sample(step=step)
@@ -89,7 +86,7 @@ class Evaluations:
             check_trial(
                 point,
                 (self.improvement, self.steered),
-                world_size=self._world_size,
+                world_size=self.assignment.plan.world_size,
                 device=self._device,
                 confirm=self._strategy.confirm,
             )

@@ -107,8 +107,7 @@ class Loop:
         )
         self._checkpoints.reassign(assignment)
         self._reports.reassign(assignment)
-        self._evaluations.reassign(assignment)
-        self._steps.reassign(assignment)
+        self._evaluations.assignment = self._steps.assignment = assignment
         self._warner.rank = self.rank
         if self._data is not None:
             self._data.reassign(assignment)
@@ -250,11 +249,11 @@ class Loop:
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
         with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
             self._enter("train")
-            steps.restart_timer()
+            steps.window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:
                 step = position.step + 1
                 if not self.gate.begin(step, self.assignment.generation):
-                    steps.check_finite()
+                    steps.window.check_finite()
                     return True
                 result = steps.make(step, batches)
                 end_profiled_step()
@@ -274,12 +273,12 @@ class Loop:
                 steps.save_histograms(step)
                 if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:
                     self._try_out(data)
-                    steps.restart_timer()
+                    steps.window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
-                    steps.check_finite()
+                    steps.window.check_finite()
                     self._run_due_tasks()
-                    steps.restart_timer()
-        steps.check_finite()
+                    steps.window.timer.restart()
+        steps.window.check_finite()
         if position.step >= first_step:
             steps.check_updated()
         return False

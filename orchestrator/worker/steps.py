@@ -32,7 +32,9 @@ class Steps:
     """Makes steps, and measures them. The steps of a generation begin with :meth:`begin`.
 
     Attributes:
+        assignment: the place of the rank, which each generation sets anew.
         compile_meter: measures the compilation of the model, while it is ``watching``.
+        window: measures the steps since the last logged point.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class Steps:
         warner: Warner,
     ):
         """``position`` goes on with each step, of which ``reports`` is told."""
-        self._config = assignment.config
-        self._train = self._config.train
+        self.assignment = assignment
+        self._train = assignment.config.train
         self._strategy = strategy
         self._position = position
         self._reports = reports
@@ -58,13 +60,6 @@ class Steps:
         run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._histograms = Histograms(run_dir, outbox=outbox, warner=warner, device=device)
         self.compile_meter = CompileMeter(outbox, enabled=self._train.compile is not False)
-        self.reassign(assignment)
-
-    def reassign(self, assignment: Assignment) -> None:
-        """Take the rank of ``assignment``, which may differ from the rank in the generation before."""
-        self._assignment = assignment
-        self._rank = assignment.global_rank
-        self._world_size = assignment.plan.world_size
 
     def begin(self) -> None:
         """Measure from here on, for the steps of a generation."""
@@ -73,24 +68,16 @@ class Steps:
         at_step = done + 2 if strategy.counts_flops else None
         compiled = self._train.compile is not False
         self._flop_meter = FlopMeter(self._device, at_step=at_step, compiled=compiled, share=strategy.flop_share)
-        self._window = Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
-
-    def restart_timer(self) -> None:
-        """Leave out what the rank has done since the last step."""
-        self._window.timer.restart()
-
-    def check_finite(self) -> None:
-        """Check the losses of the steps since the last logged point. Raises like :meth:`Window.check_finite`."""
-        self._window.check_finite()
+        self.window = Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
 
     def make(self, step: int, batches: Iterator[list[Any]]) -> StepResult:
         """Make the step number ``step``, from the next of ``batches``."""
-        config, strategy = self._config, self._strategy
+        strategy, rank = self._strategy, self.assignment.global_rank
         set_current_step(step)
-        seed_step(config.seed, step, strategy.context.mesh.seed_rank(self._rank))
-        with self._window.data_wait.waiting():
+        seed_step(self.assignment.config.seed, step, strategy.context.mesh.seed_rank(rank))
+        with self.window.data_wait.waiting():
             batch = next(batches)
-        inject_fault(self._assignment.faults, rank=self._rank, phase="train", step=step)
+        inject_fault(self.assignment.faults, rank=rank, phase="train", step=step)
         compiled_s = self.compile_meter.seconds
         every = self._train.histograms_every
         observed = every > 0 and step % every == 0
@@ -102,7 +89,7 @@ class Steps:
                 want_metrics=self.is_logged(step),
             )
         slowed = self.compile_meter.seconds > compiled_s or self._flop_meter.slows(step) or observed
-        self._window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
+        self.window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
         self._updates += not result.skipped
         self._position.step = step
         self._position.samples_consumed += self._train.global_batch_size
@@ -120,7 +107,7 @@ class Steps:
     def log(self, result: StepResult, dataset_size: int | None) -> None:
         """Log a point after the step with this ``result``; ``dataset_size``: the samples of an epoch, if known."""
         consumed, strategy = self._position.samples_consumed, self._strategy
-        point = self._window.close(
+        point = self.window.close(
             samples_seen=consumed,
             epoch=epoch_of(consumed, dataset_size),
             lr=strategy.lr,
@@ -128,11 +115,7 @@ class Steps:
             sums=result.metrics,
             comm_ms=strategy.comm_ms(),
             spans=strategy.spans(),
-            metrics={
-                **lr_of_groups(strategy.group_lrs),
-                **self.compile_meter.metrics(),
-                **strategy.metrics(),
-            },
+            metrics={**lr_of_groups(strategy.group_lrs), **self.compile_meter.metrics(), **strategy.metrics()},
             flops=self._flop_meter.step,
         )
         strategy.confirm()
@@ -141,8 +124,9 @@ class Steps:
     def save_histograms(self, step: int) -> None:
         """Save the histograms of ``step``, if they are due after it."""
         if self._strategy.observe is not None:
-            self._histograms.save(step=step, rank=self._rank, world_size=self._world_size)
-            self.restart_timer()
+            assignment = self.assignment
+            self._histograms.save(step=step, rank=assignment.global_rank, world_size=assignment.plan.world_size)
+            self.window.timer.restart()
 
     def check_updated(self) -> None:
         """Check that the ranks together have made an update. A collective operation, if a step may make none.
@@ -155,7 +139,7 @@ class Steps:
             return
         with self._strategy.quiesced():
             own = {"updates": self._updates if self._strategy.reads_data else 0}
-            found = total(gather_json(own, world_size=self._world_size, device=self._device))
+            found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self._device))
         self._strategy.confirm()
         if not found["updates"]:
             raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
