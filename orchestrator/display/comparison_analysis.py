@@ -103,7 +103,7 @@ class Comparison:
         return Comparison(runs, self.target_loss)
 
     @property
-    def hasrepeats(self) -> bool:
+    def has_repeats(self) -> bool:
         """Whether a configuration has several runs."""
         return len(self.grouped.runs) < len(self.runs)
 
