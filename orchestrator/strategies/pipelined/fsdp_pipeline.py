@@ -32,8 +32,7 @@ from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_checks import check_shards
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig, check_shards
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part

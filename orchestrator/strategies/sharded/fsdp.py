@@ -35,8 +35,7 @@ from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_checks import check_shards
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig, check_shards
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context

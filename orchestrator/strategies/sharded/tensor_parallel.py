@@ -31,7 +31,7 @@ from orchestrator.strategies.replicated.optimizer_shards import (
     check_optimizer_shards,
     cuts_of,
 )
-from orchestrator.strategies.sharded.shard_checks import part_errors
+from orchestrator.strategies.sharded.shard_options import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.context import check_context
 from orchestrator.strategies.transforms.tensor import check_tensor
