@@ -31,7 +31,7 @@ from orchestrator.version import __version__
 if TYPE_CHECKING:
     from orchestrator.driver.process.run_context import RunResult
     from orchestrator.strategies.replicated.gather import gather_batch
-    from orchestrator.worker.data.loader import batches_by_length
+    from orchestrator.worker.data.data_loader import batches_by_length
 
 __all__ = [
     "Callback",
@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
 
         return gather_batch
     if name == "batches_by_length":
-        from orchestrator.worker.data.loader import batches_by_length
+        from orchestrator.worker.data.data_loader import batches_by_length
 
         return batches_by_length
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,9 +19,10 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.rank_context import Context
 from orchestrator.worker.data.batches import Sampling, Share, train_batches
-from orchestrator.worker.data.loader import Loading
+from orchestrator.worker.data.data_loader import Loading
 
 TIMEOUT_S = 300
 

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from plain mappings: strict types, limits, the nearest valid name, and all errors at once."""
+"""Keys, and frozen dataclasses of them from mappings: strict types, limits, the nearest name, all errors at once."""
 
 from __future__ import annotations
 
@@ -40,6 +40,27 @@ class _InvalidValue(Exception):
 
     def __init__(self, *errors: str):
         self.errors = errors
+
+
+def option(
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a required configuration key.
+
+    Args:
+        meaning: the text that ``--help`` prints for the key.
+        minimum: the smallest valid value.
+        above: the exclusive lower limit.
+        maximum: the largest valid value.
+        below: the exclusive upper limit.
+    """
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    return dataclasses.field(metadata={"meaning": meaning, **limits})
 
 
 def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -> T | None:

@@ -1,11 +1,12 @@
-"""A run as a comparison needs it, read from ``run.json``. Imports neither MLflow nor torch."""
+"""A run as a comparison needs it, from ``run.json``, and the mean of its repeats. Imports neither MLflow nor torch."""
 
 from __future__ import annotations
 
 import functools
 import json
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,23 @@ from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
 
 CURVE_METRICS = (LOSS.name, SAMPLES_SEEN.name)
+"""The metrics that :func:`curve_of` needs."""
+NO_EFFECT = (
+    "name",
+    "plan",
+    "tracking.",
+    "storage.",
+    "sweep.",
+    "checkpoint.keep",
+    "cluster.dashboard",
+    "cluster.address",
+    "cluster.queue",
+    "cluster.priority",
+    "cluster.user_share",
+)
+"""Keys that change neither speed nor loss; and all timeouts."""
 _MACHINE = ("host", "processor", "cores", "device")
 _COMMIT = "source.git.commit"
-"""The metrics that :func:`curve_of` needs."""
 
 
 class CompareError(Exception):
@@ -129,6 +144,55 @@ def curve_of(points: Iterable[tuple[float, Mapping[str, float]]]) -> Curve:
         losses=[loss for loss, _, _ in found],
         samples=[samples for _, samples, _ in found],
         seconds=[time - found[0][2] for _, _, time in found],
+    )
+
+
+def setting_text(value: Any) -> str:
+    """Return the value of a setting as text, the same from ``run.json`` and from MLflow."""
+    return "null" if value is None or value == "None" else str(value)  # MLflow has the text of Python
+
+
+def configuration(run: ComparedRun) -> str:
+    """Return a text that is equal for the repeats of a run: all settings except the seed, the device and the host."""
+    params = {k: setting_text(v) for k, v in run.params.items() if k != "seed" and not k.startswith(NO_EFFECT)}
+    place = [run.machine.get("host"), run.machine.get("device")]
+    return json.dumps([run.strategy, run.workers, run.work, params, place], sort_keys=True)
+
+
+def repeats(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Return the groups of finished runs of one configuration. Runs without recorded settings are in none."""
+    groups: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        if run.state == "finished" and run.params:
+            groups.setdefault(configuration(run), []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def mean_of(group: Sequence[ComparedRun]) -> ComparedRun:
+    """Return one run with the means of the ``group``."""
+    keys = dict.fromkeys(key for run in group for key in run.summary)
+    values = {key: [v for run in group if (v := run.value(key)) is not None] for key in keys}
+    complete = {key: found for key, found in values.items() if len(found) == len(group)}
+    return replace(
+        group[0],
+        name=f"{group[0].name}, {len(group)} runs",
+        summary={key: statistics.fmean(found) for key, found in complete.items()},
+        spread={key: (max(found) - min(found)) / 2 for key, found in complete.items()},
+        repeats=len(group),
+        curve=lambda: _mean_curve([run.curve() for run in group]),
+    )
+
+
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean of curves at the points that all of them have."""
+
+    def mean(columns: Iterable[Sequence[float]]) -> list[float]:
+        return [statistics.fmean(values) for values in zip(*columns, strict=False)]
+
+    return Curve(
+        losses=mean(c.losses for c in curves),
+        samples=mean(c.samples for c in curves),
+        seconds=mean(c.seconds for c in curves),
     )
 
 

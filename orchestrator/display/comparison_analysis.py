@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from orchestrator.config.text import first_few
-from orchestrator.display.comparison import ComparedRun, Curve
-from orchestrator.display.plain_text import count, number, rate
+from orchestrator.display.comparison import NO_EFFECT, ComparedRun, Curve, configuration, mean_of, repeats, setting_text
+from orchestrator.display.plain_text import number, rate
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import describe_sharing
 
@@ -28,21 +25,6 @@ _CLOSE_SPEED = 0.05
 
 _TOO_EFFICIENT = 1.005
 """A scaling efficiency that is printed as more than 100 %."""
-
-_NO_EFFECT = (
-    "name",
-    "plan",
-    "tracking.",
-    "storage.",
-    "sweep.",
-    "checkpoint.keep",
-    "cluster.dashboard",
-    "cluster.address",
-    "cluster.queue",
-    "cluster.priority",
-    "cluster.user_share",
-)
-"""Keys that change neither speed nor loss; and all timeouts."""
 
 _MOST_SETTINGS = 3
 """The settings that a row names."""
@@ -114,8 +96,8 @@ class Comparison:
     @cached_property
     def grouped(self) -> Comparison:
         """The same comparison with one row for each configuration: the mean of its runs that have finished."""
-        groups = _repeats(self.runs)
-        first = {group[0].location: _mean(group) for group in groups}
+        groups = repeats(self.runs)
+        first = {group[0].location: mean_of(group) for group in groups}
         others = {run.location for group in groups for run in group[1:]}
         runs = [first.get(run.location, run) for run in self.runs if run.location not in others]
         return Comparison(runs, self.target_loss)
@@ -298,7 +280,7 @@ def settings(runs: Sequence[ComparedRun]) -> list[str]:
 
     def of(run: ComparedRun) -> list[str]:
         own = keys[run.job, run.strategy, run.workers]
-        return [f"{key.rpartition('.')[2]}={_shown(run.params.get(key))}" for key in own]
+        return [f"{key.rpartition('.')[2]}={setting_text(run.params.get(key))}" for key in own]
 
     return [first_few(of(run), _MOST_SETTINGS) for run in runs]
 
@@ -315,21 +297,17 @@ def _different_params(runs: Sequence[ComparedRun]) -> list[str]:
 def _varying(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """The values of the settings with an effect in which ``runs`` differ, by key."""
     keys = dict.fromkeys(
-        key for run in runs for key in run.params if (not key.startswith(_NO_EFFECT) and not key.endswith("timeout_s"))
+        key for run in runs for key in run.params if (not key.startswith(NO_EFFECT) and not key.endswith("timeout_s"))
     )
-    values = {key: list(dict.fromkeys(_shown(run.params.get(key)) for run in runs)) for key in keys}
+    values = {key: list(dict.fromkeys(setting_text(run.params.get(key)) for run in runs)) for key in keys}
     return {key: found for key, found in values.items() if len(found) > 1}
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None or value == "None" else str(value)  # MLflow has the text of Python
 
 
 def _same_seeds(runs: Sequence[ComparedRun]) -> bool:
     """Whether every configuration ran with the same seeds."""
     seeds: dict[str, set[str]] = {}
     for run in runs:
-        seeds.setdefault(_configuration(run), set()).add(str(run.params.get("seed")))
+        seeds.setdefault(configuration(run), set()).add(str(run.params.get("seed")))
     return len({frozenset(found) for found in seeds.values()}) == 1
 
 
@@ -341,50 +319,6 @@ def _different_machines(runs: Sequence[ComparedRun]) -> list[str]:
         if len(values) > 1:
             found.append(f"{key} ({first_few(list(values), 4)})")
     return found
-
-
-def _configuration(run: ComparedRun) -> str:
-    """Equal for the repeats of a run: the same settings except the seed, with the same device and host."""
-    params = {k: _shown(v) for k, v in run.params.items() if k != "seed" and not k.startswith(_NO_EFFECT)}
-    place = [run.machine.get("host"), run.machine.get("device")]
-    return json.dumps([run.strategy, run.workers, run.work, params, place], sort_keys=True)
-
-
-def _repeats(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """The groups of several finished runs of one configuration. Without recorded settings, nothing is a repeat."""
-    groups: dict[str, list[ComparedRun]] = {}
-    for run in runs:
-        if run.state == "finished" and run.params:
-            groups.setdefault(_configuration(run), []).append(run)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _mean(group: Sequence[ComparedRun]) -> ComparedRun:
-    """One run with the means of the ``group``."""
-    keys = dict.fromkeys(key for run in group for key in run.summary)
-    values = {key: [v for run in group if (v := run.value(key)) is not None] for key in keys}
-    complete = {key: found for key, found in values.items() if len(found) == len(group)}
-    return replace(
-        group[0],
-        name=f"{group[0].name}, {count(len(group), 'run')}",
-        summary={key: statistics.fmean(found) for key, found in complete.items()},
-        spread={key: (max(found) - min(found)) / 2 for key, found in complete.items()},
-        repeats=len(group),
-        curve=lambda: _mean_curve([run.curve() for run in group]),
-    )
-
-
-def _mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean of curves at the points that all of them have."""
-
-    def mean(columns: Iterable[Sequence[float]]) -> list[float]:
-        return [statistics.fmean(values) for values in zip(*columns, strict=False)]
-
-    return Curve(
-        losses=mean(c.losses for c in curves),
-        samples=mean(c.samples for c in curves),
-        seconds=mean(c.seconds for c in curves),
-    )
 
 
 def _margin(run: ComparedRun) -> float:

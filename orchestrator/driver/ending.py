@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from orchestrator.config.operation import TrackingConfig
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import TrackingConfig
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
 from orchestrator.display.run_end import choice_in_words, describe_run

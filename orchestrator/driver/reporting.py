@@ -21,8 +21,9 @@ from ray.util.metrics import Gauge
 from orchestrator.compat.ray.connection import is_own_ray
 from orchestrator.compat.ray.gcs import add_job_metadata, cluster_values, put_cluster_value
 from orchestrator.config.build import ConfigError
+from orchestrator.config.operation import StorageConfig
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import Config, StorageConfig
+from orchestrator.config.schema import Config
 from orchestrator.driver.process import cluster
 from orchestrator.protocol import events
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S

@@ -23,7 +23,7 @@ from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.checked_runs import CheckedRun, planned_on, this_machine, with_choice
+from orchestrator.driver.checked_runs import CheckedRun, planned_on, this_machine, with_choice, with_shared_cores
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
@@ -391,20 +391,3 @@ def _opened(
             events.show(Noted(message=note))
         context = RunContext(spec=spec, events=events, stop=launch.stop, lease=lease)
         yield _Opened(context=context, code=code, uploader=uploader, records=records, ending=ending)
-
-
-def with_shared_cores(config: Config, *, processes_per_core: float) -> Config:
-    """Return ``config`` with as much more time to start as there are processes of the run for each core.
-
-    The processes import the same libraries at the same time, so each takes as many times longer as share its core.
-    """
-    factor = max(1.0, processes_per_core)
-    cluster = config.cluster
-    return replace(
-        config,
-        cluster=replace(
-            cluster,
-            start_timeout_s=factor * cluster.start_timeout_s,
-            rendezvous_timeout_s=factor * cluster.rendezvous_timeout_s,
-        ),
-    )

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.model.batch import map_tensors, tensors_in
-from orchestrator.model.context import Axes, ContextPart, NotDivisible, divide_tokens
+from orchestrator.model.context_part import Axes, ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.proving import TOLERANCE, built_at_random, counted, difference
 from orchestrator.model.repeated_blocks import blocks_of, likeness
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.model.tensor_slots import tensor_slots
 
 MOST_PRECISE = 2**27

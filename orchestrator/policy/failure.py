@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from orchestrator.config.schema import ClusterConfig
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.config.text import first_few
 from orchestrator.protocol.messages import Failure, Outcome, Phase, RecoverableSteps, WorkerInfo
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.config.schema import RecoveryConfig
+from orchestrator.config.operation import RecoveryConfig
 from orchestrator.protocol.flight import Enqueued, Message
 from orchestrator.protocol.messages import Heartbeat, Phase
 

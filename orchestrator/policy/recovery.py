@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config.schema import RecoveryConfig
+from orchestrator.config.operation import RecoveryConfig
 from orchestrator.protocol.events import PauseReason, Recovered
 from orchestrator.protocol.messages import ANY_RANK, PENDING, RecoverableSteps
 

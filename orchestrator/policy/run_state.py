@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.config.schema import RecoveryConfig
+from orchestrator.config.operation import RecoveryConfig
 from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, plan_after_pause
 from orchestrator.protocol.events import EndReason, PauseReason

@@ -1,8 +1,9 @@
 """Metrics: what one rank measured, and how the run's value of it is computed and shown.
 
 To add a metric, declare a :class:`MetricSpec` beside the code that measures it and put ``SPEC.of(value)`` into the
-metrics of a logged point: for the training loop in ``worker/measure/metrics.py``, for a strategy in its ``metrics()``.
-The spec travels with the value, so that the progress line, the summary and ``compare`` show it without further changes.
+metrics of a logged point: for the training loop in ``worker/measure/step_metrics.py``, for a strategy in its
+``metrics()``. The spec travels with the value, so that the progress line, the summary and ``compare`` show it without
+further changes.
 A metric that is only logged needs no spec: ``Metric(value, reduce="mean")``.
 """
 

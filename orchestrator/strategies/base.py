@@ -8,68 +8,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh, even_shares
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.device import TensorSize
+from orchestrator.strategies.measure.job_metrics import EvalSums
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.confirmation import no_confirmation
 from orchestrator.timeline import Span
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """The place of a rank in the run.
-
-    Attributes:
-        device: where model and batches are; the first device if this rank drives several.
-        seed: ``seed`` of the configuration, equal on all ranks.
-        train: the ``train`` section of the configuration.
-        options: the ``strategy`` section of the configuration.
-        collective_timeout_s: the limit of an operation between ranks.
-        pipeline: the stages and micro-batches; None if the model is not cut.
-        num_devices: the number of devices that this rank drives.
-        peer_copy_every: steps between copies of this rank's state to a neighbour's memory; 0 for no copies.
-        only_trained: whether what is saved leaves out the parameters that no optimizer updates.
-    """
-
-    mesh: Mesh
-    global_rank: int
-    device: torch.device
-    seed: int
-    train: TrainConfig
-    options: StrategyConfig
-    collective_timeout_s: float
-    pipeline: PipelineLayout | None = None
-    num_devices: int = 1
-    peer_copy_every: int = 0
-    only_trained: bool = False
-
-    @property
-    def dp_rank(self) -> int:
-        """The index of the replica that this rank belongs to."""
-        return self.mesh.dp_rank(self.global_rank)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether this rank reports the samples that it computes, as the first of those that do so together."""
-        coords = self.mesh.coords(self.global_rank)
-        return coords.context == coords.tensor == 0
-
-    @property
-    def pp_rank(self) -> int:
-        """The position of this rank in its pipeline."""
-        return self.mesh.coords(self.global_rank).pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +45,6 @@ class StepResult:
     grad_norm: Tensor | None
     skipped: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSums:
-    """Sums over the valid samples of a batch, as scalar tensors: of weighted loss, of weight, and of each metric."""
-
-    loss_sum: Tensor
-    weight: Tensor
-    metrics: Mapping[str, Tensor]
 
 
 class Strategy(abc.ABC):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from orchestrator.planning.mesh import BATCH, DIVIDING, WITHIN_STAGE, Axes
 from orchestrator.planning.placement import Placement
 from orchestrator.state.transport import broadcast_tensors
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.groups import MeshGroups, Sharing
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, on_device, weight_sum
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import norm_over, sum_over

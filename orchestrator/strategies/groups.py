@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from orchestrator.compat.process_groups import new_nccl_group
 from orchestrator.model.stages import Shared
 from orchestrator.planning.mesh import Dimension
-from orchestrator.strategies.base import Context
+from orchestrator.strategies.rank_context import Context
 
 
 def new_group(

@@ -32,7 +32,6 @@ from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
@@ -40,6 +39,7 @@ from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, 
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.peer_copies import PeerCopies
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.context import ContextParts, context_outline, context_parts
 from orchestrator.strategies.transforms.tensor import TensorParts, tensor_outline, tensor_parts

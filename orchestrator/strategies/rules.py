@@ -16,16 +16,16 @@ from orchestrator.planning.layout import Keys, LayoutRules
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.model_state import saving_errors
-from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline, lazy_names
 from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.memory_plan import memory_notes
-from orchestrator.strategies.resume_trial import optimizer_errors
+from orchestrator.strategies.optimizer_trials import check_whole_tensors, optimizer_errors
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
 from orchestrator.strategies.update.gradients import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
-from orchestrator.strategies.whole_tensor_trial import check_whole_tensors
 
 
 class Rules(LayoutRules[Keys], abc.ABC):

@@ -23,9 +23,9 @@ from orchestrator.planning.placement import Box, Placement
 from orchestrator.state import train_state
 from orchestrator.state.model_state import checksum, dropped_names, own_tensors
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.datasets import steps_per_epoch
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.training_step import joined
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import (

@@ -36,11 +36,18 @@ from orchestrator.state.model_state import own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics, train_metrics
+from orchestrator.strategies.measure.job_metrics import (
+    BatchMetrics,
+    EvalSums,
+    SumCheck,
+    evaluation_metrics,
+    train_metrics,
+)
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
@@ -389,8 +396,5 @@ class Trainer(Strategy):
 
 def _nothing(result: StepResult | EvalSums) -> dict[str, Any]:
     """Return the sums over no samples, in place of those of ``result``."""
-    return {
-        "loss_sum": torch.zeros_like(result.loss_sum),
-        "weight": torch.zeros_like(result.weight),
-        "metrics": {},
-    }
+    zeros = torch.zeros_like
+    return {"loss_sum": zeros(result.loss_sum), "weight": zeros(result.weight), "metrics": {}}

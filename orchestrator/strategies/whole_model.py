@@ -15,11 +15,11 @@ from orchestrator.model.batch import first_rows, num_rows
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.planning.mesh import even_shares
-from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import LossOfParts, mean_loss
 from orchestrator.strategies.data.datasets import is_ragged
-from orchestrator.strategies.measure.job_metrics import BatchMetrics, Measure, loss_of
+from orchestrator.strategies.measure.job_metrics import BatchMetrics, EvalSums, Measure, loss_of
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.strategies.training_step import models_of
 from orchestrator.strategies.transforms.blocks import compile_in_place

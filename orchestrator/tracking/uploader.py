@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import orchestrator
-from orchestrator.config.schema import TrackingConfig
+from orchestrator.config.operation import TrackingConfig
 from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir, is_present, push_records
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir

@@ -21,9 +21,9 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
 from orchestrator.user_code.errors import JobError, error_text
-from orchestrator.worker.data.loader import LoaderError
+from orchestrator.worker.data.data_loader import LoaderError
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.measure.metrics import NonFiniteError, NoUpdateError
+from orchestrator.worker.measure.step_metrics import NonFiniteError, NoUpdateError
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.evaluation import MetricError, ModelChangedError
 

@@ -6,43 +6,32 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import Store
 
-from orchestrator.compat.generators import kept_generators
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
-from orchestrator.protocol.messages import Assignment, EvalPoint, Outcome, PendingCheckpoint, Phase, RecoverableSteps
+from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.model_state import total
-from orchestrator.state.transport import gather_json
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
+from orchestrator.user_code.callbacks import Callback, RunEnd
 from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject_fault
-from orchestrator.worker.control.rendezvous import context_of, seed_step
-from orchestrator.worker.data.batches import epoch_of
+from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.job_data import JobData
-from orchestrator.worker.measure import metrics
-from orchestrator.worker.measure.flops import FlopMeter
+from orchestrator.worker.evaluating import Evaluations
+from orchestrator.worker.measure.step_metrics import NonFiniteError, profiled_steps
 from orchestrator.worker.process.process_memory import keep_if_plentiful
-from orchestrator.worker.reports.after_evaluation import Improvement, Steered, check_trial
 from orchestrator.worker.reports.checkpoints import Checkpoints
-from orchestrator.worker.reports.evaluation import evaluate
-from orchestrator.worker.reports.histograms import Histograms
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
-
-GRAD_NORM_EVERY = 10
-"""A logged point has the gradient norm at multiples of this step, or if the step computes it anyway. The pass over all
-gradients would otherwise be the largest part of the cost of logging every step."""
+from orchestrator.worker.steps import Steps
 
 
 class Loop:
@@ -72,14 +61,8 @@ class Loop:
         self._data: JobData | None = None
         self._warner = Warner(outbox)
         strategy.warn = self._warner.warn_from_any_rank
-        self._flop_meter = FlopMeter(device, at_step=None)
-        self._compile_meter = metrics.CompileMeter(outbox, enabled=self.config.train.compile is not False)
         self._has_state = False
-        self._updates = 0 if assignment.generation == 1 else 1  # another process may have made some before
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
-        self._histograms = Histograms(self._run_dir, outbox=outbox, warner=self._warner, device=device)
-        self._improvement = Improvement(self.config, device=device, outbox=outbox, saved=self._checkpoints.saved)
-        self._steered = Steered(self.config, job, strategy, device=device)
         self._reports = JobReports(
             job,
             callbacks,
@@ -91,6 +74,24 @@ class Loop:
             redactor=redactor,
         )
         self._checkpoints.on_saved = self._reports.checkpoint_saved
+        self._evaluations = Evaluations(
+            assignment,
+            job,
+            strategy,
+            saved=self._checkpoints.saved,
+            reports=self._reports,
+            device=device,
+            outbox=outbox,
+        )
+        self._steps = Steps(
+            assignment,
+            strategy,
+            self.position,
+            reports=self._reports,
+            device=device,
+            outbox=outbox,
+            warner=self._warner,
+        )
         self.reassign(assignment)
 
     def reassign(self, assignment: Assignment) -> None:
@@ -106,6 +107,7 @@ class Loop:
         )
         self._checkpoints.reassign(assignment)
         self._reports.reassign(assignment)
+        self._evaluations.assignment = self._steps.assignment = assignment
         self._warner.rank = self.rank
         if self._data is not None:
             self._data.reassign(assignment)
@@ -141,7 +143,7 @@ class Loop:
         try:
             data = self._build(startup, wait_for_others, store)
             self._reports.run_begins(step=self.position.step)
-            with self._nonfinite_advice(), self._compile_meter.watching():
+            with self._nonfinite_advice(), self._steps.compile_meter.watching():
                 if self.assignment.sources is not None:
                     self._run_due_tasks()  # because the failure may have interrupted them
                 stopped = not self._only_evaluates and self._run_steps(data, startup)
@@ -154,8 +156,8 @@ class Loop:
                     self._evaluate()
             self._enter("end")
             self._checkpoints.drain()
-            self._improvement.confine(rank=self.rank)
-            if saves and not stopped and (metadata := self._found_by_evaluations()):
+            self._evaluations.improvement.confine(rank=self.rank)
+            if saves and not stopped and (metadata := self._evaluations.metadata()):
                 self._checkpoints.amend(self.position.step, metadata)
             self.strategy.confirm()
             if not recoverable:
@@ -207,13 +209,13 @@ class Loop:
             self.position,
             strategy=self.strategy,
             data=self._data,
-            improvement=self._improvement,
-            steered=self._steered,
+            improvement=self._evaluations.improvement,
+            steered=self._evaluations.steered,
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
-        if self.assignment.generation == 1 and (note := self._steered.note(evaluates=evaluates)):
+        if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
             self._warner.warn(note, topic=note)
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
@@ -238,96 +240,48 @@ class Loop:
     def _run_steps(self, data: JobData, startup: dict[str, float]) -> bool:
         """Train up to the last step, or until the run ends early. Return True if the driver stops the run before."""
         began = time.perf_counter()
-        total_steps, position, compile_meter = self.config.train.steps, self.position, self._compile_meter
+        total_steps, position, steps = self.config.train.steps, self.position, self._steps
         first_step = position.step + 1
-        # Counting takes time, and the first step ends the start of a run or a recovery.
-        at_step = first_step + 1 if self.strategy.counts_flops else None
-        compiled = self.config.train.compile is not False
-        self._flop_meter = FlopMeter(self.device, at_step=at_step, compiled=compiled, share=self.strategy.flop_share)
-        window = metrics.Window(device=self.device, total_steps=total_steps - position.step, first_step=position.step)
+        steps.begin()
         micro_batches = data.train_batches(
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
-        with contextlib.closing(micro_batches) as batches, metrics.profiled_steps(trace) as end_profiled_step:
+        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
             self._enter("train")
-            window.timer.restart()
+            steps.window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:
                 step = position.step + 1
                 if not self.gate.begin(step, self.assignment.generation):
-                    window.check_finite()
+                    steps.window.check_finite()
                     return True
-                result = self._next_step(step, batches, window)
+                result = steps.make(step, batches)
                 end_profiled_step()
                 if result.skipped and self.rank == 0:
                     self.outbox.put_event(Warned(message=f"step {step} skipped: gradient not finite"))
                 if step == first_step:
-                    startup["first_step_s"] = time.perf_counter() - began - compile_meter.seconds
-                    if compile_meter.seconds:
-                        startup["compile_s"] = compile_meter.seconds
+                    compile_s = steps.compile_meter.seconds
+                    startup["first_step_s"] = time.perf_counter() - began - compile_s
+                    if compile_s:
+                        startup["compile_s"] = compile_s
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
                     if self.config.strategy.gathers:
                         keep_if_plentiful(self.assignment.plan.world_size)
-                if self._is_logged(step):
-                    self._log(window, result, data.samples_per_epoch)
-                if self.strategy.observe is not None:
-                    world_size = self.assignment.plan.world_size
-                    self._histograms.save(step=step, rank=self.rank, world_size=world_size)
-                    window.timer.restart()
+                if steps.is_logged(step):
+                    steps.log(result, data.samples_per_epoch)
+                    self._checkpoints.report()
+                steps.save_histograms(step)
                 if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:
                     self._try_out(data)
-                    window.timer.restart()
+                    steps.window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
-                    window.check_finite()
+                    steps.window.check_finite()
                     self._run_due_tasks()
-                    window.timer.restart()
-        window.check_finite()
+                    steps.window.timer.restart()
+        steps.window.check_finite()
         if position.step >= first_step:
-            self._check_updated()
+            steps.check_updated()
         return False
-
-    def _check_updated(self) -> None:
-        """Check that the ranks together have made an update. A collective operation, if a step may make none.
-
-        Raises:
-            NoUpdateError: they have not. No checkpoint of the last step is saved, with which the run would be done.
-        """
-        train = self.config.train
-        if train.on_nonfinite != "skip" and train.precision != "fp16":
-            return
-        with self.strategy.quiesced():
-            own = {"updates": self._updates if self.strategy.reads_data else 0}
-            found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self.device))
-        self.strategy.confirm()
-        if not found["updates"]:
-            raise metrics.NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)
-
-    def _next_step(self, step: int, batches: Iterator[list[Any]], window: metrics.Window) -> StepResult:
-        set_current_step(step)
-        seed_step(self.config.seed, step, self.strategy.context.mesh.seed_rank(self.rank))
-        with window.data_wait.waiting():
-            batch = next(batches)
-        self._inject_fault("train", step)
-        compiled_s = self._compile_meter.seconds
-        every = self.config.train.histograms_every
-        observed = every > 0 and step % every == 0
-        self.strategy.observe = self._histograms.observe if observed else None
-        with self._flop_meter.counting(step):
-            result = self.strategy.train_step(
-                batch,
-                want_grad_norm=self._is_logged(step) and (step % GRAD_NORM_EVERY == 0 or step == 1),
-                want_metrics=self._is_logged(step),
-            )
-        slowed = self._compile_meter.seconds > compiled_s or self._flop_meter.slows(step) or observed
-        window.add(step, result.loss_sum, result.weight, skipped=result.skipped, slowed=slowed)
-        self._updates += not result.skipped
-        self.position.step = step
-        self.position.samples_consumed += self.config.train.global_batch_size
-        self._enter("train")
-        self.outbox.tick()
-        self.strategy.after_step(step=step, samples_consumed=self.position.samples_consumed)
-        self._reports.step_ended(result, step=step, samples_consumed=self.position.samples_consumed)
-        return result
 
     def _try_out(self, data: JobData) -> None:
         """Try out a checkpoint and an evaluation, so that what fails in all of them fails before the training.
@@ -339,20 +293,7 @@ class Loop:
         if data.datasets.evaluated and not self._evaluation_due():
             self.trial = "evaluation"
             self.outbox.enter(self.position.step, "eval")
-            with (
-                self.strategy.quiesced(),
-                self.strategy.evaluation_weights(),
-                self.strategy.kept_buffers(),
-                kept_generators(self.device),
-            ):
-                point = self._evaluated(data.trial_batches, trial=True)
-                check_trial(
-                    point,
-                    (self._improvement, self._steered),
-                    world_size=self.assignment.plan.world_size,
-                    device=self.device,
-                    confirm=self.strategy.confirm,
-                )
+            self._evaluations.try_out(data, step=self.position.step)
             self.outbox.enter(self.position.step, "train")
         self.trial = None
 
@@ -361,7 +302,7 @@ class Loop:
         is_best = False
         if self._evaluation_due():
             self._evaluate()
-            is_best = self._improvement.is_best(self.position.step)
+            is_best = self._evaluations.improvement.is_best(self.position.step)
         if (is_best or self._checkpoint_due()) and self._why_stop is None:
             self._checkpoint()
 
@@ -376,12 +317,11 @@ class Loop:
     @property
     def _why_stop(self) -> str | None:
         """Why the run ends before all of its steps; None if it goes on."""
-        return self._improvement.why_stop or self._steered.why_stop or self._reports.why_stop
+        return self._evaluations.why_stop or self._reports.why_stop
 
     def _evaluation_due(self) -> bool:
         assert self._data is not None
-        something = self._data.datasets.evaluated or self.job.draws_samples
-        return bool(something) and self._is_due(self.config.train.eval_every)
+        return self._evaluations.has_any(self._data) and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
         return self._is_due(self.config.checkpoint.every)
@@ -390,91 +330,18 @@ class Loop:
         step = self.position.step
         return every > 0 and step % every == 0 and 0 < step < self.config.train.steps and not self._only_evaluates
 
-    def _is_logged(self, step: int) -> bool:
-        train = self.config.train
-        return step % train.log_every == 0 or step in (1, train.steps)
-
     def _enter(self, phase: Phase) -> None:
         self.outbox.enter(self.position.step, phase)
         if phase != "train":  # a fault in training is injected after the batch is read
-            self._inject_fault(phase, self.position.step)
-
-    def _inject_fault(self, phase: str, step: int) -> None:
-        inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=step)
-
-    def _log(self, window: metrics.Window, result: StepResult, dataset_size: int | None) -> None:
-        consumed = self.position.samples_consumed
-        point = window.close(
-            samples_seen=consumed,
-            epoch=epoch_of(consumed, dataset_size),
-            lr=self.strategy.lr,
-            grad_norm=result.grad_norm,
-            sums=result.metrics,
-            comm_ms=self.strategy.comm_ms(),
-            spans=self.strategy.spans(),
-            metrics={
-                **metrics.lr_of_groups(self.strategy.group_lrs),
-                **self._compile_meter.metrics(),
-                **self.strategy.metrics(),
-            },
-            flops=self._flop_meter.step,
-        )
-        self.strategy.confirm()
-        self.outbox.put_point(point)
-        self._checkpoints.report()
+            inject_fault(self.assignment.faults, rank=self.rank, phase=phase, step=self.position.step)
 
     def _evaluate(self) -> None:
         """Evaluate the model if there is data for it, and draw samples from it if the job has any."""
         assert self._data is not None
-        data = self._data
-        if not data.datasets.evaluated and not self.job.draws_samples:
-            return
-        self._enter("eval")
-        with self.strategy.quiesced(), self.strategy.evaluation_weights():
-            if data.datasets.evaluated:
-                point = self._evaluated(data.eval_batches)
-                self.outbox.put_point(point)
-                world_size = self.assignment.plan.world_size
-                for follower in (self._improvement, self._steered, self._reports):
-                    follower.add(point, rank=self.rank, world_size=world_size, confirm=self.strategy.confirm)
-            if self.job.draws_samples:
-                with self._averaged_weights():
-                    self._reports.sample(step=self.position.step)
-        self._enter("train")
-
-    def _averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the weights are their moving average, if there is one."""
-        has_average = self.config.train.ema_decay is not None
-        return self.strategy.averaged_weights() if has_average else contextlib.nullcontext()
-
-    def _evaluated(self, batches_of: Callable[[str], Iterator[tuple[Any, int]]], *, trial: bool = False) -> EvalPoint:
-        """Return this rank's part of an evaluation, or of its ``trial``.
-
-        ``batches_of``: returns what to read of a split.
-        """
-
-        def evaluated(split: str) -> EvalPoint:
-            point = evaluate(
-                self.strategy,
-                batches_of(split),
-                step=self.position.step,
-                device=self.device,
-                split=split,
-                perplexity=self.job.reports_perplexity,
-                trial=trial,
-                outbox=self.outbox,
-            )
-            self.strategy.confirm()
-            return point
-
-        assert self._data is not None
-        set_current_step(self.position.step)
-        with self.strategy.kept_buffers() if self.job.carried else contextlib.nullcontext():
-            points = [evaluated(split) for split in self._data.datasets.evaluated]
-            if self.config.train.ema_decay is not None:
-                with self._averaged_weights():
-                    points = [replace(point, ema=evaluated(point.split)) for point in points]
-        return replace(points[0], others=tuple(points[1:]))
+        if self._evaluations.has_any(self._data):
+            self._enter("eval")
+            self._evaluations.make(self._data, step=self.position.step)
+            self._enter("train")
 
     def _checkpoint(self, *, last: bool = False) -> None:
         """Save a checkpoint; ``last`` if no step follows."""
@@ -486,16 +353,13 @@ class Loop:
     def _metadata(self) -> dict[str, Any]:
         """Return what a checkpoint of this position says beside the state of the model."""
         assert self._data is not None
-        return {**self._data.metadata(self.position.samples_consumed), **self._found_by_evaluations()}
-
-    def _found_by_evaluations(self) -> dict[str, Any]:
-        return {**self._improvement.metadata(), **self._steered.metadata()}
+        return {**self._data.metadata(self.position.samples_consumed), **self._evaluations.metadata()}
 
     @contextlib.contextmanager
     def _nonfinite_advice(self) -> Iterator[None]:
         """Add the strategy's advice, if it has any, to an error about numbers that are not finite."""
         try:
             yield
-        except metrics.NonFiniteError as e:
+        except NonFiniteError as e:
             e.advice = self.strategy.nonfinite_advice or e.advice
             raise

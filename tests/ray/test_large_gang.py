@@ -17,7 +17,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.records.runs import wait_for
-from orchestrator.driver.gang.gang import HEARTBEAT_ATTEMPTS
+from orchestrator.driver.gang.members import HEARTBEAT_ATTEMPTS
 from orchestrator.driver.gang.spares import START_ATTEMPTS
 from orchestrator.policy.run_state import RESULT_LOST
 from orchestrator.protocol.events import Event, FirstStepDone, Warned, WorkerLost

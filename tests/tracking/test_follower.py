@@ -206,7 +206,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from orchestrator.config.schema import TrackingConfig
+from orchestrator.config.operation import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunStarted
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.lock import this_process

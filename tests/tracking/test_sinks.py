@@ -16,7 +16,7 @@ from helpers.files.documents import PAGES, examples
 from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import end, expected, follower_of, history, log, new_run, run_of, save_samples, start
 from helpers.records.tracked_runs import tracking as tracking_to
-from orchestrator.config.schema import TENSORBOARD, TrackingConfig
+from orchestrator.config.operation import TENSORBOARD, TrackingConfig
 from orchestrator.protocol.events import Continued
 from orchestrator.records.journal import Ending, Journal
 from orchestrator.records.run_dir import RunDir

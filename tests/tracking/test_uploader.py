@@ -29,8 +29,8 @@ from helpers.records.tracked_runs import (
     start,
     tracking,
 )
+from orchestrator.config.operation import StorageConfig
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import StorageConfig
 from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import EventStream, RunResult

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from orchestrator.compat.ray.code_packages import packaged_files
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import ClusterConfig
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.display.plain_text import count, size
 from orchestrator.worker.process.pip_packages import InstallError, use
 

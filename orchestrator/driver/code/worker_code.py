@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.compat.ray.code_packages import PIN_S, make_package, max_package_bytes, upload_package
 from orchestrator.config.arguments import GivenJob
 from orchestrator.config.build import ConfigError
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.config.overrides import quote_text
-from orchestrator.config.schema import ClusterConfig
 from orchestrator.driver.code import shipped_code
 from orchestrator.driver.process.cluster import allowed_nodes
 from orchestrator.driver.process.waiting import node_answers

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.compat.ray.connection import raylets_here
 from orchestrator.compat.ray.side_effects import pickled_by_value
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import ClusterConfig
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.driver.code.shipped_code import ignored_errors, loaded_files
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process import cluster

@@ -13,8 +13,8 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.config.operation import StorageConfig
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import StorageConfig
 from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import folder_of_node, prepare_staging
 from orchestrator.records.run_dir import RunDir

@@ -34,7 +34,7 @@ from orchestrator.compat.ray.connection import (
 )
 from orchestrator.compat.ray.gcs import all_nodes
 from orchestrator.config.build import ConfigError
-from orchestrator.config.schema import ClusterConfig
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.driver.process.calls import watched_head
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import without_excluded

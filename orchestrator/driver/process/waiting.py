@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from orchestrator.compat.ray.gcs import all_nodes, free_resources, placed_actors, placed_bundles
-from orchestrator.config.schema import ClusterConfig
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.config.text import first_few
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError, answers_in_time, check_ray
 from orchestrator.driver.process.run_context import EventStream

@@ -14,7 +14,7 @@ import ray
 import ray.exceptions
 
 from orchestrator.display.terminal import native_warnings_dropped
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import GATHER_S, NoAnswerError, cause_of_death, check_ray, completed, results
 from orchestrator.driver.process.run_context import RunContext

@@ -9,7 +9,7 @@ from typing import cast
 
 import ray.exceptions
 
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.process.calls import describe_error
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.run_workers import RunWorkers

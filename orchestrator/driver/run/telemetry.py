@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from orchestrator.driver.gang.gang import Gang, Member
+from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan

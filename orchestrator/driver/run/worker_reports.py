@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
+from orchestrator.config.operation import SweepConfig
 from orchestrator.config.overrides import Choices, Interval, Space, choosing, masked, search_space, values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import SweepConfig
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import errors_text

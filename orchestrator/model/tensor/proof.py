@@ -15,21 +15,10 @@ from torch import Tensor, nn
 
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE, counted, difference
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.packing import packed_outputs
-from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.peers import Peers
-from orchestrator.model.tensor.region import (
-    BlockParts,
-    Packed,
-    Pair,
-    cuts_of,
-    divide,
-    inner_sizes,
-    is_linear,
-    part_of,
-)
-from orchestrator.model.tensor.sample import BlockCall
+from orchestrator.model.tensor.block_calls import BlockCall
+from orchestrator.model.tensor.pairs import candidates, packed_outputs
+from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.tensor.region import BlockParts, Packed, Pair, cuts_of, divide, inner_sizes, is_linear, part_of
 
 
 class Unproven(Exception):

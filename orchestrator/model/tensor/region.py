@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
 from orchestrator.model.tensor.peers import Peers
-from orchestrator.model.tensor.tokens import Tokens
+from orchestrator.model.tensor.token_shards import Tokens
 from orchestrator.planning.placement import AxisCut, Box
 
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -42,8 +43,8 @@ from orchestrator.state.transport import broadcast_state, receive_state, send_st
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.optimizer_trials import trial_of
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.resume_trial import trial_of
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.job_optimizer import with_modes

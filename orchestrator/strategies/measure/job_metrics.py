@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,15 @@ MOST_LOOKED_AT = 10
 
 Measure = Callable[[Any, Any], Mapping[str, Tensor]]
 """Returns the metrics of an output and its target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSums:
+    """Sums over the valid samples of a batch, as scalar tensors: of weighted loss, of weight, and of each metric."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    metrics: Mapping[str, Tensor]
 
 
 @torch.no_grad()

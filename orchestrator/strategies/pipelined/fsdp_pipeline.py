@@ -24,16 +24,15 @@ from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import EvalSums
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
-from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.sharded.preflight import check_shards
 from orchestrator.strategies.sharded.rehearsal import check_forward
+from orchestrator.strategies.sharded.shard_options import ShardedConfig, check_shards
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part

@@ -30,28 +30,34 @@ from orchestrator.model.batch import to_device
 from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import Shared, Stage, state_of
-from orchestrator.planning.mesh import TOKENS, even_shares
+from orchestrator.planning.mesh import DENSE, TOKENS, even_shares
 from orchestrator.planning.placement import Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
+from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
-from orchestrator.strategies.pipelined.comparisons import compare_with_whole
-from orchestrator.strategies.pipelined.layout import StagedConfig
-from orchestrator.strategies.pipelined.preflight import check_stages
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
+from orchestrator.strategies.pipelined.stage_checks import check_stages
+from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.sharded.preflight import part_errors
+from orchestrator.strategies.replicated.optimizer_shards import (
+    OptimizerSharding,
+    OptimizerShards,
+    check_optimizer_shards,
+    cuts_of,
+)
+from orchestrator.strategies.sharded.shard_options import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context
@@ -313,3 +319,36 @@ class Pipeline(PartTrainer):
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
+
+
+class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
+    """A stage of one of the replicas of a pipeline, or several, of which this rank trains a part."""
+
+    @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        before = len(errors)
+        notes = super().check_job(config, outline, plan, errors)
+        if len(errors) == before:
+            check_optimizer_shards(outline, plan, errors)  # its note is on whole models
+        return notes
+
+    def trained_of_stages(self, outline: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
+        # Divided as in the outline, so that stages that share a tensor have the same part of it on each rank.
+        cuts = cuts_of(outline, self.context.mesh.num_shards)
+        return self.trained_part_of(modules, self.whole_model(), cuts, train_set)
+
+    def _sums(self, groups: MeshGroups) -> Sums:
+        self.shards.group = groups.over(*DENSE)
+        sums = _SumsOfShards(groups.over(*TOKENS), *self.summed())
+        sums.shards = self.shards
+        return sums
+
+
+class _SumsOfShards(ReplicaSums):
+    """Sums of whole gradients, of which each rank then keeps its ``shards``."""
+
+    shards: OptimizerShards
+
+    def finish(self, waits: WaitTimer) -> None:
+        super().finish(waits)
+        self.shards.take_gradients()

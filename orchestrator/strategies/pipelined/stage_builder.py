@@ -1,4 +1,4 @@
-"""Builds one rank's stages of a model, after measuring and checking its layers."""
+"""Builds one rank's stages of a model, after measuring and checking its layers, and compares them with the model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from orchestrator.model.parity import compare, free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import (
-    Shared,
-    Stage,
-    build_stages,
-    sequence_of,
-    shared_tensors,
+from orchestrator.model.stages import Shared, Stage, build_stages, sequence_of, shared_tensors
+from orchestrator.strategies.data.batch_parts import (
+    BatchDivision,
+    by_keys,
+    mean_loss,
+    not_compared,
+    warning_about_parts,
 )
 from orchestrator.strategies.measure.job_metrics import loss_of
+from orchestrator.strategies.rank_context import Context
 
 _OUTSIDE = (
     "if code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
@@ -221,3 +223,63 @@ def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ran
                 f"{names[0]}: forward passes change this tensor, and stages on several workers would each change a "
                 "copy of their own; use its layer only once, or set strategy.split so that one worker has all its uses"
             )
+
+
+def compare_with_whole(
+    builder: StageBuilder, job: Job, train_set: Any, *, context: Context, precision: Precision, rows: int
+) -> tuple[str, ...]:
+    """Return what the user should know of the stages and of the micro-batches.
+
+    Args:
+        builder: the outline of the model.
+        job: calls the whole model, and has its loss.
+        train_set: provides samples.
+        context: the place of this rank.
+        precision: what the forward passes are computed in.
+        rows: the number of samples of a micro-batch.
+
+    Raises:
+        ValueError: the stages train otherwise than the whole model.
+    """
+    division = _division(context, rows)
+    examined: list[str | None] = []
+
+    def examine(whole: nn.Module) -> None:
+        if division is not None:
+            examined.append(
+                warning_about_parts(
+                    whole,
+                    job,
+                    train_set,
+                    division,
+                    device=context.device,
+                    precision=precision,
+                    seed=context.seed,
+                    loss=mean_loss(job),
+                )
+            )
+
+    notes = [builder.check_parity(examine=examine), *examined]
+    if division is not None and not examined:
+        notes.append(not_compared(division, "rank 0 has no memory for the whole model"))
+    return tuple(note for note in notes if note is not None)
+
+
+def _division(context: Context, rows: int) -> BatchDivision | None:
+    """Return how replicas and micro-batches divide the global batch; None if they do not."""
+    assert context.pipeline is not None
+    replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
+    microbatches = context.pipeline.num_microbatches
+    if replicas * slices * microbatches == 1:
+        return None
+    return BatchDivision(
+        by=by_keys(
+            context.options.name,
+            num_workers=context.mesh.num_workers if replicas > 1 else 1,
+            num_microbatches=microbatches,
+            grad_accumulation=slices,
+        ),
+        rows=rows,
+        in_turn=slices * microbatches > 1,
+        cut=replicas * slices == 1,
+    )

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.layout import PipelinedConfig, at_other_size
+from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.transforms.options import ContextConfig
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.transforms.options import ContextConfig
 
 LEAST_SIZE = 2

@@ -18,10 +18,10 @@ from orchestrator.planning.layout import Keys, Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, reshard_errors, staged
+from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, StagedConfig, reshard_errors, staged
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.rules import Rules
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 
 
 class Synchronous(Rules[Keys]):
@@ -90,7 +90,7 @@ class Synchronous(Rules[Keys]):
 
             return FSDPPipeline
         if _divides_optimizer(options):
-            from orchestrator.strategies.pipelined.sharded_optimizer import ShardedOptimizerPipeline
+            from orchestrator.strategies.pipelined.pipeline import ShardedOptimizerPipeline
 
             return ShardedOptimizerPipeline
         from orchestrator.strategies.pipelined.pipeline import Pipeline

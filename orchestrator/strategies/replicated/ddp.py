@@ -22,16 +22,19 @@ from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.replicated.buckets import bucket_arguments
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, bucket_notes
-from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
-from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
+from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, bucket_arguments, bucket_notes
+from orchestrator.strategies.replicated.optimizer_shards import (
+    OptimizerSharding,
+    OptimizerShards,
+    check_optimizer_shards,
+    cuts_of,
+)
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer

@@ -28,8 +28,9 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
-from orchestrator.strategies.base import Context, StepResult
+from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated import gather
 from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize

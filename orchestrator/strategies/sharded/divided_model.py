@@ -20,10 +20,10 @@ from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device import WaitTimer
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 

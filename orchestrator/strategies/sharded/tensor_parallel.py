@@ -25,9 +25,13 @@ from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
-from orchestrator.strategies.replicated.optimizer_shards import OptimizerShards, check_optimizer_shards, cuts_of
-from orchestrator.strategies.sharded.preflight import part_errors
+from orchestrator.strategies.replicated.optimizer_shards import (
+    OptimizerSharding,
+    OptimizerShards,
+    check_optimizer_shards,
+    cuts_of,
+)
+from orchestrator.strategies.sharded.shard_options import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.context import check_context
 from orchestrator.strategies.transforms.tensor import check_tensor

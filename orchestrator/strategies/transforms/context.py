@@ -1,7 +1,8 @@
 """``context``: the workers of a group compute the same samples together, each some of their tokens.
 
-What that changes of a model is in :mod:`orchestrator.model.context`, and is proven before anything is trained. The loss
-is computed of a worker's tokens if the job's loss is a mean over tokens, and otherwise of the output for all of them.
+What that changes of a model is in :mod:`orchestrator.model.context_part`, and is proven before anything is trained.
+The loss is computed of a worker's tokens if the job's loss is a mean over tokens, and otherwise of the output for all
+of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.context import (
+from orchestrator.model.context_part import (
     UNSEEN,
     Axes,
     ContextPart,
@@ -33,15 +34,15 @@ from orchestrator.model.context import (
 )
 from orchestrator.model.context_proof import prove
 from orchestrator.model.repeated_blocks import blocks_of
+from orchestrator.model.tensor.block_calls import seen_calls
 from orchestrator.model.tensor.peers import Peers
-from orchestrator.model.tensor.sample import seen_calls
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import loss_of
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 from orchestrator.strategies.transforms.loss_proof import loss_divides, shortened, tensors_of_tokens
 

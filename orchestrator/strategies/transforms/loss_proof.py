@@ -13,8 +13,7 @@ from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.proving import TOLERANCE, difference
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 
 IGNORED = -100
 """The label that torch's losses leave out."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 
 Pairs = Literal["auto"] | tuple[str, ...]
 """What is divided: what is found, or pairs as ``q + k + v -> out``, with the names of layers in a block."""

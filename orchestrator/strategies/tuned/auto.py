@@ -18,15 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import StrategyConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.presets.replicas import DDPConfig
 from orchestrator.strategies.presets.shards import FSDPConfig
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.rules import Rules

@@ -21,8 +21,8 @@ from orchestrator.compat.generators import derived_seed, seed_generators
 from orchestrator.compat.process_groups import abort_process_groups, restart_group_numbers
 from orchestrator.compat.resolver import without_name_servers
 from orchestrator.protocol.messages import Assignment
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.measure.device import medians_ms
+from orchestrator.strategies.rank_context import Context
 from orchestrator.worker.control.control import PeersMissingError, StepGate
 from orchestrator.worker.process import network
 from orchestrator.worker.process.network import nccl_variables

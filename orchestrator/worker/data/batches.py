@@ -34,7 +34,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.data import datasets
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.results import kind_of
-from orchestrator.worker.data.loader import (
+from orchestrator.worker.data.data_loader import (
     BatchReader,
     Collate,
     Collator,

@@ -33,7 +33,7 @@ from orchestrator.strategies.data.datasets import (
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
-from orchestrator.worker.data.loader import Loading
+from orchestrator.worker.data.data_loader import Loading
 from orchestrator.worker.data.stream import Mark, StreamReader
 
 

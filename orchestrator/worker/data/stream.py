@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.compat.generators import drawing, seed_on_cpu
-from orchestrator.compat.hugging_face import loses_samples
+from orchestrator.compat.hf_datasets import loses_samples
 from orchestrator.job import Split
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
-from orchestrator.worker.data.loader import DataError
+from orchestrator.worker.data.data_loader import DataError
 
 MAX_STATE_BYTES = 2**20
 """A checkpoint keeps no larger state of a stream: its manifest is read as a whole, and often."""

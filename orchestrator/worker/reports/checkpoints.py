@@ -29,7 +29,7 @@ from orchestrator.state.part_writers import JointSave, Writers
 from orchestrator.state.tensor_file import header_text
 from orchestrator.strategies.base import Strategy
 from orchestrator.worker.control.control import Outbox, Warner
-from orchestrator.worker.measure.metrics import NonFiniteError
+from orchestrator.worker.measure.step_metrics import NonFiniteError
 
 BUSY_WAIT_S = 2.0
 """How long training waits for the previous write before it skips a checkpoint."""

@@ -24,8 +24,8 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
     import torch
 
     from orchestrator.planning.mesh import Mesh
-    from orchestrator.strategies.base import Context
     from orchestrator.strategies.measure import device
+    from orchestrator.strategies.rank_context import Context
     from orchestrator.strategies.tuned import passes
     from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto, AutoConfig
 

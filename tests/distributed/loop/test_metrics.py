@@ -15,7 +15,7 @@ from helpers.conformance.training import CPU
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.timeline import Span
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
-from orchestrator.worker.measure.metrics import NonFiniteError, StepTimer, Window, peak_memory_mb
+from orchestrator.worker.measure.step_metrics import NonFiniteError, StepTimer, Window, peak_memory_mb
 
 NAN = float("nan")
 

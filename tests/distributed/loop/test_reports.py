@@ -25,7 +25,7 @@ from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.user_code.callbacks import StepEnd
 
 HOGWILD = HogwildConfig(name="hogwild", num_workers=2)

@@ -16,7 +16,7 @@ from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
-from orchestrator.worker.measure.metrics import peak_memory_mb
+from orchestrator.worker.measure.step_metrics import peak_memory_mb
 
 SMALL = AdamDigits(hidden=8, depth=9)
 LARGE = AdamDigits(hidden=1300, depth=9)

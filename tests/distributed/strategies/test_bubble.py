@@ -14,7 +14,7 @@ from helpers.ranks.gang import Gang
 from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.presets.stages import PipelineConfig
+from orchestrator.strategies.presets.pipelines import PipelineConfig
 from orchestrator.timeline import Span, aligned, bubble, extent_s, order_of, theoretical_bubble
 
 P, M = 4, 8

@@ -18,8 +18,7 @@ from helpers.conformance.training import train as train_case
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Normed, Tokens, Toy
 from orchestrator.job import Job
-from orchestrator.strategies.replicated.dp import DPConfig
-from orchestrator.strategies.replicated.replicas import Replicas
+from orchestrator.strategies.replicated.dp import DPConfig, Replicas
 
 DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 TOY = having(global_batch_size=30)

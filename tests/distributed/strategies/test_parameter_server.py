@@ -36,7 +36,7 @@ from helpers.ranks.gang import Gang
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
+from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 
 
 def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:

@@ -18,7 +18,8 @@ from orchestrator.job import Job
 from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import EvalSums, Strategy
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.worker.data.batches import EvalBatches
 
 

@@ -27,8 +27,9 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
-from orchestrator.strategies.base import Context, StepResult, Strategy
-from orchestrator.strategies.replicated.optimizer_sharding import OptimizerSharding
+from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.replicated.optimizer_shards import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.rendezvous import seed_step

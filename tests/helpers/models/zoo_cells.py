@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.data.datasets import make_batch
-from orchestrator.strategies.pipelined.layout import StagedConfig
+from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
 TRAIN = having(steps=3, global_batch_size=8)

@@ -16,7 +16,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train_batches
-from orchestrator.worker.data.loader import Loading
+from orchestrator.worker.data.data_loader import Loading
 from orchestrator.worker.data.stream import StreamReader
 from orchestrator.worker.reports import evaluation
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from PIL import Image
 
-from orchestrator.config.schema import TrackingConfig
+from orchestrator.config.operation import TrackingConfig
 from orchestrator.protocol.events import MetricsLogged, RunEnded, RunStarted, SampleSaved
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal, read_metrics

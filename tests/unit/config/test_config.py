@@ -14,17 +14,10 @@ from helpers.files.golden import Golden
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, preset_sweep
 from orchestrator.config.files import GROUPS, choices, conf_dir
+from orchestrator.config.operation import ClusterConfig, TrackingConfig
 from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.recorded_config import to_dict, to_yaml
-from orchestrator.config.schema import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    DataConfig,
-    JobSpec,
-    TrackingConfig,
-    TrainConfig,
-)
+from orchestrator.config.schema import CheckpointConfig, Config, DataConfig, JobSpec, TrainConfig
 from orchestrator.config.text import path_override
 from orchestrator.strategies import registry
 from orchestrator.strategies.presets.replicas import DDPConfig, SingleConfig

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from orchestrator.model.context import ContextPart, NotDivisible, in_order, row_axis, rows_of
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.context_part import ContextPart, NotDivisible, in_order, row_axis, rows_of
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 
 TOKENS = 24

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.jobs.head_norms import WIDTH, Parallel, adapted
-from orchestrator.model.tensor.lockstep import in_lockstep
+from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, divide
-from orchestrator.model.tensor.sample import BlockCall
 
 ATTENTION = Pair(columns=("q", "k", "v"), rows=("out",))
 MLP = Pair(columns=("gate", "up"), rows=("down",))

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from helpers.jobs.head_norms import WIDTH, Parallel
 from helpers.jobs.quick_jobs import TinyGPT
-from orchestrator.model.tensor.chain import Ends, ends_of
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import divide
-from orchestrator.model.tensor.sample import BlockCall
-from orchestrator.model.tensor.tokens import Tokens
+from orchestrator.model.tensor.token_shards import Tokens
 
 
 def block() -> nn.Module:

@@ -16,10 +16,9 @@ from helpers.conformance.cases import having
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows, Toy
 from orchestrator.job import Job, Split
-from orchestrator.model.context import ContextPart, NotDivisible, divide_tokens
+from orchestrator.model.context_part import ContextPart, NotDivisible, divide_tokens
 from orchestrator.model.context_proof import prove
-from orchestrator.model.tensor.lockstep import in_lockstep
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.transforms.context import ContextPlan, found_context
 

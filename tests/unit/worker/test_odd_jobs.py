@@ -22,8 +22,8 @@ from orchestrator.job import Job, Split
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.callbacks import StepEnd
 from orchestrator.user_code.errors import JobError, exits_refused
+from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.job_data import datasets_of
-from orchestrator.worker.data.loader import DataError
 
 NAMES = {"sys": sys, "os": os, "torch": torch, "nn": nn}
 

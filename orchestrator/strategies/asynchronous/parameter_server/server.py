@@ -30,13 +30,19 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server import wire
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
+from orchestrator.strategies.asynchronous.parameter_server.shared import (
+    Groups,
+    ParameterServerConfig,
+    share_meta,
+    with_settings,
+)
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.base import Context, EvalSums, StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import steps_per_epoch
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.peer_copies import PeerCopies
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import norm_over
 
 STEPS_APART = 2

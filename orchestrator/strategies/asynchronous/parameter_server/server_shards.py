@@ -17,7 +17,7 @@ from orchestrator.model.parameter_division import PER_PARAMETER, extents_of, opt
 from orchestrator.model.stages import module_of
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard, dense_bytes, shards_of
+from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes, shards_of
 from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of

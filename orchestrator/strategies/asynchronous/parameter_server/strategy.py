@@ -9,10 +9,11 @@ from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
+from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
-from orchestrator.strategies.base import Context, Strategy
+from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 

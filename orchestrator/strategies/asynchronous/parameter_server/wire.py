@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.model.parameter_division import ALIGNMENT_BYTES, wire_dtype
-from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard
+from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard
 
 PUSH, PUSHED_ROWS, READY, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 8)
 """Message tags."""

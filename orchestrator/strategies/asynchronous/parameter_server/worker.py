@@ -37,18 +37,23 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
-from orchestrator.strategies.asynchronous.parameter_server.connection import ServerConnection
-from orchestrator.strategies.asynchronous.parameter_server.groups import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.parameter_server.options import ParameterServerConfig
-from orchestrator.strategies.asynchronous.parameter_server.shards import (
+from orchestrator.strategies.asynchronous.parameter_server.placed_shards import (
     join_optimizer_state,
     make_contiguous,
     shards_of,
 )
+from orchestrator.strategies.asynchronous.parameter_server.server_connection import ServerConnection
+from orchestrator.strategies.asynchronous.parameter_server.shared import (
+    Groups,
+    ParameterServerConfig,
+    share_meta,
+    with_settings,
+)
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.staleness import statistics_notes
-from orchestrator.strategies.base import Context, EvalSums
 from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
+from orchestrator.strategies.measure.job_metrics import EvalSums
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update.job_optimizer import optimizer_of, own_step_errors

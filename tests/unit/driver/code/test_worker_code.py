@@ -14,10 +14,10 @@ from helpers.conformance.cases import Case, config_of, plan_of
 from helpers.jobs.quick_jobs import digits
 from orchestrator.compat.ray.code_packages import make_package
 from orchestrator.config.build import ConfigError
+from orchestrator.driver.checked_runs import with_shared_cores
 from orchestrator.driver.code.shipped_code import module_paths, requirements
 from orchestrator.driver.code.worker_code import code_files
 from orchestrator.driver.gang.slots import start_failure
-from orchestrator.driver.session import with_shared_cores
 
 
 def test_the_code_of_a_run_is_what_was_imported_from_its_directory(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.driver.gang.gang import HEARTBEATS_PER_ROUND, MOST_ROUNDS, in_turn
+from orchestrator.driver.gang.members import HEARTBEATS_PER_ROUND, MOST_ROUNDS, in_turn
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 64, 65, 1024, 5000, 16_384])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.records.runs import losses
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.run.worker_reports import record_ranks, take_left_reports
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.events import CheckpointSaved, Event, FirstStepDone, MetricsLogged, SampleSaved

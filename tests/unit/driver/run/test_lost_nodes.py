@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.compose import compose
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.run.health import Health
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import WorkerInfo

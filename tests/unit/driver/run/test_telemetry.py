@@ -10,7 +10,7 @@ import pytest
 
 from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.gang.gang import Member
+from orchestrator.driver.gang.members import Member
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.run import telemetry
 from orchestrator.driver.run.telemetry import Telemetry

@@ -26,10 +26,9 @@ from orchestrator.job import Job, Split
 from orchestrator.model.precision import Precision
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.pipelined.comparisons import compare_with_whole
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 
 CPU = torch.device("cpu")

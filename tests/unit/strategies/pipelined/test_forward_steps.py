@@ -12,7 +12,7 @@ from torch import nn
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.pipelined.forward_pass import forward_only, forward_steps
+from orchestrator.strategies.pipelined.chain import forward_only, forward_steps
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 16])

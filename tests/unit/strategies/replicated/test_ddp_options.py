@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
 from helpers.jobs.quick_jobs import QuickDigits, digits
 from orchestrator.strategies import registry
-from orchestrator.strategies.replicated.buckets import bucket_arguments, bucket_mb_for
+from orchestrator.strategies.replicated.ddp_options import bucket_arguments, bucket_mb_for
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.user_code.errors import JobError
 

@@ -22,7 +22,7 @@ from orchestrator.worker.actor import _close, _recoverable_steps
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import AbandonedError
 from orchestrator.worker.control.rendezvous import ReleaseError, Teardown
-from orchestrator.worker.measure.metrics import NonFiniteError
+from orchestrator.worker.measure.step_metrics import NonFiniteError
 from orchestrator.worker.reports.evaluation import ModelChangedError
 
 

@@ -13,15 +13,10 @@ import torch
 from helpers.jobs.toys import Toy
 from helpers.ranks.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks, train
 from orchestrator.job import Job, Split
-from orchestrator.strategies.data.datasets import (
-    DatasetError,
-    epoch_generator,
-    is_stream,
-    samples_per_epoch,
-)
+from orchestrator.strategies.data.datasets import DatasetError, epoch_generator, is_stream, samples_per_epoch
 from orchestrator.worker.data.batches import Batches, SampleOrder, checked_weights
+from orchestrator.worker.data.data_loader import batches_by_length
 from orchestrator.worker.data.job_data import Datasets, batches_of
-from orchestrator.worker.data.loader import batches_by_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from torch.utils.data import get_worker_info
 from helpers.ranks.batches import Numbers, eval_batches, evaluate, train
 from helpers.records.runs import PYTHONPATH, wait_for
 from orchestrator.user_code.errors import JobError
-from orchestrator.worker.data import loader
-from orchestrator.worker.data.loader import DataError
+from orchestrator.worker.data import data_loader
+from orchestrator.worker.data.data_loader import DataError
 
 
 class Broken(Numbers):
@@ -211,7 +211,7 @@ def test_loader_processes_live_from_the_first_batch_to_close() -> None:
 
 
 def test_loader_processes_stay_from_one_evaluation_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_POLL_S", 8.0)  # the time in which idle ones have to answer
+    monkeypatch.setattr(data_loader, "_POLL_S", 8.0)  # the time in which idle ones have to answer
 
     with closing(eval_batches(Numbers(21), num_workers=2)) as batches:
         assert rows(batches) == list(range(21))
@@ -223,7 +223,7 @@ def test_loader_processes_stay_from_one_evaluation_to_the_next(monkeypatch: pyte
 
 
 def test_an_idle_loader_process_that_has_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_POLL_S", 0.5)
+    monkeypatch.setattr(data_loader, "_POLL_S", 0.5)
     with closing(eval_batches(Numbers(21), num_workers=2)) as batches:
         assert rows(batches) == list(range(21))
         killed = psutil.Process(min(p.pid for p in multiprocessing.active_children() if p.pid is not None))

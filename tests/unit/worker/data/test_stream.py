@@ -18,7 +18,7 @@ from helpers.ranks import batches
 from helpers.ranks.batches import LAYOUTS
 from helpers.ranks.streams import KINDS, Counting, Epochs, Plain, Stateful
 from orchestrator.strategies.data.datasets import check_dataset, first_item, is_stream, known_length
-from orchestrator.worker.data.loader import DataError
+from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader
 
 STREAMED: dict[str, Any] = {"collate": list, "steps": 6, "global_batch_size": 13}

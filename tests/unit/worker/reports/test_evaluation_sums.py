@@ -9,7 +9,7 @@ import torch
 from helpers.conformance.training import CPU
 from helpers.jobs.toys import Toy
 from orchestrator.config.redact import Redactor
-from orchestrator.strategies.base import EvalSums
+from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import evaluate
 

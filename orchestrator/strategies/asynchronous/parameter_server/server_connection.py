@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.asynchronous.parameter_server import wire
-from orchestrator.strategies.asynchronous.parameter_server.shards import PlacedShard, dense_bytes
+from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes
 
 
 class ServerConnection:

@@ -11,14 +11,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.layout import PipelinedConfig, StagedConfig, at_other_size
+from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, StagedConfig, at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.options import ShardedConfig
+from orchestrator.strategies.sharded.shard_options import ShardedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
-from orchestrator.config.schema import TrainConfig, option
+from orchestrator.config.build import option
+from orchestrator.config.schema import TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule

@@ -1,23 +1,68 @@
-"""Checks that the job's model can be divided as planned, on the driver and with fake tensors, and what that takes."""
+"""The keys of strategies with shards of tensors, and the checks that the job's model can be divided as planned."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_gradient_hooks
+from orchestrator.config.build import option
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.tensor_slots import tensor_slots
-from orchestrator.planning.memory import size_text
+from orchestrator.planning.memory import gathered_bytes, size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.sharded.options import ShardedConfig
-from orchestrator.strategies.sharded.wrapping import Group, groups_of, parameters_together
+from orchestrator.strategies.sharded.wrapping import Group, bytes_by_group, groups_of, parameters_together
+from orchestrator.strategies.transforms.options import TensorConfig
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedConfig(TensorConfig):
+    """How tensors are gathered."""
+
+    wrap: Literal["auto"] | tuple[str, ...] = option(
+        "modules that are gathered one by one; auto: the repeated blocks of the model; or the names of their classes, "
+        "as in [Block]"
+    )
+    reshard_after_forward: bool = option(
+        "free what the forward pass has gathered, and gather it again in the backward pass; false: keep it up to the "
+        "end of the step, which takes memory for the whole model"
+    )
+    prefetch: int = option(
+        "how many of the modules that are gathered one by one are gathered ahead of the one that runs; each takes "
+        "memory for one more, and 0 takes least",
+        minimum=0,
+    )
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards, their gradients and their optimizer state are in host memory."""
+        return False
+
+    def gathered_bytes(self, model: nn.Module, *, share: float) -> float:
+        """Return the bytes that a worker has gathered at the same time, of a model without memory.
+
+        Args:
+            model: the model.
+            share: the part of the bytes of its parameters that is gathered.
+        """
+        return gathered_bytes(
+            bytes_by_group(model, self.wrap),
+            keep_whole=not self.reshard_after_forward,
+            ahead=self.prefetch,
+            share=share,
+        )
 
 
 def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
