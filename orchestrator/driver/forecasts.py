@@ -22,10 +22,11 @@ from orchestrator.driver.preflight.child_checks import ChildDiedError, in_child
 from orchestrator.job import Job
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.prediction.cost import ModelWork, Stack, step_time
+from orchestrator.prediction.cost import Stack, step_time
 from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Question, like
 from orchestrator.prediction.published import Spread, compare, fitted, published_runs, stack_for
+from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.model_work import UNFUSED

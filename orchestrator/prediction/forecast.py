@@ -15,9 +15,10 @@ from typing import Any
 
 from orchestrator.planning.memory import GIB, WorkerMemory
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
-from orchestrator.prediction.cost import ModelWork, Stack, Step, StepTime, step_time
+from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
 from orchestrator.prediction.devices import Cluster
 from orchestrator.prediction.published import LARGE, Compared, Spread
+from orchestrator.prediction.work import ModelWork
 
 CONTEXT_BYTES = 0.75 * GIB
 """What a process has on a GPU before it trains; an assumption."""

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.planning.mesh import Mesh
-from orchestrator.prediction.cost import ModelWork, Stack, Step, StepTime, Transformer, step_time
+from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
 from orchestrator.prediction.devices import Cluster, Precision, Tables, parse_cluster, read_tables
+from orchestrator.prediction.work import ModelWork, Transformer
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 COLUMNS = (

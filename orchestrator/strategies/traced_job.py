@@ -15,8 +15,9 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import ModelWork, Step
+from orchestrator.prediction.cost import Step
 from orchestrator.prediction.forecast import Forecast
+from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline

@@ -12,7 +12,8 @@ from orchestrator.model.cut import balance
 from orchestrator.planning.memory import WorkerMemory, gathered_bytes
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import ModelWork, Step, sent_bytes
+from orchestrator.prediction.cost import Step, sent_bytes
+from orchestrator.prediction.work import ModelWork
 from orchestrator.timeline import Action, busy_s, extent_s, simulate
 from orchestrator.tuning.profile import MIB, LayerProfile, Profile
 

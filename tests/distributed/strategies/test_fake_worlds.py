@@ -19,8 +19,9 @@ from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
 from jobs.gpt import GPT
 from orchestrator.planning.mesh import Dimension, Mesh
-from orchestrator.prediction.cost import ModelWork, sent_bytes
+from orchestrator.prediction.cost import sent_bytes
 from orchestrator.prediction.forecast import Forecast
+from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies.replicated.comm_hooks import average_in
 from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.trainer import Trainer

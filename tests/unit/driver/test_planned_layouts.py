@@ -27,9 +27,9 @@ from orchestrator.model.layers import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan
-from orchestrator.prediction.cost import Transformer
 from orchestrator.prediction.devices import CPU, parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer
+from orchestrator.prediction.work import Transformer
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
@@ -291,6 +291,7 @@ class ExpertJob(Job):
         return 8
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.14."), reason="its grouped_mm refuses fake tensors in float32")
 def test_the_experts_that_run_are_counted_and_the_speed_is_a_range() -> None:
     words = [f"job={__name__}.ExpertJob", "train.global_batch_size=64"]
     found = answer(words, parse_cluster("1x2xH100", TABLES), Redactor())

@@ -8,9 +8,10 @@ import math
 import pytest
 
 from orchestrator.planning.mesh import Mesh
-from orchestrator.prediction.cost import Stack, Step, Transformer, step_time
+from orchestrator.prediction.cost import Stack, Step, step_time
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Reliability, goodput
+from orchestrator.prediction.work import Transformer
 
 CLUSTER = parse_cluster("8x8xH100", read_tables())
 STACK = Stack(products=0.5, attention=0.5)

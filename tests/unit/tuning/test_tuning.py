@@ -13,7 +13,8 @@ from orchestrator.planning.memory import MemoryLimit, WorkerMemory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan, WorkerPlan
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.prediction.cost import ModelWork, Step, Work
+from orchestrator.prediction.cost import Step
+from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import (
     Contender,
