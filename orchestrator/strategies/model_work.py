@@ -31,7 +31,7 @@ PASSES = 3
 """A backward pass moves and computes twice as much as a forward pass."""
 IN_KERNELS = 0.35
 """The share of the bytes of single operators that GPUs move, whose kernels take several at once, as for a norm: what
-:class:`~orchestrator.prediction.cost.Transformer` counts of a block of Llama, relative to its operators."""
+:class:`~orchestrator.prediction.work.Transformer` counts of a block of Llama, relative to its operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
