@@ -19,7 +19,7 @@ from orchestrator.config.schema import Config
 from orchestrator.display.forecasts import speed_text
 from orchestrator.driver.layouts import Layouts, best_of_each
 from orchestrator.driver.preflight.child_checks import ChildDiedError, in_child
-from orchestrator.job import Job
+from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.prediction.cost import Stack, step_time
@@ -95,15 +95,20 @@ def answer(
 
 
 def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str | None:
-    """Return what is predicted of a plan, for users; None unless it is for GPUs of one kind that the tables know.
+    """Return what is predicted of a plan, for users.
 
     The model is traced in a child process, which what it does to fake tensors may end.
+
+    Returns:
+        None unless the plan is for GPUs of one kind that the tables know, and trains a model by ``Job.loss``.
     """
+    if plan.device == "cpu" or has_training_step(job) or registry.load(config.strategy.name).runs_script:
+        return None
     tables = read_tables()
     with_gpus = [node for node in nodes if node.gpus]
     names = {name_of_gpu(node.gpu_name, node.gpu_memory_bytes / GIB, tables) for node in with_gpus}
     name = names.pop() if len(names) == 1 else None
-    if plan.device == "cpu" or plan.devices_per_worker > 1 or name is None:
+    if plan.devices_per_worker > 1 or name is None:
         return None
     each = min(node.gpus for node in with_gpus)
     shape = (math.ceil(plan.world_size / each), min(plan.world_size, each))
