@@ -265,6 +265,27 @@ def setting_fake_data() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refused_in_fork() -> Iterator[list[RuntimeError]]:
+    """Collect the errors of backward passes that torch refuses because its threads are those of the parent process."""
+    module: Any = torch.autograd
+    run, refused = module._engine_run_backward, list[RuntimeError]()
+
+    def noticing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as e:
+            if "fork-based multiprocessing" in str(e):
+                refused.append(e)
+            raise
+
+    module._engine_run_backward = noticing
+    try:
+        yield refused
+    finally:
+        module._engine_run_backward = run
+
+
+@contextlib.contextmanager
 def without_fake_tensor_logs() -> Iterator[None]:
     """Hide what torch says about fake tensors: a traceback for each operator that fails with them, and a warning.
 

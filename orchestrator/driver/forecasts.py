@@ -18,7 +18,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.display.forecasts import speed_text
 from orchestrator.driver.layouts import Layouts, best_of_each
-from orchestrator.driver.preflight.child_checks import ChildDiedError, in_child
+from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan

@@ -24,7 +24,8 @@ from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
+from orchestrator.driver.preflight.child_checks import check_job
+from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.driver.preflight.run_config import output_dir, plain_fields
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job, has_training_step

@@ -7,7 +7,7 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -202,6 +202,12 @@ def pickle_job(given: GivenJob, job: Job, errors: list[str]) -> PickledJob | Non
         )
         return None
     return PickledJob(data, name if isinstance(given, type) else f"{name}(...)")
+
+
+def pickled_with_code(function: Callable[[], object]) -> bytes:
+    """Return a function for another process, with the code that this one could not import."""
+    data: bytes = cloudpickle.dumps(function)
+    return data
 
 
 FORWARDED_PREFIXES = (

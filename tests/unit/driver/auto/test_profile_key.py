@@ -69,7 +69,7 @@ def test_the_same_run_has_the_same_key_whatever_it_logs() -> None:
         lambda: key(JOB, without("parameter_server")),
         lambda: key(JOB, without("model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline")),
         lambda: key(JOB, without("dp")),
-        lambda: key(JOB, without("fsdp", "hsdp", "fsdp_pipeline")),
+        lambda: key(JOB, without("fsdp", "hsdp", "fsdp_pipeline", "mesh")),
         lambda: key(JOB, change=lambda c: replace(c, train=replace(c.train, global_batch_size=128))),
     ],
     ids=["field", "threads", "cpus", "gpus", "schedules", "servers", "stages", "devices", "parts", "batch"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from helpers.conformance.layouts import pipeline
 from helpers.jobs.toys import Toy
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.driver.preflight.child_checks import ChildDiedError, check_job, in_child
+from orchestrator.driver.preflight.child_checks import check_job
+from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.strategies import registry
 
 TIMEOUT_S = 60.0
@@ -61,6 +64,25 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
 def test_a_child_that_dies_is_a_sentence(function: Callable[[], None], timeout_s: float, said: str) -> None:
     with pytest.raises(ChildDiedError, match=said):
         in_child(function, timeout_s=timeout_s)
+
+
+def test_a_backward_pass_that_no_fork_can_run_runs_in_a_new_process() -> None:
+    """In a CUDA build, fake tensors and a backward pass start the threads that a GPU has."""
+    script = """
+import os, torch
+from orchestrator.compat.torch import FakeTensorMode
+from orchestrator.driver.preflight.child_process import in_child
+def backward():
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    return x.grad.tolist()
+with FakeTensorMode():
+    torch.ones(3) + 1
+backward()
+print(in_child(backward, timeout_s=60))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 
 
 @dataclass(frozen=True, kw_only=True)
