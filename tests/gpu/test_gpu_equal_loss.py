@@ -10,19 +10,17 @@ import torch
 from torch import nn
 
 import helpers.jobs.stage_toys as of
-from helpers.conformance.cases import CLUSTER, DDP, Case, having
+from helpers.conformance.cases import CLUSTER, DDP, Case, having, options_of
 from helpers.conformance.equal_loss import assert_equal_losses, assert_equal_steps
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, STAGED, assert_as_alone
 from helpers.conformance.training import losses, make, train
 from helpers.jobs.quick_jobs import TinyGPT, digits
-from helpers.jobs.stage_toys import Chain, TokenChain
 from helpers.jobs.step_toys import STEP_JOBS, NormedGAN
 from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Backend, Gang
 from helpers.ranks.groups import formed
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.job import Job
-from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.sharded.fsdp import FSDP
 
 ROUNDING = 10
@@ -112,14 +110,14 @@ def test_sparse_gradients_of_replicas(gang: Gang, job: Job, grad_accumulation: i
 @pytest.mark.parametrize("name", ["1F1B-4", "GPipe-2x2"])
 def test_sparse_gradients_of_stages(gang: Gang, name: str) -> None:
     """If it fails, sparse gradients of shared or replicated stages are wrong under NCCL."""
-    case = Case(job=TokenChain(build=of.sparse_and_tied, momentum=0), train=having(steps=10, global_batch_size=16))
+    case = Case(job=Tokens(build=of.sparse_and_tied, momentum=0), train=having(steps=10, global_batch_size=16))
     assert_as_alone(gang, case, name, rtol=ROUNDING * SGD)
 
 
 @pytest.mark.parametrize("name", ["1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"])
 @pytest.mark.parametrize(
     "job",
-    [Chain(build=of.skips), Chain(build=of.nested), TokenChain(build=of.tied_ends)],
+    [Toy(build=of.skips), Toy(build=of.nested), Tokens(build=of.tied_ends)],
     ids=["skips", "nested", "tied"],
 )
 def test_what_flows_between_stages(gang: Gang, job: Toy, name: str) -> None:
@@ -156,7 +154,7 @@ def test_dp(gang: Gang, devices: int, loss_on: str) -> None:
     """If it fails, the replicas in one process, or the loss of all of them, are wrong."""
     if gang.backend.device == "cuda" and torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
-    options = DPConfig(name="dp", num_workers=devices, loss_on=loss_on, verbose=False)  # type: ignore[arg-type]
+    options = options_of("dp", num_workers=devices, loss_on=loss_on)
     for job in (digits(), Tokens()):
         case = Case(job=job, train=having(global_batch_size=25, grad_accumulation=2))
         (alone,) = gang.run(train, case, world_size=1)

@@ -4,6 +4,7 @@ holds the whole model: they train and evaluate as the same model that returns lo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.conformance.cases import DDP, Case, having
-from helpers.conformance.layouts import LAYOUTS, PARAMETER_SERVER, SGD
+from helpers.conformance.cases import DDP, Case, having, options_of
+from helpers.conformance.layouts import HOGWILD, LAYOUTS, LOCKED, PARAMETER_SERVER, SGD
 from helpers.conformance.training import Steps, losses, make, steps, train, watched
 from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.batches import validated
@@ -20,10 +21,9 @@ from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
-DP = DPConfig(name="dp", num_workers=3, loss_on="device0", verbose=False)
+DP = options_of("dp", num_workers=3)
 TRAIN = having(steps=6, global_batch_size=25, grad_accumulation=2)
 SAMPLES = 33
 """Of the validation set: the last batch of every layout is padded."""
@@ -217,7 +217,7 @@ def test_stages_train_on_a_loss_of_the_model_and_refuse_to_evaluate_padding_with
 
 @pytest.mark.parametrize(
     "options",
-    [HogwildConfig(name="hogwild", num_workers=2), LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")],
+    [HOGWILD, LOCKED],
     ids=["hogwild", "locked_sgd"],
 )
 def test_asynchronous_strategies_train_and_evaluate(
@@ -240,14 +240,8 @@ def test_dp_refuses_a_loss_that_needs_what_cannot_be_joined() -> None:
         next(steps(strategy))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unreduced(Toy):
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return F.cross_entropy(output, target, reduction="none")
-
-
 def test_dp_refuses_a_loss_per_sample() -> None:
-    strategy = make(case_of(Unreduced(), DP), 0)
+    strategy = make(case_of(Toy(loss_of=partial(F.cross_entropy, reduction="none")), DP), 0)
     with pytest.raises(
         ValueError, match=r"job\.loss returns a tensor of shape \(13,\) and type torch.float32; return the mean"
     ):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.layouts import HOGWILD, LAYOUTS
 from helpers.jobs.quick_jobs import MeasuredDigits
-from helpers.jobs.stage_toys import Chain, plain
+from helpers.jobs.stage_toys import plain
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, run_loop
@@ -24,11 +24,9 @@ from helpers.records.runs import in_campaign
 from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.pipelined.layout import StagedConfig
 from orchestrator.user_code.callbacks import StepEnd
 
-HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
 SEVEN = having(steps=7, global_batch_size=12, eval_every=3)
 
 
@@ -54,7 +52,7 @@ def test_train_metrics_are_logged_at_logged_steps_and_measured_at_no_others(gang
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored(Chain):
+class Scored(Toy):
     """Precision is no sum."""
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from helpers.conformance.matrix import EXCEPTIONS, PLAIN, SCENARIOS, SYNCHRONOUS
 from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.jobs.quick_jobs import PredictedDigits, ScoredDigits
+from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.config.compose import compose
@@ -93,7 +94,7 @@ def with_loss() -> torch.nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unlabelled(of.Chain):
+class Unlabelled(Toy):
     """The loss is a mean over labels, of which there are none; ``counts`` makes their number a weight."""
 
     counts: Callable[[int], Any] = torch.tensor
@@ -133,7 +134,7 @@ def test_batches_without_weight_change_nothing(gang: Gang, layout: str, build: C
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faint(of.TokenChain):
+class Faint(Tokens):
     """Its gradients are finite in float16."""
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:

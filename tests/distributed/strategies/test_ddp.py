@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,19 +46,13 @@ class Noisy(nn.Module):
         return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoisyToy(Toy):
-    def model(self) -> nn.Module:
-        return Noisy()
-
-
 def initial_values(rank: int, case: Case) -> list[Tensor]:
     model = model_of(make(case, rank))
     return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
 
 def test_all_ranks_begin_with_the_values_of_rank_0_also_with_those_that_are_not_saved(gang):
-    first, second = gang.run(initial_values, Case(job=NoisyToy()), world_size=2)
+    first, second = gang.run(initial_values, Case(job=Toy(build=Noisy)), world_size=2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

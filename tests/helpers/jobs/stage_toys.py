@@ -18,17 +18,7 @@ from helpers.jobs.toys import Tokens, Toy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain(Toy):
-    """Ten numbers in, four classes out, by the model that ``build`` returns."""
-
-    build: Callable[[], nn.Module]
-
-    def model(self) -> nn.Module:
-        return self.build()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduledChain(Chain):
+class ScheduledChain(Toy):
     """AdamW with weight decay by name, and rates by size, halved every half epoch: every three of 6.25 steps."""
 
     lr: float = 1e-2
@@ -48,17 +38,6 @@ class ScheduledChain(Chain):
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = math.nan) -> LRScheduler:
         return StepLR(optimizer, step_size=round(steps_per_epoch / 2), gamma=0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenChain(Tokens):
-    """Sequences of 12 tokens with valid ones among them, through the model that ``build`` returns."""
-
-    build: Callable[[], nn.Module]
-    lr: float = 0.1
-
-    def model(self) -> nn.Module:
-        return self.build()
 
 
 def chain(**layers: nn.Module) -> nn.Sequential:
@@ -294,7 +273,7 @@ class Answer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers(Chain):
+class Answers(Toy):
     """The model's output is a dict."""
 
     build: Callable[[], nn.Module] = answers
@@ -323,7 +302,7 @@ def opened() -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths(TokenChain):
+class Lengths(Tokens):
     """Batches are as long as their longest sample."""
 
     def collate(self, items: list[Any]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -333,7 +312,7 @@ class Lengths(TokenChain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NestedBatches(Chain):
+class NestedBatches(Toy):
     """Inputs are dicts or tuples, targets dicts."""
 
     build: Callable[[], nn.Module] = opened
@@ -377,7 +356,7 @@ def bad_gradient() -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marked(Chain):
+class Marked(Toy):
     """The samples numbered ``marked`` have a gradient that is NaN in the layer ``bad`` alone; the loss is finite."""
 
     build: Callable[[], nn.Module] = bad_gradient

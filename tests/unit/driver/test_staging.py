@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from helpers.machines.plans import LAPTOP, config_of
+from helpers.machines.plans import notes_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.checked_runs import check_all
 from orchestrator.job import Job, Split
-from orchestrator.planning.plan import make_plan
-from orchestrator.strategies import registry
-from orchestrator.strategies.constructor import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +108,8 @@ class TracedThroughNumpy(Rows):
         return model
 
 
-def staged(job: Job, *words: str) -> tuple[tuple[str, ...], list[str]]:
-    """The notes on the job's model, and the errors."""
-    config = config_of(*words)
-    strategy = registry.load(config.strategy.name)
-    plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
-    errors: list[str] = []
-    return strategy.check_job(config, Outline(job, config.train), plan, errors), errors
-
-
 def new_notes(job: Job, *words: str) -> tuple[str, ...]:
-    notes, errors = staged(job, *words)
+    notes, errors = notes_of(job, *words)
     assert errors == []
     return notes
 
@@ -200,12 +188,12 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
     ],
 )
 def test_a_model_that_cannot_be_cut_is_an_error(job: Job, words: str, said: str) -> None:
-    _, (error,) = staged(job, *words.split())
+    _, (error,) = notes_of(job, *words.split())
     assert error.startswith(said)
 
 
 def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
-    assert staged(Frozen(), "strategy=ddp") == ((), [])
+    assert notes_of(Frozen(), "strategy=ddp") == ((), [])
 
 
 def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:

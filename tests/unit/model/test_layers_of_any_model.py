@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs.stage_toys import Chain
+from helpers.jobs.toys import Toy
 from orchestrator.model.cut import Cut
 from orchestrator.model.fake_calls import first_modules
 from orchestrator.model.layers import flow
@@ -74,7 +74,7 @@ class Borrowing(nn.Module):
 def test_layers_that_share_a_module_are_measured() -> None:
     inputs, target = torch.randn(4, 10), torch.arange(4)
     builder = StageBuilder.outline(
-        Chain(build=Borrowing),
+        Toy(build=Borrowing),
         inputs,
         target,
         constructor=Borrowing,
@@ -93,7 +93,7 @@ def depends_on_values(x: Tensor) -> Tensor:
 
 def layers_of(build: Callable[[], nn.Module], *, num_stages: int, inputs: Any = None) -> LayerSequence:
     inputs = torch.randn(4, 10) if inputs is None else inputs
-    return sequence_of(build_fake(build, CPU), inputs, split=(), num_stages=num_stages, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), inputs, split=(), num_stages=num_stages, job=Toy(build=build))
 
 
 def test_modules_larger_than_a_stage_are_divided() -> None:

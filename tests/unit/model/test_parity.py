@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.jobs.special_modules import SPECIAL, Model, _DoubledGradient, model_with
-from helpers.jobs.stage_toys import Chain, plain
+from helpers.jobs.stage_toys import plain
+from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 from orchestrator.model.parity import ParityResult, compare
 from orchestrator.model.partial_init import build_fake
@@ -59,7 +60,7 @@ class CountsInGlue(Plain):
         return out
 
 
-class HandCut(Chain):
+class HandCut(Toy):
     def stages(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Plain)
         return [
@@ -109,7 +110,7 @@ class PreparesALayer(Model):
 
 
 def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> ParityResult:
-    job = job or Chain(build=build)
+    job = job or Toy(build=build)
     return compared(
         build,
         sequence_of(build_fake(build, CPU), INPUTS, split=("third",), num_stages=2, job=job),
@@ -171,7 +172,7 @@ def test_without_memory_for_two_copies_a_note_says_that_nothing_was_compared() -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unlabelled(Chain):
+class Unlabelled(Toy):
     """The samples have no labels, so that the loss is NaN."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class Unlabelled(Chain):
         return torch.zeros(())
 
 
-@pytest.mark.parametrize("job", [Chain(build=CustomFunctionInGlue), Unlabelled(build=CustomFunctionInGlue)])
+@pytest.mark.parametrize("job", [Toy(build=CustomFunctionInGlue), Unlabelled(build=CustomFunctionInGlue)])
 def test_the_check_before_training_refuses(job: Job) -> None:
     builder = StageBuilder.outline(
         job,
@@ -201,7 +202,7 @@ def test_the_check_before_training_refuses(job: Job) -> None:
 
 
 def test_of_a_sequence_that_only_calls_its_layers_nothing_has_to_be_compared() -> None:
-    sequence = sequence_of(build_fake(plain, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=plain))
+    sequence = sequence_of(build_fake(plain, CPU), INPUTS, split=(), num_stages=2, job=Toy(build=plain))
     assert compared(plain, sequence, free_bytes=0) == ParityResult()
 
 
@@ -223,7 +224,7 @@ class ActsOften(nn.Sequential):
 
 
 def sequence_in(build: Callable[[], nn.Module]) -> LayerSequence:
-    return sequence_of(build_fake(build, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), INPUTS, split=(), num_stages=2, job=Toy(build=build))
 
 
 @pytest.mark.parametrize("kind", [Doubles, ActsOften])

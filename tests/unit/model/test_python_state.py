@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs.stage_toys import Chain
+from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import sequence_of
 
@@ -138,7 +138,7 @@ def recorded(build: Callable[[], nn.Module]) -> None:
         torch.randn(4, 10),
         split=("second",),
         num_stages=2,
-        job=Chain(build=build),
+        job=Toy(build=build),
     )
 
 

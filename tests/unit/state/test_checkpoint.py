@@ -96,58 +96,12 @@ def test_the_model_file_goes_straight_into_a_model(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / "model.safetensors", 1000)
+def changed(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: (path / file).write_bytes(change((path / file).read_bytes()))
 
 
-def grow(path: Path) -> None:
-    with (path / "model.safetensors").open("ab") as f:
-        f.write(b"x")
-
-
-def flip_bit(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
-
-
-def flip_in_data(path: Path) -> None:
-    file = path / "model.safetensors"
-    flip_bit(file, file.stat().st_size // 2)
-
-
-def flip_in_header(path: Path) -> None:
-    flip_bit(path / "model.safetensors", 20)
-
-
-def flip_in_optimizer(path: Path) -> None:
-    flip_bit(path / "optimizer.safetensors", -1)
-
-
-def remove_optimizer(path: Path) -> None:
-    (path / "optimizer.safetensors").unlink()
-
-
-def remove_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def cut_manifest(path: Path) -> None:
-    os.truncate(path / "manifest.json", 50)
-
-
-def binary_manifest(path: Path) -> None:
-    (path / "manifest.json").write_bytes(bytes(range(128, 256)))
-
-
-def edit_manifest(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"samples_consumed": 20', '"samples_consumed": 21'))
-
-
-def later_format(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+def flipped(data: bytes, position: int) -> bytes:
+    return bytes([*data[:position], data[position] ^ 1, *data[position + 1 :]])
 
 
 def read_all(path: Path) -> None:
@@ -156,26 +110,44 @@ def read_all(path: Path) -> None:
         dict(tensors)
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, r"model\.safetensors is truncated: has 1000 of 100\d\d\d bytes"),
-    (grow, r"model\.safetensors has grown: has 100\d\d\d of 100\d\d\d bytes"),
-    (flip_in_data, r"model\.safetensors changed since it was written: its sha256 differs"),
-    (flip_in_header, r"model\.safetensors changed"),
-    (flip_in_optimizer, r"optimizer\.safetensors changed"),
-    (remove_optimizer, r"missing file optimizer\.safetensors"),
-    (remove_manifest, r"missing file manifest\.json"),
-    (cut_manifest, r"manifest\.json is unreadable"),
-    (binary_manifest, r"manifest\.json is unreadable"),
-    (edit_manifest, r"manifest\.json changed"),
-    (later_format, r"its format is 3, this version reads 1 and 2"),
-    (shutil.rmtree, r"no such directory"),
-]
+MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncate": (
+        changed(MODEL, lambda data: data[:1000]),
+        r"model\.safetensors is truncated: has 1000 of 100\d\d\d bytes",
+    ),
+    "grow": (
+        changed(MODEL, lambda data: data + b"x"),
+        r"model\.safetensors has grown: has 100\d\d\d of 100\d\d\d bytes",
+    ),
+    "flip in data": (
+        changed(MODEL, lambda data: flipped(data, len(data) // 2)),
+        r"model\.safetensors changed since it was written: its sha256 differs",
+    ),
+    "flip in header": (changed(MODEL, lambda data: flipped(data, 20)), r"model\.safetensors changed"),
+    "flip in optimizer": (
+        changed(OPTIMIZER, lambda data: flipped(data, len(data) - 1)),
+        r"optimizer\.safetensors changed",
+    ),
+    "remove optimizer": (lambda path: (path / OPTIMIZER).unlink(), r"missing file optimizer\.safetensors"),
+    "remove manifest": (lambda path: (path / MANIFEST).unlink(), r"missing file manifest\.json"),
+    "cut manifest": (changed(MANIFEST, lambda data: data[:50]), r"manifest\.json is unreadable"),
+    "binary manifest": (changed(MANIFEST, lambda data: bytes(range(128, 256))), r"manifest\.json is unreadable"),
+    "edit manifest": (
+        changed(MANIFEST, lambda data: data.replace(b'"samples_consumed": 20', b'"samples_consumed": 21')),
+        r"manifest\.json changed",
+    ),
+    "later format": (
+        changed(MANIFEST, lambda data: json.dumps({**json.loads(data), "format": 3}).encode()),
+        r"its format is 3, this version reads 1 and 2",
+    ),
+    "remove all": (shutil.rmtree, r"no such directory"),
+}
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda v: getattr(v, "__name__", ""))
-def test_damage_is_named_and_the_checkpoint_before_it_taken(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_it_taken(tmp_path: Path, kind: str) -> None:
+    damage, message = DAMAGES[kind]
     older, newer = save_all(tmp_path, 1, 2)
     verify(newer)
     damage(newer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.conformance.cases import DDP, Case, checked, config_of, having, plan_of
 from helpers.jobs.quick_jobs import QuickDigits, digits
 from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.buckets import bucket_arguments, bucket_mb_for
@@ -29,9 +29,7 @@ def test_a_static_graph_is_refused_where_the_graph_is_not_static(
     train: dict[str, Any], options: dict[str, Any], said: list[str]
 ) -> None:
     case = Case(job=digits(), options=replace(DDP, static_graph=True, **options), train=having(**train))
-    config = config_of(case, 2)
-    errors: list[str] = []
-    registry.load("ddp").check(config, digits(), plan_of(config), errors)
+    errors, _ = checked(case, 2)
     assert len(errors) == len(said)
     for error, part in zip(errors, said, strict=True):
         assert error.startswith("strategy.static_graph=true: ")

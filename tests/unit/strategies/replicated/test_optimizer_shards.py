@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.conformance.cases import Case, checked
 from helpers.conformance.layouts import SHARDED_DDP
 from helpers.jobs.step_toys import NormedGAN
 from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 from orchestrator.planning.placement import first_overlap, has_hole
-from orchestrator.strategies import registry
 from orchestrator.strategies.replicated.optimizer_shards import cut_evenly
 
 
@@ -38,38 +35,24 @@ def test_the_parts_of_all_ranks_are_even_whatever_the_shapes(shapes: list[tuple[
     assert max(held) - min(held) <= max(math.prod(shape) // max(shape) for shape in shapes if max(shape))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built(Toy):
-    build: Callable[[], nn.Module] = lambda: nn.Linear(10, 4)
-    kind: type[Optimizer] = torch.optim.AdamW
-
-    def model(self) -> nn.Module:
-        return self.build()
-
-    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        return self.kind(parameters, lr=0.01)
+JOB = Toy(build=lambda: nn.Linear(10, 4), optimizer_of=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize(
     ("job", "changes", "said"),
     [
-        (Built(build=lambda: nn.Embedding(4, 10, sparse=True)), {}, "weight have sparse gradients"),
-        (Built(), {"comm_hook": "powersgd"}, "strategy.comm_hook=powersgd: it keeps errors of whole gradients"),
+        (Toy(build=lambda: nn.Embedding(4, 10, sparse=True)), {}, "weight have sparse gradients"),
+        (JOB, {"comm_hook": "powersgd"}, "strategy.comm_hook=powersgd: it keeps errors of whole gradients"),
         (NormedGAN(), {}, "the job overrides Job.training_step"),
     ],
     ids=["sparse", "powersgd", "own updates"],
 )
 def test_what_cannot_be_divided_is_refused(job: Job, changes: dict[str, Any], said: str) -> None:
-    config = config_of(Case(job=job, options=replace(SHARDED_DDP, **changes)), 2)
-    errors: list[str] = []
-    registry.load("ddp").check(config, job, plan_of(config), errors)
-    assert len(errors) == 1
-    assert said in errors[0]
+    [error], _ = checked(Case(job=job, options=replace(SHARDED_DDP, **changes)), 2)
+    assert said in error
 
 
 def test_the_plan_says_what_each_worker_updates() -> None:
-    config = config_of(Case(job=Built(), options=SHARDED_DDP), 3)
-    errors: list[str] = []
-    notes = registry.load("ddp").check(config, Built(), plan_of(config), errors)
+    errors, notes = checked(Case(job=JOB, options=SHARDED_DDP), 3)
     assert errors == []
     assert any("each worker updates at most 17 of 44 elements" in note for note in notes), notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,16 +228,9 @@ class Reversible(Net):
         return self.head(x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReversibleToy(Toy):
-    together: bool
-
-    def model(self) -> nn.Module:
-        return Reversible(together=self.together)
-
-
 def test_a_weight_that_a_function_uses_again_is_gathered_with_the_module_that_calls_the_function() -> None:
-    assert not check(ReversibleToy(together=False)).gathers_all
+    apart, together = (Toy(build=partial(Reversible, together=together)) for together in (False, True))
+    assert not check(apart).gathers_all
     with pytest.raises(JobError, match=r"forward\(\) uses blocks\.0\.layer\.weight.* outside"):
-        check(ReversibleToy(together=True))
-    assert check(ReversibleToy(together=True), reshard=False).gathers_all
+        check(together)
+    assert check(together, reshard=False).gathers_all

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.conformance.cases import DDP, SINGLE, TRAIN
+from helpers.conformance.cases import DDP, SINGLE
+from helpers.conformance.training import built
 from helpers.jobs.toys import Toy
 from helpers.machines.plans import GPU_BOX, config_of, plan_of
 from helpers.models.zoo_cells import STRATEGIES
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.partial_init import build_fake
-from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import Context
 from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.user_code.errors import JobError
 
@@ -124,31 +122,18 @@ class Steps(Hooked):
         raise NotImplementedError
 
 
-def set_up(job: Toy, options: StrategyConfig, *, replicas: int = 1, accumulation: int = 1, devices: int = 1) -> None:
-    context = Context(
-        mesh=Mesh(replicate=replicas),
-        global_rank=0,
-        device=torch.device("cpu"),
-        seed=3,
-        train=replace(TRAIN, global_batch_size=16, grad_accumulation=accumulation),
-        options=options,
-        collective_timeout_s=1,
-        num_devices=devices,
-    )
-    registry.load(options.name).create(context, job).setup(job.dataset("train"))
-
-
 def test_strategies_that_divide_a_batch_refuse_such_hooks() -> None:
     hogwild, dp = STRATEGIES["hogwild"][0], STRATEGIES["dp"][0]
-    for options, layout in ((DDP, {"replicas": 2}), (SINGLE, {"accumulation": 2}), (hogwild, {"accumulation": 2})):
+    twice: dict[str, int] = {"replicas": 1, "accumulation": 2}
+    for options, layout in ((DDP, {}), (SINGLE, twice), (hogwild, twice)):
         with pytest.raises(JobError, match=rf"^strategy={options.name} .*: the gradient hook of 1\.weight"):
-            set_up(Hooked(), options, **layout)
+            built(Hooked(), options, **layout)
     with pytest.raises(JobError, match=r"the gradient hook of 1\.weight"):
-        set_up(Steps(), DDP, replicas=2)
-    set_up(Hooked(name="masks"), DDP, replicas=2, accumulation=2)
-    set_up(Hooked(), SINGLE)
-    set_up(Hooked(), dp, devices=2)  # the sum over its replicas is made before the hook runs
-    set_up(Hooked(), hogwild, replicas=2)  # each worker updates from its own gradients
+        built(Steps(), DDP)
+    built(Hooked(name="masks"), DDP, accumulation=2)
+    built(Hooked(), SINGLE, replicas=1)
+    built(Hooked(), dp, replicas=1, devices=2)  # the sum over its replicas is made before the hook runs
+    built(Hooked(), hogwild)  # each worker updates from its own gradients
 
 
 @dataclass(frozen=True, kw_only=True)
