@@ -121,9 +121,7 @@ def test_sparse_gradients_of_stages(gang: Gang, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"])
 @pytest.mark.parametrize(
-    "job",
-    [Toy(build=of.skips), Toy(build=of.nested), Tokens(build=of.tied_ends)],
-    ids=["skips", "nested", "tied"],
+    "job", [Toy(build=of.skips), Toy(build=of.nested), Tokens(build=of.tied_ends)], ids=["skips", "nested", "tied"]
 )
 def test_what_flows_between_stages(gang: Gang, job: Toy, name: str) -> None:
     """If it fails, a message between stages has another form or order than its receiver expects."""

@@ -19,11 +19,7 @@ from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
 from orchestrator.strategies.pipelined.layout import StagedConfig
-from orchestrator.strategies.presets.stages import (
-    DDPPipelineConfig,
-    FSDPPipelineConfig,
-    PipelineConfig,
-)
+from orchestrator.strategies.presets.stages import DDPPipelineConfig, FSDPPipelineConfig, PipelineConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
@@ -150,12 +146,7 @@ CONTEXT = {
 DP = options_of("dp", num_workers=2)
 HOGWILD = options_of("hogwild", num_workers=2)
 LOCKED = options_of("locked_sgd", num_workers=2)
-EVERY = {
-    **LAYOUTS,
-    "dp-2": layout(DP, 1),
-    "hogwild-2": layout(HOGWILD, 2),
-    "locked_sgd-2": layout(LOCKED, 2),
-}
+EVERY = {**LAYOUTS, "dp-2": layout(DP, 1), "hogwild-2": layout(HOGWILD, 2), "locked_sgd-2": layout(LOCKED, 2)}
 """Those in one process too, and those whose losses are not those of one worker."""
 
 

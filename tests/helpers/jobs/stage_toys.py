@@ -251,10 +251,7 @@ class Beside(nn.Module):
 
 def beside() -> nn.Module:
     return chain(
-        first=nn.Linear(10, 24),
-        beside=Beside(),
-        second=With(24, 24, lambda x, got: x + got[1]),
-        head=nn.Linear(24, 4),
+        first=nn.Linear(10, 24), beside=Beside(), second=With(24, 24, lambda x, got: x + got[1]), head=nn.Linear(24, 4)
     )
 
 

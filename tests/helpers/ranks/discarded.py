@@ -61,13 +61,7 @@ def of_generation(rank: int, case: Case, world_size: int, run_dir: str) -> Loop:
     strategy = make(case, rank)
     made.clear()
     orders = assignment(
-        rank=rank,
-        world_size=world_size,
-        generation=1,
-        store_port=0,
-        run_dir=run_dir,
-        case=case,
-        checkpoint_every=2,
+        rank=rank, world_size=world_size, generation=1, store_port=0, run_dir=run_dir, case=case, checkpoint_every=2
     )
     loop = loop_of(orders, case, strategy, gate=Abandoning(timeout_s=60), device=own_device())
     with contextlib.suppress(AbandonedError):

@@ -158,11 +158,7 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
 @pytest.mark.parametrize(
     ("job", "words", "said"),
     [
-        (
-            Frozen(),
-            "strategy=pipeline",
-            "strategy=pipeline: the model has no trainable parameters; set ",
-        ),
+        (Frozen(), "strategy=pipeline", "strategy=pipeline: the model has no trainable parameters; set "),
         (
             Normed(norm=nn.SyncBatchNorm),
             "strategy=ddp_pipeline",

@@ -48,10 +48,6 @@ for script in sorted(folder.glob("**/[a-z]*.py")):
 @pytest.mark.slow
 def test_every_benchmark_imports() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -80,19 +80,11 @@ class Net(nn.Module):
 
 def groups_of(net: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in net.parameters() if p.ndim > 1]
-    return [
-        {"params": matrices, "weight_decay": 0.01},
-        {"params": [p for p in net.parameters() if p.ndim <= 1]},
-    ]
+    return [{"params": matrices, "weight_decay": 0.01}, {"params": [p for p in net.parameters() if p.ndim <= 1]}]
 
 
 def train(
-    net: nn.Module,
-    optimizer: optim.Optimizer,
-    scheduler: lr.LRScheduler | None,
-    *,
-    start: int,
-    steps: int,
+    net: nn.Module, optimizer: optim.Optimizer, scheduler: lr.LRScheduler | None, *, start: int, steps: int
 ) -> None:
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)

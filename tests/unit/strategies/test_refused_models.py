@@ -90,13 +90,7 @@ SHARDED_OPTIMIZER = replace(DDP, shard_optimizer=True)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
     ("options", "world_size"),
-    [
-        (FSDP, 2),
-        (MODEL_PARALLEL, 2),
-        (PARAMETER_SERVER, 4),
-        (HOGWILD, 2),
-        (SHARDED_OPTIMIZER, 2),
-    ],
+    [(FSDP, 2), (MODEL_PARALLEL, 2), (PARAMETER_SERVER, 4), (HOGWILD, 2), (SHARDED_OPTIMIZER, 2)],
     ids=["fsdp", "model_parallel", "parameter_server", "hogwild", "shard_optimizer"],
 )
 def test_parameters_in_the_same_memory_are_refused_where_they_would_be_apart(

@@ -82,10 +82,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
 
 def test_events_of_workers_are_emitted_after_all_progress_and_returned(parts: Any) -> None:
     made, gang, recorder, _ = parts
-    gang.answers = {
-        1: Heartbeat(step=4, phase="train"),
-        0: Heartbeat(step=3, phase="train", events=(SAVED,)),
-    }
+    gang.answers = {1: Heartbeat(step=4, phase="train"), 0: Heartbeat(step=3, phase="train", events=(SAVED,))}
     collected = made.collect(gang)
     assert collected.events == (SAVED,)
     assert [type(event) for event in recorder.seen] == [RankProgress, RankProgress, CheckpointSaved]

@@ -87,8 +87,7 @@ def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("backend", "aborted", "remains"),
-    [("nccl", 2, False), ("nccl", 3, False), ("nccl", 1, True), ("gloo", 2, True)],
+    ("backend", "aborted", "remains"), [("nccl", 2, False), ("nccl", 3, False), ("nccl", 1, True), ("gloo", 2, True)]
 )
 @pytest.mark.usefixtures("group")
 def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: str, aborted: int, remains: bool) -> None:

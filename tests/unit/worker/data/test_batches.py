@@ -24,9 +24,7 @@ from helpers.ranks.batches import (
     validated,
 )
 from orchestrator.model.batch import to_device
-from orchestrator.strategies.data.datasets import (
-    check_dataset,
-)
+from orchestrator.strategies.data.datasets import check_dataset
 from orchestrator.worker.data.batches import SampleOrder, checked_weights, epoch_of, permutation
 
 

@@ -13,12 +13,7 @@ import torch
 from helpers.jobs.toys import Toy
 from helpers.ranks.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks, train
 from orchestrator.job import Job, Split
-from orchestrator.strategies.data.datasets import (
-    DatasetError,
-    epoch_generator,
-    is_stream,
-    samples_per_epoch,
-)
+from orchestrator.strategies.data.datasets import DatasetError, epoch_generator, is_stream, samples_per_epoch
 from orchestrator.worker.data.batches import Batches, SampleOrder, checked_weights
 from orchestrator.worker.data.job_data import Datasets, batches_of
 from orchestrator.worker.data.loader import batches_by_length
@@ -45,11 +40,7 @@ def test_any_layout_has_the_batches_of_the_job_and_resumes_at_the_next(
     dp_size: int, accumulation: int, done: int
 ) -> None:
     read = functools.partial(
-        read_by_all_ranks,
-        lambda: Numbers(100),
-        seed=5,
-        global_batch_size=13,
-        batches=drawn(Bucketed(), 100, 13),
+        read_by_all_ranks, lambda: Numbers(100), seed=5, global_batch_size=13, batches=drawn(Bucketed(), 100, 13)
     )
     whole = read(data_parallel_size=1, steps=14)
     assert (

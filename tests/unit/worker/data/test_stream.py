@@ -64,12 +64,7 @@ def test_a_position_is_the_same_in_any_layout(kind: type[Plain]) -> None:
     whole = read_by_all_ranks(kind, 37, data_parallel_size=2)
     for dp_size, accumulation in LAYOUTS:
         rest = read_by_all_ranks(
-            kind,
-            37,
-            data_parallel_size=dp_size,
-            grad_accumulation=accumulation,
-            samples_consumed=3 * 13,
-            steps=3,
+            kind, 37, data_parallel_size=dp_size, grad_accumulation=accumulation, samples_consumed=3 * 13, steps=3
         )
         assert rest == whole[3:]
 
