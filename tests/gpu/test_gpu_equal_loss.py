@@ -66,7 +66,6 @@ def test_parts_of_a_language_model(gang: Gang, changes: dict[str, Any]) -> None:
     assert_as_alone(gang, case, "fsdp-2", rtol=ROUNDING * ADAMW, want_grad_norm=True, **changes)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScaledToy(Toy):
     """Its model has a parameter without dimensions, which is not divided."""
 

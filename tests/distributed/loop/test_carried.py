@@ -114,7 +114,6 @@ def test_the_state_goes_from_batch_to_batch_and_over_evaluations_and_a_resume(
     assert resumed == {step: loss for step, loss in losses_by_step([whole]).items() if step > 6}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Shuffled(Waves):
     def batch_sampler(self, dataset: Any, batch_size: int, generator: torch.Generator) -> None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -121,7 +121,6 @@ def test_a_run_without_an_update_fails_and_saves_no_last_checkpoint(gang, tmp_pa
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cooling(Toy):
     """The learning rate falls to 0 at the last step."""
 
@@ -144,7 +143,6 @@ def test_a_resume_with_more_steps_follows_the_schedule_of_the_new_length(gang, t
     assert losses_by_step(resumed[name]) == pytest.approx(losses_by_step(resumed["single"]), rel=1e-5)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnFile(Toy):
     """Each rank reads a file of its own."""
 
@@ -169,7 +167,6 @@ class GrowingStream(Stateful):
         return len(self.items)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Growing(Toy):
     def dataset(self, split):
         rows = super().dataset(split)
@@ -251,7 +248,6 @@ def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_pa
             run(other, name, checkpoint)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Worsening(Measured):
     """Its evaluations are best after some steps: from then on, each update goes back."""
 
@@ -319,7 +315,6 @@ def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, wo
     assert all(tensor.isfinite().all() for state in saved for tensor in state.model.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Grouped(Toy):
     """The head has a learning rate of its own, which falls to that of the body at the third step."""
 

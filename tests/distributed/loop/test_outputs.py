@@ -56,7 +56,6 @@ class KeywordModel(nn.Module):
         return Output(loss=loss, logits=logits, cache=Cache(logits))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dicts(Tokens):
     """The items are dicts. Every sample has its own number of tokens."""
 
@@ -68,7 +67,6 @@ class Dicts(Tokens):
         return super().weight(target["labels"])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Labelled(Dicts):
     """The model takes keyword arguments and returns the loss."""
 
@@ -88,7 +86,6 @@ class Labelled(Dicts):
         return super().metrics(output.logits, target["labels"])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unlabelled(Labelled):
     """As :class:`Labelled`, but the job computes the loss from the logits."""
 
@@ -149,7 +146,6 @@ class TakesBatch(nn.Module):
         return logits
 
 
-@dataclass(frozen=True, kw_only=True)
 class Whole(Dicts):
     """The model takes the dict as it is, and the job does not override ``forward``."""
 
@@ -181,7 +177,6 @@ class ReturnsLoss(TakesBatch):
         return {"loss": loss, "logits": logits}
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossOfTheModel(Whole):
     def model(self) -> nn.Module:
         return ReturnsLoss()
@@ -194,7 +189,6 @@ class LossOfTheModel(Whole):
         return super().metrics(output["logits"], target)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartOfTheLossOfTheModel(LossOfTheModel):
     """As a model with experts that adds a loss for their balance."""
 
@@ -228,7 +222,6 @@ def test_asynchronous_strategies_train_and_evaluate(
     assert evaluated([point for _, point in ranks])["weight"] == expected[1]["weight"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class UsesCache(Unlabelled):
     def loss(self, output: Any, target: Any) -> Tensor:
         return Tokens.loss(self, output.cache.hidden, target["labels"])
@@ -248,7 +241,6 @@ def test_dp_refuses_a_loss_per_sample() -> None:
         next(steps(strategy))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tripled(Toy):
     def item(self, index: int, inputs: Tensor, target: int) -> Any:
         return inputs, target, index

@@ -51,7 +51,6 @@ def test_train_metrics_are_logged_at_logged_steps_and_measured_at_no_others(gang
         assert {name for p in step for name in p.sums} == {"accuracy", "large/share", "large/logit"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scored(Toy):
     """Precision is no sum."""
 
@@ -73,7 +72,6 @@ def test_a_metric_that_is_no_sum_is_told_once(gang, tmp_path, name):
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Noisy(Toy):
     """Training depends on random numbers, on modes and on buffers."""
 
@@ -82,7 +80,6 @@ class Noisy(Toy):
         return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Showing(Noisy):
     def sample(self, model: nn.Module, generator: torch.Generator) -> Mapping[str, str | Tensor]:
         assert not any(module.training for module in model.modules())
@@ -177,7 +174,6 @@ def test_a_text_needs_no_name_and_none_is_no_sample(gang, tmp_path):
     assert not (tmp_path / "2" / "samples").exists()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Silent(Returning):
     @property
     def draws_samples(self) -> bool:
@@ -190,7 +186,6 @@ def test_a_job_that_draws_nothing_is_not_asked(gang, tmp_path):
         assert (ran.outcome.status, ran.outcome.texts, ran.warnings) == ("done", {}, [])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unvalidated(Showing):
     def dataset(self, split: Split) -> Dataset[Any] | None:
         return super().dataset(split) if split == "train" else None

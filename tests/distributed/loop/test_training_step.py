@@ -361,7 +361,6 @@ def initial_states(rank: int, case: Case) -> tuple[dict[str, Tensor], bool]:
     return model, any(module.training for module in teacher.modules())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unseeded(Distillation):
     def model(self) -> Any:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

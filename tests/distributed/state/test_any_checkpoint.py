@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -160,7 +159,6 @@ class Named(nn.Module):
         return out
 
 
-@dataclass(frozen=True, kw_only=True)
 class HandCut(ScheduledChain):
     def stages(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Named)

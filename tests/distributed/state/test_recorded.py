@@ -88,7 +88,6 @@ class Targets:
     scale: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnContainers(StructuredBatches):
     """A collate function that returns containers which ``torch.utils._pytree`` does not know, and a scalar tensor."""
 

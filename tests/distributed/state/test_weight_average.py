@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 
@@ -95,7 +95,6 @@ def test_a_new_worker_receives_it_from_a_survivor(gang: Gang) -> None:
     assert_same(end, averages(undisturbed.optimizer))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampled(QuickDigits):
     """Its sample is the loss of the model that it is drawn from, on the validation set."""
 

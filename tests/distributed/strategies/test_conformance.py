@@ -133,7 +133,6 @@ def test_batches_without_weight_change_nothing(gang: Gang, layout: str, build: C
         assert {*rank.loss_sums, *rank.weights, *rank.norms} == {0.0}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Faint(Tokens):
     """Its gradients are finite in float16."""
 

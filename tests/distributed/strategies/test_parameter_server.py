@@ -288,7 +288,6 @@ def test_asynchronous_steps_that_are_not_finite_are_left_out(gang: Gang) -> None
     assert all(t.isfinite().all() for t in ranks[0][0].model.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Masked(Tokens):
     """As jobs write it by hand: 0 where nothing counts."""
 

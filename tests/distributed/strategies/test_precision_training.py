@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +46,6 @@ def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -
     assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Loud(AdamDigits):
     """The gradients are beyond float16 until the scale has fallen. AdamW makes the same updates of any loss."""
 

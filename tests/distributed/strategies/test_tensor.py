@@ -46,7 +46,6 @@ from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
 class RatesByShape(TinyGPT):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": [p], "lr": 0.2 / max(p.shape)} for p in parameters])

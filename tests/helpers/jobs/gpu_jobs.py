@@ -28,7 +28,6 @@ def outside_of_torch() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Observing(Digits):
     """Measures the devices that a worker sees, whether it computes on one, and the memory of its tensors and beside."""
 
@@ -42,7 +41,6 @@ class Observing(Digits):
         return {name: torch.tensor(len(target) * float(value)) for name, value in values.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Greedy(Digits):
     """Rank 1 asks for a petabyte."""
 

@@ -89,7 +89,6 @@ class HeadNorms(Job):
         return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else torch.optim.SGD(parameters, lr=0.2)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adapted(HeadNorms):
     """Trains adapters."""
 

@@ -298,7 +298,6 @@ def opened() -> nn.Module:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Lengths(Tokens):
     """Batches are as long as their longest sample."""
 

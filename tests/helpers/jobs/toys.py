@@ -100,13 +100,11 @@ class Tokens(Toy):
         return self.metrics(output, target)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Normed(Toy):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dropped(Toy):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
@@ -128,7 +126,6 @@ class Steep(Toy):
         return 5e4 * output.mean()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wide(Toy):
     """Matrices large enough for PowerSGD to compress."""
 

@@ -83,7 +83,6 @@ class TakesDict(nn.Module):
         return tuple(getattr(output, name) for name in self.exhibit.task.result)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Staged(Whole):
     """The same model for stages: the job leaves ``forward`` as it is, and computes the loss."""
 
@@ -100,7 +99,6 @@ class Staged(Whole):
         return results
 
 
-@dataclass(frozen=True, kw_only=True)
 class Direct(Whole):
     """A model that is called with the inputs alone, whole and in stages, and whose loss is the task's."""
 

@@ -45,7 +45,6 @@ class Normed(Rows):
         return nn.Sequential(*layers)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FrozenNorms(Normed):
     """Its BatchNorms are in eval mode, in which they use their running statistics."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -171,7 +170,6 @@ def test_without_memory_for_two_copies_a_note_says_that_nothing_was_compared() -
     assert "a smaller variant of the model" in found.note
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unlabelled(Toy):
     """The samples have no labels, so that the loss is NaN."""
 

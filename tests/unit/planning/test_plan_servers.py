@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,7 +38,6 @@ def test_servers_need_room_too() -> None:
     assert plan_of(nodes, *SERVER, "cluster.cpus_per_worker=0.8").world_size == 5
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tiny(Toy):
     def model(self) -> nn.Module:
         return nn.Linear(2, 1)

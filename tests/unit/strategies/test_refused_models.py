@@ -122,7 +122,6 @@ class Halves(nn.Module):
         return self.head(self.first(x).tanh())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dicts(Toy):
     """The loss reads the same dict as the model."""
 

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -63,7 +62,6 @@ def test_a_child_that_dies_is_a_sentence(function: Callable[[], None], timeout_s
         in_child(function, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Crashes(Toy):
     def model(self) -> nn.Module:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -206,7 +206,6 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scheduled(Digits):
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         return CosineAnnealingLR(optimizer, steps)
@@ -418,7 +417,6 @@ def test_a_run_that_ended_after_its_last_step_lacks_only_its_end(tmp_path: Path)
     assert error.startswith("train.steps=19: ")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adam(Digits):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.lr)

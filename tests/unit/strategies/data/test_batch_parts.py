@@ -178,7 +178,6 @@ def test_rank_0_does_not_wait_for_others(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sorted(OfBatches):
     """The samples of a class follow one another, as in a folder of images for each class."""
 

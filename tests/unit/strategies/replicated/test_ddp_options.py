@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +64,6 @@ def test_the_first_bucket_stays_small_on_a_gpu_where_torch_chooses() -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wide(QuickDigits):
     """A model with 400 MiB of gradients."""
 

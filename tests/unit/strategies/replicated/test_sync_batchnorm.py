@@ -40,7 +40,6 @@ class NeedsValues(Norms):
         return super().model()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReadsNumbers(Norms):
     def model(self) -> nn.Module:
         return super().model().requires_grad_(torch.linspace(0, 1, 3)[1].item() == 0.5)

@@ -153,7 +153,6 @@ def test_gradients_of_gradients_need_weights_that_stay(in_loss: bool) -> None:
 
 
 def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Reading(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             return model(inputs) * scale_of(model.head) * float(inputs.max())
@@ -163,7 +162,6 @@ def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:
 
 
 def test_the_order_of_calls_is_seen() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Twice(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             return model.head(model.blocks[0](model.blocks[2](model.blocks[0](inputs))))
@@ -175,7 +173,6 @@ def test_the_order_of_calls_is_seen() -> None:
 
 
 def test_a_pass_that_depends_on_numbers_is_not_seen_to_its_end() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Chosen(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             x = model.blocks[1](inputs)

@@ -136,7 +136,6 @@ def test_strategies_that_divide_a_batch_refuse_such_hooks() -> None:
     built(Hooked(), hogwild)  # each worker updates from its own gradients
 
 
-@dataclass(frozen=True, kw_only=True)
 class Backward(Toy):
     def model(self) -> nn.Module:
         model = super().model()
@@ -168,7 +167,6 @@ def test_schedules_that_do_not_run_hooks_after_accumulation_are_refused() -> Non
     assert errors("masks the sum", "1F1B") == errors("masks", "ZBVZeroBubble") == ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Deep(Hooked):
     def model(self) -> nn.Sequential:
         return nn.Sequential(*super().model(), nn.Linear(4, 4))

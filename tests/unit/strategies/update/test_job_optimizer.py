@@ -46,7 +46,6 @@ def test_a_part_has_all_groups_of_the_model_with_its_own_parameters() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pairs(Toy):
     """Its optimizer keeps the names of the parameters, as torch's can."""
 
@@ -54,7 +53,6 @@ class Pairs(Toy):
         return named_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupsOfPairs(Toy):
     def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
         return [{"params": named_parameters[:2]}, {"params": iter(named_parameters[2:]), "lr": 1.0}]
@@ -136,7 +134,6 @@ def test_a_frozen_part_has_the_groups_of_the_model() -> None:
         assert [group["params"] for group in groups] == [[] for _ in groups]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DecayingGAN(GAN):
     def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
         return [
@@ -153,13 +150,11 @@ def test_each_model_of_a_training_step_has_its_own_groups() -> None:
         assert all(group["params"] for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ByEpochs(Toy):
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = 7) -> LRScheduler:
         return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ByEpochsAlone(Toy):
     def scheduler(  # type: ignore[override]
         self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float

@@ -19,7 +19,6 @@ from orchestrator.worker.data.job_data import Datasets, batches_of
 from orchestrator.worker.data.loader import batches_by_length
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bucketed(Toy):
     """Batches of numbers of similar size, which stands for their length."""
 
