@@ -75,12 +75,10 @@ class Labelled(Dicts):
 
     def forward(self, model: nn.Module, inputs: Any) -> Output:
         assert isinstance(model, KeywordModel), "the model itself, not a wrapper"
-        output: Output = model(**inputs)
-        return output
+        return model(**inputs)
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output.loss
-        return loss
+        return output.loss
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         return super().metrics(output.logits, target["labels"])
@@ -142,8 +140,7 @@ class TakesBatch(nn.Module):
         self.embedding, self.hidden, self.head = nn.Embedding(20, 12), nn.Linear(12, 12), nn.Linear(12, 20)
 
     def forward(self, batch: Any) -> Tensor:
-        logits: Tensor = self.head(self.hidden(self.embedding(batch["tokens"])))
-        return logits
+        return self.head(self.hidden(self.embedding(batch["tokens"])))
 
 
 class Whole(Dicts):
@@ -182,8 +179,7 @@ class LossOfTheModel(Whole):
         return ReturnsLoss()
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output["loss"]
-        return loss
+        return output["loss"]
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         return super().metrics(output["logits"], target)

@@ -155,8 +155,7 @@ class Named(nn.Module):
         self.first.weight = self.second.weight = self.shared.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.second(self.first(x).tanh()).tanh())
-        return out
+        return self.head(self.second(self.first(x).tanh()).tanh())
 
 
 class HandCut(ScheduledChain):

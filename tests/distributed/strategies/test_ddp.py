@@ -42,8 +42,7 @@ class Noisy(nn.Module):
         self.register_buffer("noise", torch.randn(10), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x + self.noise)
-        return out
+        return self.linear(x + self.noise)
 
 
 def initial_values(rank: int, case: Case) -> list[Tensor]:

@@ -45,8 +45,7 @@ class Residual(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
-        out: Tensor = self.head(hidden + self.norm(hidden).relu())
-        return out
+        return self.head(hidden + self.norm(hidden).relu())
 
 
 def train_and_evaluate(rank: int, case: Case) -> Seen:

@@ -136,8 +136,7 @@ class ManyOptimizers(Toy):
         for p in parameters:
             (weights if p.ndim > 1 else others).append(p)
         groups = [{"params": weights, "weight_decay": 0.01}, {"params": others, "lr": 2 * self.lr}]
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.kind)(groups, lr=self.lr, **dict(self.fields))
-        return optimizer
+        return getattr(torch.optim, self.kind)(groups, lr=self.lr, **dict(self.fields))
 
 
 @pytest.mark.parametrize(
@@ -425,8 +424,7 @@ class Reentrant(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs.clone().requires_grad_()
         hidden = checkpoint(self.layer, checkpoint(self.layer, inputs, use_reentrant=True), use_reentrant=True)
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 def test_a_gradient_that_grows_after_it_was_pushed_is_an_error(gang: Gang) -> None:

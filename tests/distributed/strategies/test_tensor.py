@@ -225,8 +225,7 @@ class OfTransformers(Job):
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         default = AutoConfig.for_model(self.kind)
         known = {name: size for name, size in sizes.items() if hasattr(default, name)}
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
-        return model
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
 
     def dataset(self, split: Split) -> Rows:
         rows = [(torch.arange(24) * (1 + i % 5) + i) % 120 for i in range(64)]
@@ -236,8 +235,7 @@ class OfTransformers(Job):
         return model(**inputs, use_cache=False)
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output.loss
-        return loss
+        return output.loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)

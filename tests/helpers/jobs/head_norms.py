@@ -54,8 +54,7 @@ class Adapter(nn.Module):
         self.b = nn.Linear(2, layer.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.b(self.a(x))
-        return out
+        return self.layer(x) + self.b(self.a(x))
 
 
 def adapted() -> nn.Module:

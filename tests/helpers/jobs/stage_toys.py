@@ -109,8 +109,7 @@ class Table(nn.Module):
         self.register_buffer("table", torch.linspace(-1, 1, 24))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.table
-        return out
+        return x + self.table
 
 
 def table_used_twice() -> nn.Module:
@@ -288,8 +287,7 @@ class Opened(nn.Module):
 
     def forward(self, value: Any) -> Tensor:
         one, (other,) = (value["one"], value["other"]) if isinstance(value, dict) else value
-        out: Tensor = self.linear(one + other)
-        return out
+        return self.linear(one + other)
 
 
 def opened() -> nn.Module:
@@ -408,8 +406,7 @@ class Averaging(nn.Module):
         if self.training:
             self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
             self.calls += 1
-        out: Tensor = (x - self.average) * self.scale
-        return out
+        return (x - self.average) * self.scale
 
 
 def averaging() -> nn.Module:

@@ -183,8 +183,7 @@ class Branched(nn.Module):
         for block in self.blocks:
             hidden = block(hidden).relu()
         hidden = self.last(self.deep(hidden)) * self.scale
-        out: Tensor = self.head(hidden + skipped * mask)
-        return out
+        return self.head(hidden + skipped * mask)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,8 +95,7 @@ class Staged(Whole):
         return self.exhibit.task.loss(output, target)
 
     def _results(self, output: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = output
-        return results
+        return output
 
 
 class Direct(Whole):

@@ -73,8 +73,7 @@ class Page:
             pass  # an event
         if "error" in reply:
             raise RuntimeError(f"{method}: {reply['error']}")
-        result: dict[str, Any] = reply["result"]
-        return result
+        return reply["result"]
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
@@ -84,8 +83,7 @@ class Page:
                 raise RuntimeError("the browser has ended")
             self._unread += data
         message, _, self._unread = self._unread.partition(b"\0")
-        reply: dict[str, Any] = json.loads(message)
-        return reply
+        return json.loads(message)
 
 
 @contextlib.contextmanager

@@ -72,12 +72,10 @@ class TeamServer:
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""
-        assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=20)
 
     def _answers(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, (self.folder / "server.log").read_text()
         with contextlib.suppress(OSError):
             return bool(urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200)

@@ -80,7 +80,6 @@ def test_the_tags_of_a_run() -> None:
 
 def load(path: Path, *, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

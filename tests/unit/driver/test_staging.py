@@ -63,8 +63,7 @@ class Branches(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(self.first(x))) + x
-        return out
+        return self.last(self.norm(self.first(x))) + x
 
 
 class Traced(Rows):
@@ -194,7 +193,6 @@ def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
 def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
     (checked_run,) = check_all([words])
-    assert checked_run.sizes is not None
     assert any(note.startswith("BatchNorm (0.1, 1.1, and 2 more)") for note in checked_run.sizes.initial.notes)
 
 

@@ -41,8 +41,7 @@ class Headed(nn.Module):
         self.body, self.head = blocks, nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 class Wrapper(nn.Module):
@@ -53,8 +52,7 @@ class Wrapper(nn.Module):
         self.model = Headed(Blocks())
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        out: Tensor = self.model(batch["x"] + batch["y"])
-        return out
+        return self.model(batch["x"] + batch["y"])
 
 
 class Borrowing(nn.Module):
@@ -67,8 +65,7 @@ class Borrowing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(self.first(x))
-        out: Tensor = self.head(hidden + self.first[0](x))
-        return out
+        return self.head(hidden + self.first[0](x))
 
 
 def test_layers_that_share_a_module_are_measured() -> None:
@@ -147,8 +144,7 @@ class SelectsByValue(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        out: Tensor = self.second(hidden[(hidden[:, 0] > -100).nonzero().flatten()])
-        return out
+        return self.second(hidden[(hidden[:, 0] > -100).nonzero().flatten()])
 
 
 def test_code_that_needs_values_is_refused_by_its_name() -> None:

@@ -37,8 +37,7 @@ class Glue(nn.Module):
         return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)) * self.factor())
-        return out
+        return self.second(torch.tanh(self.first(x)) * self.factor())
 
 
 class InAnAttribute(Glue):

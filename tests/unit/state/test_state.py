@@ -74,8 +74,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.randn(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(torch.relu(self.norm(self.fc1(x)))) * self.scale
-        return y
+        return self.fc2(torch.relu(self.norm(self.fc1(x)))) * self.scale
 
 
 def groups_of(net: nn.Module) -> list[dict[str, Any]]:
@@ -354,8 +353,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.embed(x))
-        return y
+        return self.head(self.embed(x))
 
 
 def test_tied_parameters_are_saved_under_both_names_and_load_under_either() -> None:

@@ -40,7 +40,6 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
     case = chosen.of(Case(job=job, train=having(TRAIN, **train)))
     config = config_of(case, chosen.world_size)
     model = Outline(job, config.train).model
-    assert model is not None
     before = dict(model.named_parameters())
     found = optimizer_errors(config, job, plan_of(config), model)
     assert all(p is before[name] for name, p in model.named_parameters()), "other checks see the model too"

@@ -80,8 +80,7 @@ class Coarse(OfBatches):
         return super().model().to(self.dtype)
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        out: Tensor = model(inputs.to(self.dtype))
-        return out
+        return model(inputs.to(self.dtype))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return 1 + 0.002 * (output.new_tensor(len(output)) - 4).float()

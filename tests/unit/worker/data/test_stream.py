@@ -125,7 +125,6 @@ def test_nodes_of_torchdata_continue_at_the_next_sample(kind: str) -> None:
         for _ in range(done // 10):
             read(first)
         mark = first.bookmark(done)
-        assert mark is not None
         values = mark.to_json()
         assert (values is None) == (kind == "mixed")
         if values is not None:
@@ -181,7 +180,6 @@ def test_samples_read_ahead_are_not_in_the_state() -> None:
     assert reader.position > 10
     mark = reader.bookmark(10)
     batches.close()
-    assert mark is not None
     assert mark.position == 10
     assert go_to(reader, 10) == 0
     assert read(reader, 5) == order_of(Stateful, 37, epochs=1)[10:15]
