@@ -1,7 +1,5 @@
 """Waiting as a GPU sees it, which runs behind the host."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

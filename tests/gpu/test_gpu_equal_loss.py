@@ -1,7 +1,5 @@
 """The rule of equal loss on a GPU: every layout has the losses of one worker, at every step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Training state on a GPU: checkpoints of any layout and device, transfers, the average of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

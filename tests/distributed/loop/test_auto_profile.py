@@ -1,7 +1,5 @@
 """What ``strategy=auto`` measures on its workers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A hidden state that is carried from batch to batch: as in plain torch, over evaluations and a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

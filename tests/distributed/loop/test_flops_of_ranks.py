@@ -1,7 +1,5 @@
 """The ranks of every strategy together count the FLOPs of the whole model, where the rank sees them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

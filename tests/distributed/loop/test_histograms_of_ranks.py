@@ -1,7 +1,5 @@
 """Histograms are those of the whole model, wherever its parts are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

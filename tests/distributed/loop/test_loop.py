@@ -1,7 +1,5 @@
 """The training loop on ranks without Ray: evaluation over all of them, and resuming from a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Models that take keyword arguments, compute their own loss and return more than tensors, under every strategy that
 holds the whole model: they train and evaluate as the same model that returns logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

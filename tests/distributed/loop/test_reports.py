@@ -1,7 +1,5 @@
 """What a job reports of its own training: metrics of batches, samples and callbacks, in the loop of every rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

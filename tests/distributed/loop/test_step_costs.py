@@ -1,7 +1,5 @@
 """What a training step costs the host and the device beside the computation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """``Job.training_step``: several models, losses and optimizers, with the losses of one worker in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The jobs that ship, under the rule of equal loss."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

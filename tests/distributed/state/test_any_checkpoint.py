@@ -1,7 +1,5 @@
 """A checkpoint of any layout is continued by any other, and its files are the same whatever wrote them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Optimizers with state of their own: a resume in other layouts and a recovery continue with all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

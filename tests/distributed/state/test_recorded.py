@@ -1,7 +1,5 @@
 """Models that are no Sequential are cut at their submodules, skip connections and all."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What is not confirmed, as on a GPU when a rank is lost: a step leaves no trace, and a number is not reported."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """``train.ema_decay``: the moving average of the weights is the same in every layout, and is evaluated too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from math import fsum

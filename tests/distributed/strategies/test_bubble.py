@@ -1,7 +1,5 @@
 """Schedules as four workers carry them out: their order, their bubble, the activations they hold, their clocks."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """No order of communication that can deadlock where sends are not buffered, as with NCCL; gloo would hide it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every strategy in every scenario; ``helpers/conformance/matrix.py`` declares them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

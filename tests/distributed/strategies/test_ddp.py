@@ -1,7 +1,5 @@
 """What DDP communicates and when, and what happens to buffers, unused parameters and bad gradients."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import replace

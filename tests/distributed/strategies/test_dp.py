@@ -1,7 +1,5 @@
 """DataParallel on threads: the losses of one worker, and exactly what is gathered on the first device."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is particular to parameters that are divided over ranks, in whole models, in stages and in optimizers alone."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable

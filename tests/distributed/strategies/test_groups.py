@@ -1,7 +1,5 @@
 """Process groups beside the default one: none of a single rank, and all with the timeout of the run."""
 
-from __future__ import annotations
-
 import pytest
 
 import helpers.jobs.stage_toys as of

@@ -1,7 +1,5 @@
 """One model in shared memory: what is shared, what a lock changes, what becomes of a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from dataclasses import replace

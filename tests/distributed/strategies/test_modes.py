@@ -1,7 +1,5 @@
 """Each module trains in the mode, train or eval, that the job has given it; an evaluation does not change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Self

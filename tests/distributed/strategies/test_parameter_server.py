@@ -1,7 +1,5 @@
 """Parameters on servers: the losses of one worker where steps are synchronous, bounds where they are not."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

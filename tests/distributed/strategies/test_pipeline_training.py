@@ -1,8 +1,6 @@
 """Training a model in stages beyond what the conformance matrix has: shared, frozen, random and sparse parameters, and
 its evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

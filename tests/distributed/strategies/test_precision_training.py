@@ -1,7 +1,5 @@
 """Every precision in every layout: equal losses, skipped steps, and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sparse gradients are summed by exchanging rows, which every backend can do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that a tracer would change train in stages as they do alone, or are refused; none differs in silence."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

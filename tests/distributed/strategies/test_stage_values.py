@@ -1,7 +1,5 @@
 """What flows between stages, and layers that are hard to part: as on one worker, or refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 
 import helpers.jobs.stage_toys as of

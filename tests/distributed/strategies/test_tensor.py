@@ -1,7 +1,5 @@
 """Layers divided over workers: trained as by one worker alone, and saved and loaded as by any other layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path

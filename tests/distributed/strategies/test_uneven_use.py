@@ -1,7 +1,5 @@
 """Ranks that use different parameters of a model whose tensors are divided."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a test trains: configurations, and the plans and assignments made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -6,8 +6,6 @@ of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENA
 :data:`EXCEPTIONS`, with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A bare training loop, to run a case on a rank, and comparisons of what it trained."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Jobs whose loss or state depends on which samples are in one batch, and some that only look like it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

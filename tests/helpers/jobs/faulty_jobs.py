@@ -1,7 +1,5 @@
 """Jobs in which something goes wrong at a given step on a given rank."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

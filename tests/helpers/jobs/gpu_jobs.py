@@ -1,7 +1,5 @@
 """Jobs that say what they see of a GPU, or take too much of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A model whose blocks have attention beside an MLP, and a norm of each head: its gradient is a sum over the heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

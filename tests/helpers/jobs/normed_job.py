@@ -1,7 +1,5 @@
 """Digits with a model that has buffers."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from jobs.digits import Digits

@@ -1,7 +1,5 @@
 """Optimizers as people have them: wrappers, lists in the state, keys that are no parameters, attributes, modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

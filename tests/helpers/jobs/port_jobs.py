@@ -1,7 +1,5 @@
 """Ports of docs/ports.md, with small models and random images in place of what other packages have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small jobs whose models are chains of layers, each with something that is hard for stages."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence

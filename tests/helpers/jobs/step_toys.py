@@ -1,7 +1,5 @@
 """Small jobs that make their own updates in ``Job.training_step``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

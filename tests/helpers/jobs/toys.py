@@ -1,7 +1,5 @@
 """Small jobs with one quirk each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that use other parameters for other samples, so that each rank may lack gradients that others have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

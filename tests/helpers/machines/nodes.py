@@ -1,7 +1,5 @@
 """Nodes of a cluster on this machine that have something of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

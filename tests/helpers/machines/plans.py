@@ -1,7 +1,5 @@
 """Nodes to plan for, the plan of a command line, and workers on nodes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Every model that is trained under every strategy, by name, and the jobs that train one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache

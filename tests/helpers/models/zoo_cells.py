@@ -1,7 +1,5 @@
 """What becomes of a model under a strategy."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

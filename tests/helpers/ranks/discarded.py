@@ -1,7 +1,5 @@
 """Loops that a process builds one after another, and what is left of those that are discarded."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """A job tried out by itself: checked, trained and evaluated in this process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The workers' part of ``strategy=script`` without Ray: the script of each rank, in processes of this one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping

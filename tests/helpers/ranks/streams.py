@@ -1,7 +1,5 @@
 """Streams of each kind, over the samples of a list, and jobs that train on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

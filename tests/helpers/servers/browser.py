@@ -1,7 +1,5 @@
 """A headless Chromium, driven through the pipe of its DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """An MLflow server as a team runs it: PostgreSQL, artifacts behind the server, basic authentication."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

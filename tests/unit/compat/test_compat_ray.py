@@ -1,7 +1,5 @@
 """Ray's private interfaces are where ``compat/ray`` expects them, and every patch is undone."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

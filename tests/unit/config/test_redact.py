@@ -1,7 +1,5 @@
 """Secrets reach no file and no message; what only looks like one stays readable."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """What a comparison says about runs: speeds, scaling, repeats, noise and settings that differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The console as plain lines: what a person reads while a run goes on, and where it is written."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

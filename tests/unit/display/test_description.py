@@ -1,7 +1,5 @@
 """The end of a run in words, and where the code of a job comes from."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

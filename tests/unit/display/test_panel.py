@@ -1,7 +1,5 @@
 """The live panel of the console."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

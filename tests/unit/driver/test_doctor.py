@@ -1,7 +1,5 @@
 """What the doctor says about a node, about the network and about a tracking server; and how it is shown."""
 
-from __future__ import annotations
-
 import base64
 import http.server
 import json

@@ -1,7 +1,5 @@
 """What the end of a run suggests to type next."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is known of cutting a model before anything starts: notes for a person, and faults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``job=gpt``: its model, its data, its schedule, and weights from and to Hugging Face."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """``job=hf``: models of Hugging Face, whole and with adapters, and what is wrong with their data."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """``job=hf job.task=dpo``: losses, norms and rewards of the published formula and of ``trl``; damaged pairs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

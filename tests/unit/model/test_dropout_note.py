@@ -1,7 +1,5 @@
 """The note on dropout that is off in training."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

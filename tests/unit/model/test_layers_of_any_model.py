@@ -1,7 +1,5 @@
 """Into which layers a model is divided that is no Sequential, if the configuration does not name them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

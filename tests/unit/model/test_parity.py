@@ -1,7 +1,5 @@
 """Pieces that would train in another way than the whole model are found; without memory for that, the user is told."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Code between layers that remembers its calls is not recorded, wherever it keeps the memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Blocks that are computed again in the backward pass."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How parameters are cut over servers: by bytes, in order, nothing twice and nothing left out."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

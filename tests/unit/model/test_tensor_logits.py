@@ -1,7 +1,5 @@
 """Losses of divided logits are those of whole ones, which are gathered only if something else reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

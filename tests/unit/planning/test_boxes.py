@@ -1,7 +1,5 @@
 """Boxes of tensors: what they have in common, where they are in memory, and whether they make up a whole."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Whether the micro-batches of a plan are large enough, and the size that would be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """The plan is a pure function of the configuration and the nodes: no Ray, no torch, no waiting."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of a parameter server: roles of the ranks, room for all of them, what is refused before anything starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

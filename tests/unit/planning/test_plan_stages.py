@@ -1,7 +1,5 @@
 """What the plan says of strategies that cut the model: stages, micro-batches, and all that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.files.golden import Golden

@@ -1,7 +1,5 @@
 """The figures of a run from the points of its ranks."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from dataclasses import replace

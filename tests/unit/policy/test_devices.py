@@ -1,7 +1,5 @@
 """Which GPUs a run may use, and in which precision."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which size a run has, and who sits where: decided without Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which failure came first, and what is said of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

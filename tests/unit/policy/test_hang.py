@@ -1,7 +1,5 @@
 """When a rank counts as hanging: by phase, by strategy, and over simulated runs of ranks that are slow and healthy."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

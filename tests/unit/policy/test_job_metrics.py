@@ -1,7 +1,5 @@
 """The job's own metrics: their names, their values, and the run's value of those of a training batch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

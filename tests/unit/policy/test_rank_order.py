@@ -1,7 +1,5 @@
 """Which worker gets which rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.machines.plans import worker_on

@@ -1,7 +1,5 @@
 """The cost of transitions, counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

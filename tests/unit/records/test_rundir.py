@@ -1,7 +1,5 @@
 """The run directory: its place, its record, and whether its driver lives."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

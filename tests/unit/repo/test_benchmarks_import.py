@@ -1,7 +1,5 @@
 """Every benchmark script imports, and every name that it imports exists, also inside its functions."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

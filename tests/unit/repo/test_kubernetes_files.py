@@ -1,7 +1,5 @@
 """The manifests in ``cluster/kubernetes``: their fields, the rules of KubeRay and Kueue, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

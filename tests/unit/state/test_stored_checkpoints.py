@@ -1,7 +1,5 @@
 """Checkpoints on a store: uploaded behind the training, complete with their manifest, fetched and verified."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the plan says of samples that are divided by tokens, and why a job is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

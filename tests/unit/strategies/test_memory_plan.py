@@ -1,7 +1,5 @@
 """The memory of a worker in the plan, and the refusal of what cannot fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

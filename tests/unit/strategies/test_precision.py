@@ -1,7 +1,5 @@
 """What ``train.precision`` means, and what refuses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

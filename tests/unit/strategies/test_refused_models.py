@@ -1,7 +1,5 @@
 """Models that a strategy refuses before anything starts, with a sentence."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

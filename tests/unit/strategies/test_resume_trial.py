@@ -1,7 +1,5 @@
 """The trial on the driver: which optimizers could not be resumed, or not be trained in stages."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

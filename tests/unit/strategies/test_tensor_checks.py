@@ -1,7 +1,5 @@
 """What the plan says of layers that are divided, and why a model or pairs by hand are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A job that overrides ``Job.training_step`` is refused before anything starts where it cannot be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

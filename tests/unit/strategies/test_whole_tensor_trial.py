@@ -1,7 +1,5 @@
 """The trial on the driver: which optimizers make updates of whole tensors where workers have shards, one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

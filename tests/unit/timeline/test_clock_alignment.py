@@ -1,7 +1,5 @@
 """The clocks of two hosts are compared by the messages of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What `orchestrator.run` accepts, and what Hydra reads from it; how a run in Python is interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

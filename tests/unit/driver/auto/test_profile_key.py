@@ -1,7 +1,5 @@
 """Which changes of a job, of its configuration or of the machine make the profile of an earlier run unusable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """Which nodes a run avoids while they do not answer, with reports that need no Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a job's model does while it is checked happens in a child process, whose death is a sentence."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

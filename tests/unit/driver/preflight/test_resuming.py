@@ -1,7 +1,5 @@
 """Which run a command continues, and what it says of one that it does not continue."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

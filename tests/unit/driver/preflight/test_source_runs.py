@@ -1,7 +1,5 @@
 """Runs that begin with a checkpoint of another run: to evaluate it, or to train on from it."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

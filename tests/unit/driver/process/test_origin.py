@@ -1,7 +1,5 @@
 """What the user of a run may type next, on the machine of its driver or elsewhere."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Requests to stop: signals, and files in the directory of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

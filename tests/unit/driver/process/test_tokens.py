@@ -1,7 +1,5 @@
 """A Ray that asks for a token gets the user's, and another one gets none, although the user has one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -40,7 +38,7 @@ class Gcs(grpc.GenericRpcHandler):
         self._token = token
         self._delays_s = iter(delays_s)
 
-    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         known = self._token is None or f"Bearer {self._token}" in [text for _, text in call.invocation_metadata]
 
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:

@@ -1,7 +1,5 @@
 """What is said if the cluster has other versions than the driver."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

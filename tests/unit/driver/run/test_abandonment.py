@@ -1,7 +1,5 @@
 """The order in which the ranks of a failed generation learn of its end."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which addresses the survivors of lost nodes are told, with a gang and nodes that need no Ray."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

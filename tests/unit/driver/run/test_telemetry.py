@@ -1,7 +1,5 @@
 """What the driver emits and returns for a round of heartbeats, with a gang that needs no Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """How many runs of a sweep are in progress at once, and whose end ends them."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A sweep without Ray: which runs are to do, errors of single runs, and the report at the end."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Mapping

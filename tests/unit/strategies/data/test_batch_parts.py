@@ -1,7 +1,5 @@
 """Jobs that train otherwise on parts of a batch are found before training, and others are not accused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A metric that is not a sum over the samples is found in the first batches, and sums are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When the gradients of a stage are summed over its replicas."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of ``ddp`` that exclude each other."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

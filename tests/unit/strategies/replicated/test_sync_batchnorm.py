@@ -1,7 +1,5 @@
 """Which models ``strategy.sync_batchnorm=true`` converts, and what the plan says about BatchNorm under ``ddp``."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What ``fsdp`` finds in a pass with fake tensors: what a job does with weights that are gathered, or are parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What ``fsdp`` refuses before anything starts, and what it says of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

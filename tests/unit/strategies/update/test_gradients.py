@@ -1,7 +1,5 @@
 """Clipping; and hooks that make another gradient of the parts of a batch, which are refused where that matters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

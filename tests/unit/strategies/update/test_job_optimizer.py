@@ -1,7 +1,5 @@
 """The optimizer of a job for the whole model and for parts of it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How a worker leaves a generation: no outcome waits for it, and whatever breaks then hides nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The order of the samples in every layout."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches that a job makes itself."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

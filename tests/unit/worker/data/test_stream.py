@@ -1,7 +1,5 @@
 """Streams: every layout reads the same global batches, and a run continues at the next sample."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

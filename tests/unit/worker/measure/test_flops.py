@@ -1,7 +1,5 @@
 """FLOPs are counted as torch counts them, the count changes nothing, and a share of an unknown peak is not guessed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What this process and others use of the CPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
