@@ -18,8 +18,6 @@ out only the campaign; tests named by ``::`` always run.
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

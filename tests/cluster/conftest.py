@@ -1,7 +1,5 @@
 """The command, started in the directory of a test and ended with it."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

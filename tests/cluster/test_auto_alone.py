@@ -1,7 +1,5 @@
 """``strategy=auto`` on a Ray of its own, whose workers share all cores of the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Ray that a run embeds: what it starts, and where it listens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`orchestrator.run` in programs of other people: a plain script, threads, a Hydra program, a Ray of their own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training across hosts that have their own networks, names and processes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

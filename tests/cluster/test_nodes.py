@@ -1,7 +1,5 @@
 """Machines of a cluster die, are drained, and come back; the run goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

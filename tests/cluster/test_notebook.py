@@ -1,7 +1,5 @@
 """A real Jupyter kernel: the example notebook, and interrupts."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

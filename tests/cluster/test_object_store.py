@@ -1,7 +1,5 @@
 """Runs whose ``output_dir`` is a URL, on a real S3 server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Hosts whose link is cut: a run goes on without them, and its other side writes nothing more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

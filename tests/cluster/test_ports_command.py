@@ -1,7 +1,5 @@
 """A port of docs/your-model.md as its reader runs it: the file copied into a directory, and the command of the page."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of several commands on one cluster: they take turns, make room for more urgent ones, and lose nothing by it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """On a Ray that runs already: from its node, and as a submitted job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

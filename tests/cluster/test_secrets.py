@@ -1,7 +1,5 @@
 """Secrets of every kind reach the training, and nothing that the run writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

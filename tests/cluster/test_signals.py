@@ -1,7 +1,5 @@
 """The command as a process: its exit codes, its end under signals, and what it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The batch script of Slurm, run on this machine: without Slurm, and on the Ray that the run embeds."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

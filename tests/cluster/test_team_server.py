@@ -1,7 +1,5 @@
 """Training through an MLflow server that a team shares: it dies and comes back, and it refuses a wrong password."""
 
-from __future__ import annotations
-
 import base64
 import json
 import urllib.request

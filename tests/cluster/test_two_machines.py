@@ -4,8 +4,6 @@ The commands are those of the page, typed on two hosts that share nothing but th
 of its own, with its own checkout and its own token. The jobs are in the home of ``alpha`` alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

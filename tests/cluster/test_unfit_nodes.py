@@ -1,7 +1,5 @@
 """Nodes that cannot run workers, machines that are no node, and hostnames that lead elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

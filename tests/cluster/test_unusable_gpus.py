@@ -3,8 +3,6 @@
 A run on GPUs is refused, and a run on any device trains on CPUs.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Most cases run in this process, because importing torch and Ray takes seconds; some of each kind are real commands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import os

@@ -1,7 +1,5 @@
 """The container images, built from the Dockerfile. This downloads Python, torch, Ray and MLflow."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every command of the documentation that starts a run is one that the command line accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What `cluster/start.sh` asks of Ray, and of what it warns. A script that prints its arguments stands in for Ray."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is installed from the built wheel works from any directory, without the checkout."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

@@ -4,8 +4,6 @@ Without a GPU all of them are skipped, unless ``GPU_TESTS_ON_CPU`` is set: then 
 gloo, to try the tests themselves.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Waiting as a GPU sees it, which runs behind the host."""
 
-from __future__ import annotations
-
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -42,7 +39,6 @@ def test_a_busy_gpu_does_not_wait_for_the_host(gang: Gang) -> None:
     assert busy_ms < 0.5 * idle_ms
 
 
-@dataclass(frozen=True, kw_only=True)
 class Weighted(Toy):
     """Its weights are numbers of the host."""
 

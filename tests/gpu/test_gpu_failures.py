@@ -1,7 +1,5 @@
 """Failures of ranks that share a GPU: named, and survived."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Hosts with networks of their own that share a GPU: NCCL connects them by sockets."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches that reach a GPU one step ahead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

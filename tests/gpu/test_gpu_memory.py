@@ -1,8 +1,6 @@
 """The memory of a GPU: generations and discarded loops give back what they take, and a resume or a recovery needs no
 more than training."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs on a GPU that each worker has for itself."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

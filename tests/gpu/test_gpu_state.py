@@ -1,7 +1,5 @@
 """Training state on a GPU: checkpoints of any layout and device, transfers, the average of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -104,7 +102,6 @@ def snapshots_of_a_busy_device(rank: int) -> tuple[list[set[float]], str | None]
             state = capture(model, optimizer, None, step=1, samples_consumed=1, into=state)
             model.weight.fill_(0.0)
         seen.append(set(state.model["weight"].unique().tolist()))
-    assert state is not None
     return seen, state.nonfinite_parameter
 
 

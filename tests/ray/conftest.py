@@ -1,7 +1,5 @@
 """One Ray for all tests of this folder; every run in a directory of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``strategy=auto``: from the measurements on the workers to a run of the strategy that they favour."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

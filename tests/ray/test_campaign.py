@@ -1,7 +1,5 @@
 """One trial of each kind of trouble of ``benchmarks/campaign.py`` that no other test causes in a whole run."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A full disk costs checkpoints, not the training."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

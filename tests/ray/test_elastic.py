@@ -1,7 +1,5 @@
 """A run goes on with the workers that there are: fewer after a loss, more where there is room for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A rank that fails ends the run with its own reason, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

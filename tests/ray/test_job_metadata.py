@@ -1,7 +1,5 @@
 """A submitted job whose process has embedded a Ray of its own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

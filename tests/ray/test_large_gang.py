@@ -1,7 +1,5 @@
 """Large gangs: the real driver with simulated workers, from the benchmark of its scale."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import signal

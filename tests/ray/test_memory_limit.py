@@ -1,7 +1,5 @@
 """A model that no worker may hold trains in parts, with the losses that one worker without a limit has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

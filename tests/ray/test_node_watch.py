@@ -1,7 +1,5 @@
 """A probe that is not up yet, or has died, says nothing about its node."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

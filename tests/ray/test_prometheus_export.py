@@ -1,7 +1,5 @@
 """The metrics of a run at the port that Prometheus scrapes."""
 
-from __future__ import annotations
-
 import re
 import urllib.request
 from collections.abc import Callable

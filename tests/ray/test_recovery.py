@@ -1,7 +1,5 @@
 """Workers die, hang and raise; the run goes on where it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

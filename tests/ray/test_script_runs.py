@@ -1,7 +1,5 @@
 """A script of the user as a run: its restart, its reports, its MLflow run, and its verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

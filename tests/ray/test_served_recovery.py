@@ -1,7 +1,5 @@
 """Workers and servers die where the parameters are on servers, or in memory that all workers have in common."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs with parameters on servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several runs in one command, side by side."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

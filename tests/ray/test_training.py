@@ -1,7 +1,5 @@
 """Whole runs: what a person gets from one command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Stores and servers of MLflow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 To renew the pictures of the documentation: ``SCREENSHOTS=docs/images pytest tests/tracking/test_browser.py``.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

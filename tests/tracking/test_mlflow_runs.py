@@ -1,7 +1,5 @@
 """Runs that were uploaded to MLflow are compared like their directories."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

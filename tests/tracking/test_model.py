@@ -1,7 +1,5 @@
 """The final model of a run in MLflow: it predicts in a process that has none of our code, nor the job's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

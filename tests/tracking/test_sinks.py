@@ -1,7 +1,5 @@
 """Sinks beside MLflow: TensorBoard and those of the user, fed by the real follower from real journals."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

@@ -1,12 +1,10 @@
 """What ``strategy=auto`` measures on its workers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import patch
 
-from helpers.conformance.cases import CLUSTER, TRAIN
+from helpers.conformance.cases import CLUSTER, TRAIN, options_of
 from helpers.jobs.normed_job import Normed
 from helpers.ranks.gang import Gang
 from jobs.digits import Digits
@@ -27,10 +25,10 @@ def measured(rank: int, job: Any, world_size: int, batch: int, candidates: tuple
     from orchestrator.strategies.measure import device
     from orchestrator.strategies.rank_context import Context
     from orchestrator.strategies.tuned import passes
-    from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto, AutoConfig
+    from orchestrator.strategies.tuned.auto import PROFILE_KEY, Auto
 
-    options = AutoConfig(
-        name="auto",
+    options = options_of(
+        "auto",
         num_workers=world_size,
         candidates=candidates,
         schedules=("1F1B",),

@@ -1,7 +1,5 @@
 """Callbacks beside a job: told of everything in order, on their ranks, with their rights, and without effect on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A hidden state that is carried from batch to batch: as in plain torch, over evaluations and a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +34,7 @@ class Recurrent(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         output, hidden = self.cell(inputs, self.hidden[: len(inputs)].unsqueeze(0).contiguous())
         self.hidden = hidden[0].detach()
-        result: Tensor = self.head(output)
-        return result
+        return self.head(output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +63,7 @@ class Waves(Job):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         rate = 0.02 if self.kind == "AdamW" else 0.1
-        made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(parameters, lr=rate)
-        return made
+        return getattr(torch.optim, self.kind)(parameters, lr=rate)
 
 
 TWELVE = having(steps=12, global_batch_size=ROWS, eval_every=3)
@@ -102,8 +98,7 @@ def test_the_state_goes_from_batch_to_batch_and_over_evaluations_and_a_resume(
     losses, norms = trained_plainly(case)
 
     def run(checkpoint: str | None) -> list[Ran]:
-        ranks: list[Ran] = gang.run(run_loop, case, 1, str(tmp_path), checkpoint, 3, world_size=1)
-        return ranks
+        return gang.run(run_loop, case, 1, str(tmp_path), checkpoint, 3, world_size=1)
 
     (whole,) = run(None)
     assert losses_by_step([whole]) == pytest.approx(losses, rel=1e-5)
@@ -114,7 +109,6 @@ def test_the_state_goes_from_batch_to_batch_and_over_evaluations_and_a_resume(
     assert resumed == {step: loss for step, loss in losses_by_step([whole]).items() if step > 6}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Shuffled(Waves):
     def batch_sampler(self, dataset: Any, batch_size: int, generator: torch.Generator) -> None:
         return None

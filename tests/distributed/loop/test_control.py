@@ -1,7 +1,5 @@
 """What the training thread and the control thread share, with real threads."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

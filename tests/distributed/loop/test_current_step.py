@@ -1,8 +1,6 @@
 """The step that a job may ask for: in training, in evaluations, and after a resume. The conformance matrix has a loss
 that changes with it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Streams, samples drawn by weight, and no validation set: equal losses in every layout, and resumed in another."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 A strategy that is closed keeps no process group, because the other ranks would wait for its connections.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The ranks of every strategy together count the FLOPs of the whole model, where the rank sees them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import LAYOUTS, TENSOR
+from helpers.conformance.layouts import DP, LAYOUTS, TENSOR
 from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.strategies.replicated.dp import DPConfig
 
 TRAIN = having(steps=2, global_batch_size=32)
 
@@ -57,6 +54,6 @@ def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path
 
 
 def test_the_flops_of_replicas_in_threads_are_unknown(gang: Gang, tmp_path: Path) -> None:
-    dp = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
+    dp = DP
     case = Case(job=digits(), train=TRAIN, alone=dp)
     assert flops(gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)) == [None]

@@ -1,7 +1,5 @@
 """The probe of recoveries that `benchmarks/gpu_quarter.py` makes on a GPU, here with gloo."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Histograms are those of the whole model, wherever its parts are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import LAYOUTS
+from helpers.jobs.toys import Tokens
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from helpers.records.runs import in_campaign
@@ -18,7 +17,7 @@ from orchestrator.protocol.events import SampleSaved
 from orchestrator.worker.reports.histograms import ZERO
 
 CASE = Case(
-    job=of.TokenChain(build=of.tied_ends),
+    job=Tokens(build=of.tied_ends),
     train=having(
         steps=3, global_batch_size=16, grad_accumulation=2, clip_norm=1e-3, histograms_every=2, eval_every=0
     ),

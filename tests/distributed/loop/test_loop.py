@@ -1,23 +1,23 @@
 """The training loop on ranks without Ray: evaluation over all of them, and resuming from a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from helpers.conformance.cases import CHECKPOINT, Case, assignment, having
 from helpers.conformance.layouts import EVERY, LAYOUTS, PARAMETER_SERVER, Layout
 from helpers.conformance.training import CPU
 from helpers.jobs.quick_jobs import digits
-from helpers.jobs.stage_toys import Chain, frozen, plain
+from helpers.jobs.stage_toys import frozen, plain
 from helpers.jobs.toys import Cliff, Dropped, Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.ranks.discarded import Abandoning
 from helpers.ranks.gang import SOON_S
@@ -90,12 +90,8 @@ def test_a_step_that_is_skipped_is_told_once(gang, tmp_path):
     assert warned == [["step 3 skipped: gradient not finite"], []]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endless(Toy):
-    """Its loss is never finite."""
-
-    def loss(self, output, target):
-        return super().loss(output, target) * math.inf
+def endless(output, target):
+    return F.cross_entropy(output, target) * math.inf
 
 
 def refused(rank, case, world_size, run_dir, *checkpoint):
@@ -117,14 +113,13 @@ def refused(rank, case, world_size, run_dir, *checkpoint):
     ],
 )
 def test_a_run_without_an_update_fails_and_saves_no_last_checkpoint(gang, tmp_path, name, train, said):
-    of, case = EVERY[name], Case(job=Endless(), train=having(steps=3, global_batch_size=16, **train))
+    of, case = EVERY[name], Case(job=Toy(loss_of=endless), train=having(steps=3, global_batch_size=16, **train))
     whys = gang.run(refused, of.of(case), of.world_size, str(tmp_path), world_size=of.world_size)
     assert all(why is not None and why.startswith(said) for why in whys), whys
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cooling(Chain):
+class Cooling(Toy):
     """The learning rate falls to 0 at the last step."""
 
     def scheduler(self, optimizer, steps):
@@ -146,7 +141,6 @@ def test_a_resume_with_more_steps_follows_the_schedule_of_the_new_length(gang, t
     assert losses_by_step(resumed[name]) == pytest.approx(losses_by_step(resumed["single"]), rel=1e-5)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnFile(Toy):
     """Each rank reads a file of its own."""
 
@@ -171,7 +165,6 @@ class GrowingStream(Stateful):
         return len(self.items)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Growing(Toy):
     def dataset(self, split):
         rows = super().dataset(split)
@@ -215,17 +208,12 @@ def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
         assert not after.owns_reducer, "it would outlive the process group"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapted(Chain):
-    """Trains the last layer of a chain alone, and others if its base is another."""
-
-    base: int = 0
-
-    def model(self) -> nn.Module:
-        model = frozen("first", "second")
-        with torch.no_grad():
-            model.get_parameter("second.weight")[-1, -1] += self.base
-        return model
+def adapted(base: int = 0) -> nn.Module:
+    """A chain whose last layer alone is trained, and other layers if its base is another."""
+    model = frozen("first", "second")
+    with torch.no_grad():
+        model.get_parameter("second.weight")[-1, -1] += base
+    return model
 
 
 def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_path):
@@ -240,7 +228,7 @@ def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_pa
         points = [p for rank in ranks for p in rank.points if isinstance(p, TrainPoint) and p.step == 6]
         return math.fsum(p.loss_sum for p in points), list_checkpoints(run_dir / "checkpoints")[0]
 
-    case = Case(job=Adapted(build=plain), train=having(steps=6, global_batch_size=12))
+    case = Case(job=Toy(build=adapted), train=having(steps=6, global_batch_size=12))
     only = replace(case, checkpoint=replace(CHECKPOINT, only_trained=True))
     expected, whole = run(case, "single", None, 3)
     _, by_shards = run(only, "fsdp-2", whole, 4)
@@ -252,13 +240,12 @@ def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_pa
         loss, last = run(continues, name, by_stages)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert ("first.weight" in load(last).model) == (continues is case)
-    other = replace(only, job=replace(case.job, base=1))
+    other = replace(only, job=replace(case.job, build=partial(adapted, 1)))
     for checkpoint, name in ((whole, "fsdp-2"), (by_shards, "1F1B-2"), (by_shards, "single")):
         with pytest.raises(AssertionError, match=r"second\.weight, the first of 1; let it read the same weights"):
             run(other, name, checkpoint)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Worsening(Measured):
     """Its evaluations are best after some steps: from then on, each update goes back."""
 
@@ -326,7 +313,6 @@ def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, wo
     assert all(tensor.isfinite().all() for state in saved for tensor in state.model.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Grouped(Toy):
     """The head has a learning rate of its own, which falls to that of the body at the third step."""
 

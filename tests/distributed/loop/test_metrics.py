@@ -1,7 +1,5 @@
 """Step times and the figures of a logged point."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,8 @@
 """Models that take keyword arguments, compute their own loss and return more than tensors, under every strategy that
 holds the whole model: they train and evaluate as the same model that returns logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.conformance.cases import DDP, Case, having
-from helpers.conformance.layouts import LAYOUTS, PARAMETER_SERVER, SGD
+from helpers.conformance.cases import DDP, Case, having, options_of
+from helpers.conformance.layouts import HOGWILD, LAYOUTS, LOCKED, PARAMETER_SERVER, SGD
 from helpers.conformance.training import Steps, losses, make, steps, train, watched
 from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.batches import validated
@@ -20,10 +19,9 @@ from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.replicated.dp import DPConfig
 
-DP = DPConfig(name="dp", num_workers=3, loss_on="device0", verbose=False)
+DP = options_of("dp", num_workers=3)
 TRAIN = having(steps=6, global_batch_size=25, grad_accumulation=2)
 SAMPLES = 33
 """Of the validation set: the last batch of every layout is padded."""
@@ -56,7 +54,6 @@ class KeywordModel(nn.Module):
         return Output(loss=loss, logits=logits, cache=Cache(logits))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dicts(Tokens):
     """The items are dicts. Every sample has its own number of tokens."""
 
@@ -68,7 +65,6 @@ class Dicts(Tokens):
         return super().weight(target["labels"])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Labelled(Dicts):
     """The model takes keyword arguments and returns the loss."""
 
@@ -77,18 +73,15 @@ class Labelled(Dicts):
 
     def forward(self, model: nn.Module, inputs: Any) -> Output:
         assert isinstance(model, KeywordModel), "the model itself, not a wrapper"
-        output: Output = model(**inputs)
-        return output
+        return model(**inputs)
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output.loss
-        return loss
+        return output.loss
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         return super().metrics(output.logits, target["labels"])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unlabelled(Labelled):
     """As :class:`Labelled`, but the job computes the loss from the logits."""
 
@@ -145,11 +138,9 @@ class TakesBatch(nn.Module):
         self.embedding, self.hidden, self.head = nn.Embedding(20, 12), nn.Linear(12, 12), nn.Linear(12, 20)
 
     def forward(self, batch: Any) -> Tensor:
-        logits: Tensor = self.head(self.hidden(self.embedding(batch["tokens"])))
-        return logits
+        return self.head(self.hidden(self.embedding(batch["tokens"])))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Whole(Dicts):
     """The model takes the dict as it is, and the job does not override ``forward``."""
 
@@ -181,20 +172,17 @@ class ReturnsLoss(TakesBatch):
         return {"loss": loss, "logits": logits}
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossOfTheModel(Whole):
     def model(self) -> nn.Module:
         return ReturnsLoss()
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output["loss"]
-        return loss
+        return output["loss"]
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         return super().metrics(output["logits"], target)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartOfTheLossOfTheModel(LossOfTheModel):
     """As a model with experts that adds a loss for their balance."""
 
@@ -217,7 +205,7 @@ def test_stages_train_on_a_loss_of_the_model_and_refuse_to_evaluate_padding_with
 
 @pytest.mark.parametrize(
     "options",
-    [HogwildConfig(name="hogwild", num_workers=2), LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")],
+    [HOGWILD, LOCKED],
     ids=["hogwild", "locked_sgd"],
 )
 def test_asynchronous_strategies_train_and_evaluate(
@@ -228,7 +216,6 @@ def test_asynchronous_strategies_train_and_evaluate(
     assert evaluated([point for _, point in ranks])["weight"] == expected[1]["weight"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class UsesCache(Unlabelled):
     def loss(self, output: Any, target: Any) -> Tensor:
         return Tokens.loss(self, output.cache.hidden, target["labels"])
@@ -240,21 +227,14 @@ def test_dp_refuses_a_loss_that_needs_what_cannot_be_joined() -> None:
         next(steps(strategy))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unreduced(Toy):
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return F.cross_entropy(output, target, reduction="none")
-
-
 def test_dp_refuses_a_loss_per_sample() -> None:
-    strategy = make(case_of(Unreduced(), DP), 0)
+    strategy = make(case_of(Toy(loss_of=partial(F.cross_entropy, reduction="none")), DP), 0)
     with pytest.raises(
         ValueError, match=r"job\.loss returns a tensor of shape \(13,\) and type torch.float32; return the mean"
     ):
         next(steps(strategy))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tripled(Toy):
     def item(self, index: int, inputs: Tensor, target: int) -> Any:
         return inputs, target, index

@@ -1,7 +1,5 @@
 """What rank 0 says before training of a batch that is divided is what then happens to the losses or to the state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Forming and leaving process groups."""
 
-from __future__ import annotations
-
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor

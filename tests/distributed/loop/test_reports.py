@@ -1,7 +1,5 @@
 """What a job reports of its own training: metrics of batches, samples and callbacks, in the loop of every rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.layouts import HOGWILD, LAYOUTS
 from helpers.jobs.quick_jobs import MeasuredDigits
-from helpers.jobs.stage_toys import Chain, plain
+from helpers.jobs.stage_toys import plain
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, run_loop
@@ -24,11 +22,9 @@ from helpers.records.runs import in_campaign
 from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
 from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.user_code.callbacks import StepEnd
 
-HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
 SEVEN = having(steps=7, global_batch_size=12, eval_every=3)
 
 
@@ -53,8 +49,7 @@ def test_train_metrics_are_logged_at_logged_steps_and_measured_at_no_others(gang
         assert {name for p in step for name in p.sums} == {"accuracy", "large/share", "large/logit"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scored(Chain):
+class Scored(Toy):
     """Precision is no sum."""
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -75,7 +70,6 @@ def test_a_metric_that_is_no_sum_is_told_once(gang, tmp_path, name):
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Noisy(Toy):
     """Training depends on random numbers, on modes and on buffers."""
 
@@ -84,7 +78,6 @@ class Noisy(Toy):
         return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Showing(Noisy):
     def sample(self, model: nn.Module, generator: torch.Generator) -> Mapping[str, str | Tensor]:
         assert not any(module.training for module in model.modules())
@@ -179,7 +172,6 @@ def test_a_text_needs_no_name_and_none_is_no_sample(gang, tmp_path):
     assert not (tmp_path / "2" / "samples").exists()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Silent(Returning):
     @property
     def draws_samples(self) -> bool:
@@ -192,7 +184,6 @@ def test_a_job_that_draws_nothing_is_not_asked(gang, tmp_path):
         assert (ran.outcome.status, ran.outcome.texts, ran.warnings) == ("done", {}, [])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unvalidated(Showing):
     def dataset(self, split: Split) -> Dataset[Any] | None:
         return super().dataset(split) if split == "train" else None

@@ -1,7 +1,5 @@
 """Scripts that run under torchrun, on two ranks of ``strategy=script``, without Ray."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Evaluations steer a run: in every layout, after a resume in another one, and after steps that are repeated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a training step costs the host and the device beside the computation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
@@ -16,7 +14,7 @@ from helpers.conformance.layouts import LAYOUTS, ddp_pipeline, layout
 from helpers.conformance.training import make, steps
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.step_toys import NormedGAN
-from helpers.jobs.toys import Normed
+from helpers.jobs.toys import Normed, Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
 from orchestrator.compat.torch import FakeTensorMode, TorchDispatchMode
@@ -28,7 +26,7 @@ TRAIN = having(steps=3, global_batch_size=32, on_nonfinite="skip")
 WHERE = {
     "single": LAYOUTS["single"].of(Case(job=Normed(), train=TRAIN)),
     "ddp-2": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=TRAIN), bucket_mb=25),
-    "GPipe-2x2": LAYOUTS["GPipe-2x2"].of(Case(job=of.Chain(build=of.normed), train=TRAIN)),
+    "GPipe-2x2": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(build=of.normed), train=TRAIN)),
     "own updates": Case(job=NormedGAN(), train=replace(TRAIN, on_nonfinite="stop"), options=DDP),
 }
 
@@ -100,8 +98,7 @@ class Replacing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class ReplacingToy(Normed):

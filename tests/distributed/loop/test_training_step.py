@@ -1,7 +1,5 @@
 """``Job.training_step``: several models, losses and optimizers, with the losses of one worker in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -361,7 +359,6 @@ def initial_states(rank: int, case: Case) -> tuple[dict[str, Tensor], bool]:
     return model, any(module.training for module in teacher.modules())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unseeded(Distillation):
     def model(self) -> Any:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -219,7 +219,6 @@ def test_a_metric_that_needs_more_samples_is_only_named_in_a_trial(gang, tmp_pat
     assert [event.step for event in ranks[0].events if isinstance(event, BestFound)] == [4]
 
 
-@dataclass(frozen=True, kw_only=True)
 class OnBadDisk(Failing):
     def fail(self, what: str, now: bool) -> None:
         if now and what == self.what:
@@ -251,7 +250,6 @@ def test_each_rank_tries_its_part(gang, tmp_path, name, what, message):
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 
-@dataclass(frozen=True, kw_only=True)
 class FailingAtLast(Toy):
     """An evaluation fails if the head has been trained for all steps."""
 

@@ -1,7 +1,5 @@
 """Every example of the documentation runs: its checks, and each of its jobs under the strategies that can train it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

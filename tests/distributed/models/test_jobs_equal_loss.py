@@ -1,9 +1,7 @@
 """The jobs that ship, under the rule of equal loss."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,7 +83,6 @@ def test_sparse_gradients_are_clipped_by_the_norm_that_dense_ones_have(gang, job
         assert min(map(min, norms[0])) > 0.1, "nothing was clipped"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NamesByLength(Names):
     def batch_sampler(self, dataset, batch_size, generator):
         return batches_by_length([len(name) for name in dataset.names], batch_size, generator)

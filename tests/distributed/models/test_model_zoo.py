@@ -3,8 +3,6 @@
 ``benchmarks/models.py`` makes the same comparison with all models, and writes its counts to docs/models.md.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

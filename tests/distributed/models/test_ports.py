@@ -1,7 +1,5 @@
 """The ports of docs/your-model.md and docs/ports.md: the same losses under every strategy that the pages name."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """A checkpoint of any layout is continued by any other, and its files are the same whatever wrote them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -156,11 +153,9 @@ class Named(nn.Module):
         self.first.weight = self.second.weight = self.shared.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.second(self.first(x).tanh()).tanh())
-        return out
+        return self.head(self.second(self.first(x).tanh()).tanh())
 
 
-@dataclass(frozen=True, kw_only=True)
 class HandCut(ScheduledChain):
     def stages(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Named)

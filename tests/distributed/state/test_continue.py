@@ -1,7 +1,5 @@
 """State from one process to others: what is broadcast, and that training goes on where it stood."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers with state of their own: a resume in other layouts and a recovery continue with all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from helpers.conformance.training import (
     steps,
     watched,
 )
-from helpers.jobs.optimizers import KINDS, OptimizedDigits
+from helpers.jobs.optimizers import KINDS, OptimizedDigits, ScheduleFree
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import evaluation, losses_by_step, run_loop
 from orchestrator.state.checkpoint import load
@@ -34,7 +32,7 @@ TRAIN = having(steps=6, global_batch_size=32)
 
 
 def case_of(kind: str) -> Case:
-    return Case(job=OptimizedDigits(kind=kind), train=TRAIN)
+    return Case(job=OptimizedDigits(kind=KINDS[kind]), train=TRAIN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +89,7 @@ def test_a_new_worker_receives_it_from_a_survivor(gang: Gang, kind: str) -> None
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
 def test_modes_are_those_of_evaluation_in_evaluations_and_checkpoints(gang: Gang, tmp_path: Path, name: str) -> None:
     """Neither changes the training; what a checkpoint has is what was evaluated."""
-    layout, job = LAYOUTS[name], OptimizedDigits(kind="schedule-free", val_size=32)
+    layout, job = LAYOUTS[name], OptimizedDigits(kind=ScheduleFree, val_size=32)
     often, seldom = (
         gang.run(
             run_loop,

@@ -1,7 +1,5 @@
 """Models that are no Sequential are cut at their submodules, skip connections and all."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import MODEL_PARALLEL, SGD, assert_as_alone, ddp_pipeline, pipeline
 from helpers.conformance.training import losses, train
 from helpers.jobs.stage_toys import NestedBatches
-from helpers.jobs.toys import Branched
+from helpers.jobs.toys import Branched, Toy
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.config import schema
@@ -36,7 +34,7 @@ from orchestrator.config import schema
     ids=["inside-a-layer", "auto-4", "model_parallel", "ZBVZeroBubble", "2x2"],
 )
 def test_a_model_that_is_no_sequential(gang: Gang, options: schema.StrategyConfig, world_size: int) -> None:
-    case = Case(job=Branched(), train=having(global_batch_size=32), options=options)
+    case = Case(job=Toy(build=Branched), train=having(global_batch_size=32), options=options)
     (alone,) = gang.run(train, case, world_size=1)
     ranks = gang.run(train, case, world_size=world_size)
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
@@ -88,7 +86,6 @@ class Targets:
     scale: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnContainers(StructuredBatches):
     """A collate function that returns containers which ``torch.utils._pytree`` does not know, and a scalar tensor."""
 

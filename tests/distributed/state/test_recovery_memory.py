@@ -1,7 +1,5 @@
 """A recovery needs no more memory of a device than a step, counted on CPUs, where what is received is counted too."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

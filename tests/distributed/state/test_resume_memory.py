@@ -1,7 +1,5 @@
 """A resume needs no more memory than training."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training state from rank to rank: whatever its tensors are, they arrive as they were sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

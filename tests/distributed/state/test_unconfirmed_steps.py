@@ -1,13 +1,11 @@
 """What is not confirmed, as on a GPU when a rank is lost: a step leaves no trace, and a number is not reported."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,10 +131,8 @@ class Mean(nn.Module):
         return x - self.mean
 
 
-@dataclass(frozen=True, kw_only=True)
-class Centred(Toy):
-    def model(self) -> nn.Module:
-        return nn.Sequential(Mean(), nn.Linear(10, 4))
+def centred() -> nn.Module:
+    return nn.Sequential(Mean(), nn.Linear(10, 4))
 
 
 class Follower(nn.Module):
@@ -152,23 +148,17 @@ class Follower(nn.Module):
         return self.student(x) + 0.5 * self.teacher(x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taught(Toy):
-    def model(self) -> nn.Module:
-        return Follower()
-
-
 OTHER_BUCKETS = 1e-5
 """``DistributedDataParallel`` orders its buckets anew after its first step, and with them the sums of four numbers."""
 CASES = {
     "ddp": LAYOUTS["ddp-2"].of(Case(job=Normed(), train=replace(SHORT, clip_norm=1.0))),
     "ddp in fp16": LAYOUTS["ddp-2"].of(Case(job=Toy(), train=replace(SHORT, precision="fp16"))),
-    "teacher": LAYOUTS["ddp-2"].of(Case(job=Taught(), train=SHORT)),
-    "teacher in parts": LAYOUTS["sharded-ddp-2"].of(Case(job=Taught(), train=SHORT)),
+    "teacher": LAYOUTS["ddp-2"].of(Case(job=Toy(build=Follower), train=SHORT)),
+    "teacher in parts": LAYOUTS["sharded-ddp-2"].of(Case(job=Toy(build=Follower), train=SHORT)),
     "replicas of stages": LAYOUTS["GPipe-2x2"].of(Case(job=Toy(), train=SHORT), split=("2",)),
     "replicas of parts": LAYOUTS["hsdp-2x2"].of(Case(job=Normed(), train=SHORT)),
     "parts": LAYOUTS["fsdp-2"].of(Case(job=Normed(), train=SHORT)),
-    "parts, other buffers": LAYOUTS["fsdp-2"].of(Case(job=Centred(), train=SHORT)),
+    "parts, other buffers": LAYOUTS["fsdp-2"].of(Case(job=Toy(build=centred), train=SHORT)),
     "parts that are updated": LAYOUTS["sharded-ddp-2"].of(Case(job=Normed(), train=SHORT)),
     "replicas of parts that are updated": LAYOUTS["mesh-replicated-zero1-2x2"].of(Case(job=Normed(), train=SHORT)),
     "parts, whole tensors": LAYOUTS["fsdp-2"].of(Case(job=OfTall(kind=Preconditioned), train=SHORT)),

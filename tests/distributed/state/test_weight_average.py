@@ -1,9 +1,7 @@
 """``train.ema_decay``: the moving average of the weights is the same in every layout, and is evaluated too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
-from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.trainer import Trainer
 
 DECAY = 0.8
 AVERAGING = having(steps=6, global_batch_size=24, ema_decay=DECAY)
-DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 
 
 def averages_of(strategy: Trainer) -> dict[str, Tensor]:
@@ -46,15 +42,9 @@ def on_the_fourth_call(rank: int, call: int) -> bool:
     return call >= 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamHeads(TwoHeads):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.01)
-
-
 def test_a_parameter_has_an_average_from_its_first_update_on() -> None:
     """Before, an entry in its state would keep Adam from making its own."""
-    strategy = make(Case(job=AdamHeads(uses=on_the_fourth_call), train=AVERAGING), 0)
+    strategy = make(Case(job=TwoHeads(uses=on_the_fourth_call, optimizer_of=torch.optim.Adam), train=AVERAGING), 0)
     assert isinstance(strategy, Trainer)
     seen = []
     for step, _ in enumerate(steps(strategy), 1):
@@ -103,7 +93,6 @@ def test_a_new_worker_receives_it_from_a_survivor(gang: Gang) -> None:
     assert_same(end, averages(undisturbed.optimizer))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampled(QuickDigits):
     """Its sample is the loss of the model that it is drawn from, on the validation set."""
 

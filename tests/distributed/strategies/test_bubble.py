@@ -1,20 +1,17 @@
 """Schedules as four workers carry them out: their order, their bubble, the activations they hold, their clocks."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 
-from helpers.conformance.cases import Case, having
+from helpers.conformance.cases import Case, having, options_of
 from helpers.conformance.training import make, steps
 from helpers.ranks.gang import Gang
 from helpers.ranks.schedules import live_microbatches
 from jobs.sleep import Sleep
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.presets.pipelines import PipelineConfig
 from orchestrator.timeline import Span, aligned, bubble, extent_s, order_of, theoretical_bubble
 
 P, M = 4, 8
@@ -44,18 +41,7 @@ def observe(rank: int, case: Case) -> Seen:
 def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_accumulation: int = 1) -> list[Seen]:
     """``forward_ms``: how long a worker sleeps for a micro-batch, over all of its stages; ``n`` steps."""
     v = STAGES_PER_WORKER[schedule]
-    options = PipelineConfig(
-        name="pipeline",
-        num_workers=P,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
-        split="auto",
-        schedule=schedule,  # type: ignore[arg-type]
-        num_microbatches=M,
-        stages_per_rank="auto",
-    )
+    options = options_of("pipeline", num_workers=P, schedule=schedule, num_microbatches=M)
     case = Case(
         job=Sleep(layers=P * v, forward_ms=forward_ms / v),
         train=having(steps=n, global_batch_size=M * grad_accumulation, grad_accumulation=grad_accumulation),

@@ -1,7 +1,5 @@
 """Optimizers that ask for the loss at several points of a step: as in plain torch, also where a step is undone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path

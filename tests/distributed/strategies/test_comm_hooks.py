@@ -1,7 +1,5 @@
 """Compressed gradients: close to plain averaging, and really smaller."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

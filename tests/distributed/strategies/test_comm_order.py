@@ -1,7 +1,5 @@
 """No order of communication that can deadlock where sends are not buffered, as with NCCL; gloo would hide it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -96,11 +94,11 @@ def test_activations_and_their_gradients_may_have_groups_of_their_own(gang: Gang
     ("job", "staged"),
     [
         (digits(), layout(MODEL_PARALLEL, 2)),
-        (of.TokenChain(build=of.tied_ends), LAYOUTS["InterleavedZeroBubble-2x2"]),
-        (of.Chain(build=of.tied_thrice), LAYOUTS["1F1B-4"]),
-        (of.TokenChain(build=of.sparse_and_tied, momentum=0), LAYOUTS["1F1B-2x2-replicas-close"]),
-        (of.Chain(build=of.normed), LAYOUTS["ZBVZeroBubble-2x2"]),
-        (of.Chain(build=of.pairs), LAYOUTS["Interleaved1F1B-2"]),
+        (Tokens(build=of.tied_ends), LAYOUTS["InterleavedZeroBubble-2x2"]),
+        (Toy(build=of.tied_thrice), LAYOUTS["1F1B-4"]),
+        (Tokens(build=of.sparse_and_tied, momentum=0), LAYOUTS["1F1B-2x2-replicas-close"]),
+        (Toy(build=of.normed), LAYOUTS["ZBVZeroBubble-2x2"]),
+        (Toy(build=of.pairs), LAYOUTS["Interleaved1F1B-2"]),
     ],
     ids=["one-micro-batch", "tied", "tied-thrice", "sparse-and-tied", "buffers", "several-tensors"],
 )
@@ -113,7 +111,7 @@ def test_special_stages(gang: Gang, job: Toy, staged: Layout) -> None:
     "case",
     [
         Case(job=Normed(), options=replace(DDP, sync_batchnorm=True)),
-        Case(job=of.TokenChain(build=of.sparse_ends, momentum=0)),
+        Case(job=Tokens(build=of.sparse_ends, momentum=0)),
         Case(job=Tokens(), options=replace(DDP, comm_hook="bf16", find_unused_parameters=True)),
         Case(job=Wide(), options=replace(DDP, comm_hook="powersgd")),
         Case(job=Contrastive()),

@@ -1,7 +1,5 @@
 """``train.compile``: the same losses, the same names in checkpoints, and a cost that is counted apart."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every strategy in every scenario; ``helpers/conformance/matrix.py`` declares them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from helpers.conformance.matrix import EXCEPTIONS, PLAIN, SCENARIOS, SYNCHRONOUS
 from helpers.conformance.reference import Seen, trained, trained_plainly
 from helpers.conformance.training import Steps, assert_same, losses, metrics_of, snapshot, train
 from helpers.jobs.quick_jobs import PredictedDigits, ScoredDigits
+from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.config.compose import compose
@@ -93,7 +92,7 @@ def with_loss() -> torch.nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unlabelled(of.Chain):
+class Unlabelled(Toy):
     """The loss is a mean over labels, of which there are none; ``counts`` makes their number a weight."""
 
     counts: Callable[[int], Any] = torch.tensor
@@ -132,8 +131,7 @@ def test_batches_without_weight_change_nothing(gang: Gang, layout: str, build: C
         assert {*rank.loss_sums, *rank.weights, *rank.norms} == {0.0}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Faint(of.TokenChain):
+class Faint(Tokens):
     """Its gradients are finite in float16."""
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Samples divided over workers by tokens: trained as by one worker alone, and saved and loaded by any layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,10 +1,8 @@
 """What DDP communicates and when, and what happens to buffers, unused parameters and bad gradients."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,14 +40,7 @@ class Noisy(nn.Module):
         self.register_buffer("noise", torch.randn(10), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x + self.noise)
-        return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoisyToy(Toy):
-    def model(self) -> nn.Module:
-        return Noisy()
+        return self.linear(x + self.noise)
 
 
 def initial_values(rank: int, case: Case) -> list[Tensor]:
@@ -58,7 +49,7 @@ def initial_values(rank: int, case: Case) -> list[Tensor]:
 
 
 def test_all_ranks_begin_with_the_values_of_rank_0_also_with_those_that_are_not_saved(gang):
-    first, second = gang.run(initial_values, Case(job=NoisyToy()), world_size=2)
+    first, second = gang.run(initial_values, Case(job=Toy(build=Noisy)), world_size=2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -1,10 +1,8 @@
 """DataParallel on threads: the losses of one worker, and exactly what is gathered on the first device."""
 
-from __future__ import annotations
-
 import contextlib
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +10,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import SGD
+from helpers.conformance.layouts import DP, SGD
 from helpers.conformance.training import losses, make, metrics_of, steps
 from helpers.conformance.training import train as train_case
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Normed, Tokens, Toy
 from orchestrator.job import Job
-from orchestrator.strategies.replicated.dp import DPConfig, Replicas
+from orchestrator.strategies.replicated.dp import Replicas
 
-DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 TOY = having(global_batch_size=30)
 
 
@@ -81,15 +78,13 @@ def test_the_first_replica_keeps_its_buffers() -> None:
     assert int(strategy.passes.model[1].num_batches_tracked) == 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failing(Toy):
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if len(output) == 15:
-            raise RuntimeError("the planted fault")
-        return super().loss(output, target)
+def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if len(output) == 15:
+        raise RuntimeError("the planted fault")
+    return output.mean()
 
 
 def test_a_error_in_a_replica_is_raised() -> None:
-    strategy = make(Case(job=Failing(), train=TOY, alone=replace(DP, loss_on="replicas")), 0)
+    strategy = make(Case(job=Toy(loss_of=failing), train=TOY, alone=replace(DP, loss_on="replicas")), 0)
     with pytest.raises(RuntimeError, match="the planted fault"):
         next(steps(strategy, last=1))

@@ -1,7 +1,5 @@
 """What a rank of any world communicates, found in one process: in the order of gloo, in the bytes of the cost model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar

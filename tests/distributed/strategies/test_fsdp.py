@@ -1,7 +1,5 @@
 """What is particular to parameters that are divided over ranks, in whole models, in stages and in optimizers alone."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from helpers.conformance.cases import Case, having
@@ -66,14 +65,16 @@ class Odd(nn.Module):
         return self.head(self.last(x)) * self.scale
 
 
+def counting_nothing() -> nn.Module:
+    return Odd(counts=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OddToy(Toy):
     """Gives the model's norms another learning rate. Its buffers do not change: a call is one of a micro-batch."""
 
     adamw: bool = False
-
-    def model(self) -> nn.Module:
-        return Odd(counts=False)
+    build: Callable[[], nn.Module] = counting_nothing
 
     def parameter_groups(self, parameters: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         norms = [p for name, p in parameters if "norm" in name]
@@ -87,8 +88,7 @@ class OddToy(Toy):
 class OddCalls(OddToy):
     """Calls parts of the model in ``forward``. Buffers change."""
 
-    def model(self) -> nn.Module:
-        return Odd()
+    build: Callable[[], nn.Module] = Odd
 
     def forward(self, model: Any, inputs: Tensor) -> Tensor:
         x = model.first(inputs).tanh()
@@ -313,21 +313,18 @@ def test_no_copy_of_the_model_is_kept_for_the_backward_pass(gang: Gang, name: st
     assert any(sizes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapted(OddToy):
+def adapted() -> nn.Module:
     """A frozen model in bfloat16 with trained adapters in float32, as LoRA has them."""
-
-    def model(self) -> nn.Module:
-        model = Odd(counts=False).requires_grad_(False)
-        for block in model.blocks:
-            block.layer.to(torch.bfloat16)
-            block.layer = nn.Sequential(block.layer, nn.Linear(10, 2, bias=False), nn.Linear(2, 10))
-        return model
+    model = Odd(counts=False).requires_grad_(False)
+    for block in model.blocks:
+        block.layer.to(torch.bfloat16)
+        block.layer = nn.Sequential(block.layer, nn.Linear(10, 2, bias=False), nn.Linear(2, 10))
+    return model
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_adapters_of_a_frozen_model_in_another_dtype(gang: Gang, precision: str) -> None:
-    case = Case(job=Adapted(adamw=True), train=having(global_batch_size=24, steps=8, precision=precision))
+    case = Case(job=OddToy(build=adapted, adamw=True), train=having(global_batch_size=24, steps=8, precision=precision))
     assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=2e-3, want_grad_norm=True)
 
 
@@ -350,15 +347,11 @@ class OfTwoTypes(Odd):
         return super().forward(x + self.nothing(x[:, :0]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfTwoTypesToy(OddToy):
-    def model(self) -> nn.Module:
-        return OfTwoTypes()
-
-
 @pytest.mark.parametrize("adamw", [False, True])
 def test_parameters_of_two_types_and_without_elements(gang: Gang, adamw: bool) -> None:
-    case = Case(job=OfTwoTypesToy(adamw=adamw, lr=0.02), train=having(global_batch_size=32, steps=8, clip_norm=0.5))
+    case = Case(
+        job=OddToy(build=OfTwoTypes, adamw=adamw, lr=0.02), train=having(global_batch_size=32, steps=8, clip_norm=0.5)
+    )
     rtol = ADAMW if adamw else SGD
     assert_as_alone(gang, case, "fsdp-2", "fsdp-1F1B-2x2", rtol=rtol, want_grad_norm=True)
     assert_as_alone(gang, case, "sharded-ddp-3", rtol=rtol, want_grad_norm=True, find_unused_parameters=True)
@@ -380,20 +373,16 @@ class Penalised(nn.Module):
         return out, slopes.square().sum(1) + 0.1 * decay
 
 
-@dataclass(frozen=True, kw_only=True)
-class PenalisedToy(OddToy):
-    def model(self) -> nn.Module:
-        return Penalised()
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return super().loss(output[0], target) + 0.01 * output[1].mean()
+def penalised(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + 0.01 * output[1].mean()
 
 
 @pytest.mark.parametrize("adamw", [False, True])
 def test_gradients_in_the_forward_pass_and_norms_of_all_weights(gang: Gang, adamw: bool) -> None:
     """The whole model is gathered for a step."""
     case = Case(
-        job=PenalisedToy(adamw=adamw, lr=0.02), train=having(global_batch_size=24, grad_accumulation=2, steps=8)
+        job=OddToy(build=Penalised, loss_of=penalised, adamw=adamw, lr=0.02),
+        train=having(global_batch_size=24, grad_accumulation=2, steps=8),
     )
     keys = {"reshard_after_forward": False}
     assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", rtol=ADAMW if adamw else SGD, want_grad_norm=True, **keys)
@@ -414,15 +403,13 @@ class Unfreezing(nn.Module):
         return self.last(self.first(x).tanh())
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfreezingToy(Toy):
-    def model(self) -> nn.Module:
-        return nn.Sequential(Unfreezing(), Unfreezing(), nn.Linear(10, 4))
+def unfreezing() -> nn.Module:
+    return nn.Sequential(Unfreezing(), Unfreezing(), nn.Linear(10, 4))
 
 
 @pytest.mark.parametrize("name", ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2"])
 def test_what_is_unfrozen_during_training_is_found(gang: Gang, name: str) -> None:
-    case = LAYOUTS[name].of(Case(job=UnfreezingToy(), train=having(global_batch_size=8, steps=4)))
+    case = LAYOUTS[name].of(Case(job=Toy(build=unfreezing), train=having(global_batch_size=8, steps=4)))
     answers = gang.ask(train, case, world_size=LAYOUTS[name].world_size)
     assert "0.first.weight, 0.first.bias" in str(answers[0].error)
     assert "was frozen when the run began, so no optimizer updates it" in str(answers[0].error)
@@ -437,10 +424,8 @@ class Backwards(nn.Sequential):
         return x
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackwardsToy(Toy):
-    def model(self) -> nn.Module:
-        return Backwards(*(nn.Linear(10, width) for width in (4, 10, 10, 10)))
+def backwards() -> nn.Module:
+    return Backwards(*(nn.Linear(10, width) for width in (4, 10, 10, 10)))
 
 
 def evaluated_between_steps(rank: int, case: Case) -> tuple[list[float], list[float]]:
@@ -457,7 +442,7 @@ def evaluated_between_steps(rank: int, case: Case) -> tuple[list[float], list[fl
 
 def test_what_an_evaluation_gathers_ahead_is_not_trained_with(gang: Gang) -> None:
     """Layers that have run are gathered again, because torch gathers ahead in the order that the model has them in."""
-    case = Case(job=BackwardsToy(lr=0.02), train=having(global_batch_size=16, steps=6, ema_decay=0.8))
+    case = Case(job=Toy(build=backwards, lr=0.02), train=having(global_batch_size=16, steps=6, ema_decay=0.8))
     ((trained, evaluated),) = gang.run(evaluated_between_steps, case, world_size=1)
     case = LAYOUTS["fsdp-2"].of(case, wrap=("Linear",), prefetch=2)
     ranks = gang.run(evaluated_between_steps, case, world_size=2)
@@ -550,16 +535,15 @@ class Meaned(nn.Module):
         return self.head(x), x.square().mean()
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeanedToy(Toy):
-    def model(self) -> nn.Module:
-        return Meaned()
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return super().loss(output[0], target) + output[1]
+def meaned(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + output[1]
 
 
-@pytest.mark.parametrize("job", [digits(depth=3, val_size=33), MeanedToy(samples=33)], ids=["rows", "a scalar"])
+@pytest.mark.parametrize(
+    "job",
+    [digits(depth=3, val_size=33), Toy(build=Meaned, loss_of=meaned, samples=33)],
+    ids=["rows", "a scalar"],
+)
 def test_an_evaluation_counts_each_sample_once_although_a_rank_has_none_in_the_last_batch(gang: Gang, job: Any) -> None:
     case = Case(job=job, train=having(global_batch_size=32))
     ((_, expected),) = gang.run(evaluated_in_slices, case, world_size=1)

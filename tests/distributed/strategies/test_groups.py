@@ -1,14 +1,12 @@
 """Process groups beside the default one: none of a single rank, and all with the timeout of the run."""
 
-from __future__ import annotations
-
 import pytest
 
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import CLUSTER, Case, having
 from helpers.conformance.layouts import LAYOUTS
 from helpers.jobs.quick_jobs import digits
-from helpers.jobs.toys import Toy
+from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.groups import formed
 
@@ -18,7 +16,7 @@ from helpers.ranks.groups import formed
     [
         ("1F1B-2", digits(depth=8, hidden=8), [2]),
         ("1F1B-2x2", digits(depth=8, hidden=8), [2, 2, 2]),
-        ("InterleavedZeroBubble-2x2", of.TokenChain(build=of.tied_ends), [2, 2, 2, 2]),
+        ("InterleavedZeroBubble-2x2", Tokens(build=of.tied_ends), [2, 2, 2, 2]),
     ],
     ids=["a pipeline", "replicas of one", "shared tensors"],
 )

@@ -1,18 +1,18 @@
 """One model in shared memory: what is shared, what a lock changes, what becomes of a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from helpers.conformance.cases import DDP, Case, having
+from helpers.conformance.layouts import HOGWILD, LOCKED
 from helpers.conformance.training import assert_same, assert_same_state, losses, made, make, snapshot, steps, train
 from helpers.jobs.quick_jobs import AdamDigits, digits
 from helpers.jobs.toys import Toy
@@ -21,10 +21,7 @@ from orchestrator.config import schema
 from orchestrator.protocol.messages import ANY_RANK
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 
-HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
-LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
 LOCKED_UPDATE = replace(LOCKED, lock="update")
 
 
@@ -74,31 +71,28 @@ def test_a_lock_loses_no_update(gang: Gang, options: schema.StrategyConfig) -> N
 
 
 def test_without_a_lock_others_update_meanwhile(gang: Gang) -> None:
-    case = Case(job=InStep(), train=having(global_batch_size=20, steps=10), options=HOGWILD)
+    case = Case(job=Toy(loss_of=in_step), train=having(global_batch_size=20, steps=10), options=HOGWILD)
     ranks = gang.run(train_to_the_end, case, world_size=3)
     assert max(r["figures"]["async/staleness_max"] for r in ranks) >= 2, "of the last one to update"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InStep(Toy):
+def in_step(output: Any, target: Any) -> torch.Tensor:
     """All workers have computed their outputs before one of them updates."""
-
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
-        dist.barrier()
-        return super().loss(output, target)
+    dist.barrier()
+    return F.cross_entropy(output, target)
 
 
 def test_a_skipped_update_is_not_stale(gang: Gang) -> None:
-    case = Case(job=Diverging(), train=having(global_batch_size=20, steps=3, on_nonfinite="skip"), options=LOCKED)
+    case = Case(
+        job=Toy(loss_of=diverging), train=having(global_batch_size=20, steps=3, on_nonfinite="skip"), options=LOCKED
+    )
     for rank in gang.run(train_to_the_end, case, world_size=2):
         assert rank["steps"].skipped == [True] * 3
         assert "async/staleness_max" not in rank["figures"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diverging(Toy):
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
-        return super().loss(output, target) * torch.inf
+def diverging(output: Any, target: Any) -> torch.Tensor:
+    return F.cross_entropy(output, target) * torch.inf
 
 
 def test_one_worker_is_single(gang: Gang) -> None:
@@ -204,12 +198,10 @@ def names_in_training(rank: int, case: Case) -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-@dataclass(frozen=True, kw_only=True)
-class RMS(Toy):
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(parameters, lr=self.lr)
-
-
 def test_an_optimizer_that_cannot_be_shared_is_refused(gang: Gang) -> None:
-    answers = gang.ask(train, Case(job=RMS(), train=having(global_batch_size=20), options=HOGWILD), world_size=2)
+    answers = gang.ask(
+        train,
+        Case(job=Toy(optimizer_of=torch.optim.RMSprop), train=having(global_batch_size=20), options=HOGWILD),
+        world_size=2,
+    )
     assert all("RMSprop: its state cannot be shared" in str(a.error) for a in answers)

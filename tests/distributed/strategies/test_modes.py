@@ -1,9 +1,7 @@
 """Each module trains in the mode, train or eval, that the job has given it; an evaluation does not change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import pytest
@@ -12,16 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from helpers.conformance.cases import DDP, Case, having
-from helpers.conformance.layouts import MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.conformance.layouts import DP, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.conformance.training import Steps as Seen
 from helpers.conformance.training import losses, make, steps, watched
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from orchestrator.config import schema
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
-from orchestrator.strategies.replicated.dp import DPConfig
-
-DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
 
 
 def frozen_norm() -> nn.Module:
@@ -48,16 +43,7 @@ class Residual(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
-        out: Tensor = self.head(hidden + self.norm(hidden).relu())
-        return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class Built(Toy):
-    build: Callable[[], nn.Module] = layers
-
-    def model(self) -> nn.Module:
-        return self.build()
+        return self.head(hidden + self.norm(hidden).relu())
 
 
 def train_and_evaluate(rank: int, case: Case) -> Seen:
@@ -84,7 +70,7 @@ def train_and_evaluate(rank: int, case: Case) -> Seen:
 def test_frozen_batchnorm_stays_frozen(
     gang: Gang, build: Callable[[], nn.Module], options: schema.StrategyConfig | None, world_size: int
 ) -> None:
-    case = Case(job=Built(build=build), train=having(steps=5, global_batch_size=8))
+    case = Case(job=Toy(build=build), train=having(steps=5, global_batch_size=8))
     norm = build().get_submodule("1" if build is layers else "norm")
     (undisturbed,) = gang.run(train_and_evaluate, replace(case, train=having(case.train, steps=2)), world_size=1)
     chosen = replace(case, options=options or DDP, alone=options if world_size == 1 else None)
@@ -95,19 +81,16 @@ def test_frozen_batchnorm_stays_frozen(
     assert all(torch.equal(mean, norm.running_mean) for mean in means)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pretrained(Toy):
-    """Its model is in eval mode, as ``from_pretrained`` returns it."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+def pretrained() -> nn.Module:
+    """A model in eval mode, as ``from_pretrained`` returns it."""
+    return nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
 
 
 @pytest.mark.parametrize(("options", "world_size"), [(None, 1), (MODEL_PARALLEL, 2)], ids=["single", "model_parallel"])
 def test_a_model_that_is_wholly_in_eval_mode_is_trained(
     gang: Gang, options: schema.StrategyConfig | None, world_size: int
 ) -> None:
-    case = Case(job=Pretrained(), train=having(steps=4, global_batch_size=8), options=options or DDP)
+    case = Case(job=Toy(build=pretrained), train=having(steps=4, global_batch_size=8), options=options or DDP)
     ranks = gang.run(train_and_evaluate, case, world_size=world_size)
     (tracked,) = [t for r in ranks for name, t in r.model.items() if name.endswith("num_batches_tracked")]
     assert tracked == 4

@@ -1,7 +1,5 @@
 """Parameters on servers: the losses of one worker where steps are synchronous, bounds where they are not."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.conformance.cases import DDP as DDP_OPTIONS
-from helpers.conformance.cases import Case, having
+from helpers.conformance.cases import Case, having, options_of
 from helpers.conformance.layouts import ADAMW, SGD
 from helpers.conformance.training import (
     Steps,
@@ -40,15 +38,9 @@ from orchestrator.strategies.asynchronous.parameter_server.shared import Paramet
 
 
 def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:
-    options = ParameterServerConfig(
-        name="parameter_server",
-        num_workers=2,
-        num_shards=num_servers,
-        consistency="sync",
-        max_staleness=1,
-        compression="none",
+    return options_of(
+        "parameter_server", **{"num_workers": 2, "num_shards": num_servers, "max_staleness": 1, **changes}
     )
-    return replace(options, **changes)
 
 
 def run(gang: Gang, case: Case, workers: int, servers: int, function: Any = train, **changes: Any) -> list[Any]:
@@ -142,8 +134,7 @@ class ManyOptimizers(Toy):
         for p in parameters:
             (weights if p.ndim > 1 else others).append(p)
         groups = [{"params": weights, "weight_decay": 0.01}, {"params": others, "lr": 2 * self.lr}]
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.kind)(groups, lr=self.lr, **dict(self.fields))
-        return optimizer
+        return getattr(torch.optim, self.kind)(groups, lr=self.lr, **dict(self.fields))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +285,6 @@ def test_asynchronous_steps_that_are_not_finite_are_left_out(gang: Gang) -> None
     assert all(t.isfinite().all() for t in ranks[0][0].model.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Masked(Tokens):
     """As jobs write it by hand: 0 where nothing counts."""
 
@@ -415,27 +405,15 @@ def held_before_and_after(rank: int, case: Case) -> tuple[Any, Any]:
 # What is refused ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeMatrices(Toy):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(parameters, lr=self.lr)
-
-
 def test_an_optimizer_that_cannot_be_sharded_is_refused(gang: Gang) -> None:
-    case = Case(job=WholeMatrices(), train=having(global_batch_size=20), options=server(1))
+    case = Case(job=Toy(optimizer_of=torch.optim.Adafactor), train=having(global_batch_size=20), options=server(1))
     answers = gang.ask(train, case, world_size=3)
     assert all("Adafactor: servers update their shards" in str(a.error) for a in answers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reentrant(Toy):
+class Reentrant(nn.Module):
     """The gradient of the first layer comes in two parts, each from a backward pass within the backward pass."""
 
-    def model(self) -> nn.Module:
-        return _Reentrant()
-
-
-class _Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(10, 10)
@@ -444,11 +422,10 @@ class _Reentrant(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs.clone().requires_grad_()
         hidden = checkpoint(self.layer, checkpoint(self.layer, inputs, use_reentrant=True), use_reentrant=True)
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 def test_a_gradient_that_grows_after_it_was_pushed_is_an_error(gang: Gang) -> None:
-    case = Case(job=Reentrant(), train=having(global_batch_size=20), options=server(1))
+    case = Case(job=Toy(build=Reentrant), train=having(global_batch_size=20), options=server(1))
     answers = gang.ask(train, case, world_size=2)
     assert "use_reentrant=False" in str(answers[0].error)

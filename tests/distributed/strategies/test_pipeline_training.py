@@ -1,8 +1,6 @@
 """Training a model in stages beyond what the conformance matrix has: shared, frozen, random and sparse parameters, and
 its evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,8 +14,7 @@ from helpers.conformance.exact_evaluation import assert_evaluated_exactly
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, whole_model
 from helpers.conformance.training import losses, piece, train
 from helpers.jobs.quick_jobs import digits
-from helpers.jobs.stage_toys import Chain, TokenChain
-from helpers.jobs.toys import Toy
+from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang
 from jobs.sparse import MatrixCompletion
 from orchestrator.strategies.update.gradients import norm_over
@@ -52,8 +49,8 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(Chain(build=of.tied_thrice), id="thrice"),
-        pytest.param(TokenChain(build=of.tied_and_frozen), id="frozen", marks=passes_constants),
+        pytest.param(Toy(build=of.tied_thrice), id="thrice"),
+        pytest.param(Tokens(build=of.tied_and_frozen), id="frozen", marks=passes_constants),
     ],
 )
 def test_tied_weights(gang: Gang, job: Toy, name: str) -> None:
@@ -79,7 +76,7 @@ def frozen_body() -> torch.nn.Module:
 )
 def test_frozen_stages(gang: Gang, build, name: str) -> None:
     stages = ("second", "third", "head")
-    assert_as_alone(gang, case(Chain(build=build)), name, split=stages, want_grad_norm=True)
+    assert_as_alone(gang, case(Toy(build=build)), name, split=stages, want_grad_norm=True)
 
 
 @passes_constants
@@ -99,14 +96,14 @@ def test_a_frozen_stage_is_continued(gang: Gang) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_what_parameters_make_without_the_input(gang: Gang, name: str) -> None:
-    assert_as_alone(gang, case(Chain(build=of.beside)), name, split=("beside", "second", "head"))
+    assert_as_alone(gang, case(Toy(build=of.beside)), name, split=("beside", "second", "head"))
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", [PLAIN, "GPipe-2x2"])
 @pytest.mark.parametrize("build", [of.sparse_ends, of.sparse_and_tied])
 def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -> None:
-    assert_as_alone(gang, case(TokenChain(build=build, momentum=0), clip_norm=0.1), name)
+    assert_as_alone(gang, case(Tokens(build=build, momentum=0), clip_norm=0.1), name)
 
 
 @passes_constants
@@ -125,7 +122,7 @@ def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
     "job",
     [
         digits(depth=3, val_size=37),
-        TokenChain(build=of.tied_ends, samples=38, empty=3),
+        Tokens(build=of.tied_ends, samples=38, empty=3),
         of.NestedBatches(samples=21),
         of.Answers(samples=5),
     ],
@@ -137,7 +134,7 @@ def test_evaluation_is_exact(gang: Gang, job: Toy, name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_dropout(gang: Gang, name: str) -> None:
-    dropping = case(Chain(build=of.dropped, lr=0.02), steps=30)
+    dropping = case(Toy(build=of.dropped, lr=0.02), steps=30)
     ranks, _ = assert_evaluated_exactly(gang, dropping, name)
     curve = losses(ranks)
     assert curve[-5:].mean() < 0.9 * curve[:5].mean(), "nothing was learned"
@@ -146,7 +143,7 @@ def test_dropout(gang: Gang, name: str) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_the_same_seed_and_cut_drop_the_same(gang: Gang, name: str) -> None:
     layout = LAYOUTS[name]
-    cut = layout.of(case(Chain(build=of.dropped), steps=3), split=("second", "third", "head"))
+    cut = layout.of(case(Toy(build=of.dropped), steps=3), split=("second", "third", "head"))
     first, again = (gang.run(train, cut, world_size=layout.world_size) for _ in range(2))
     assert torch.equal(losses(first), losses(again))
     other = gang.run(train, replace(cut, seed=4), world_size=layout.world_size)
@@ -156,9 +153,9 @@ def test_the_same_seed_and_cut_drop_the_same(gang: Gang, name: str) -> None:
 @pytest.mark.parametrize("build", [of.normed, of.averaging])
 def test_running_statistics_of_micro_batches_are_those_of_slices(gang: Gang, build) -> None:
     """What a stage sees is the same as with accumulation on one worker, in the same order."""
-    slices = case(Chain(build=build), grad_accumulation=4)
+    slices = case(Toy(build=build), grad_accumulation=4)
     (alone,) = gang.run(train, slices, world_size=1)
-    whole = case(Chain(build=build))
+    whole = case(Toy(build=build))
     for name in (PLAIN, "Interleaved1F1B-2", HALVED):
         layout = LAYOUTS[name]
         ranks = gang.run(train, layout.of(whole), world_size=layout.world_size)
@@ -172,7 +169,7 @@ def test_running_statistics_of_micro_batches_are_those_of_slices(gang: Gang, bui
 @pytest.mark.parametrize("build", [of.normed, of.averaging])
 @pytest.mark.parametrize("name", [SHARED, PLAIN])
 def test_running_statistics_are_equal_on_replicas_and_used_in_evaluation(gang: Gang, build, name: str) -> None:
-    ranks, state = assert_evaluated_exactly(gang, case(Chain(build=build), steps=5), name)
+    ranks, state = assert_evaluated_exactly(gang, case(Toy(build=build), steps=5), name)
     fresh = build().state_dict()
     assert whole_model(ranks).keys() == state.model.keys() == fresh.keys()
     kept = [n for n in fresh if n.endswith(("running_mean", "average"))]

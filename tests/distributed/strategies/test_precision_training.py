@@ -1,8 +1,6 @@
 """Every precision in every layout: equal losses, skipped steps, and checkpoints."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +9,17 @@ from torch import Tensor
 
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
-from helpers.conformance.layouts import LAYOUTS, assert_as_alone, whole_model
+from helpers.conformance.layouts import DP, HOGWILD, LAYOUTS, assert_as_alone, whole_model
 from helpers.conformance.training import losses, make, model_of, piece, snapshot, steps, train
 from helpers.jobs.quick_jobs import AdamDigits, TinyGPT, digits
 from helpers.jobs.stage_toys import Marked
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.replicated.dp import DPConfig
 from orchestrator.strategies.trained import INITIAL
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.data.batches import SampleOrder
 
-DATA_PARALLEL = DPConfig(name="dp", num_workers=2, loss_on="replicas", verbose=False)
+DATA_PARALLEL = replace(DP, loss_on="replicas")
 SYNCHRONOUS = ("ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "ZBVZeroBubble-2", "GPipe-2x2")
 TOLERANCE = {"tf32": 1e-5, "bf16": 0.02, "bf16-true": 0.05, "fp16": 0.005}
 """Relative, of every loss: about the unit roundoff of the dtype, times the number of steps."""
@@ -48,7 +44,6 @@ def test_every_layout_has_the_losses_of_one_worker(gang: Gang, precision: str) -
     assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Loud(AdamDigits):
     """The gradients are beyond float16 until the scale has fallen. AdamW makes the same updates of any loss."""
 
@@ -122,9 +117,7 @@ def test_dp_has_the_losses_of_one_device(gang: Gang, precision: str) -> None:
 
 
 def test_workers_share_parameters_in_bfloat16(gang: Gang) -> None:
-    case = Case(
-        job=TinyGPT(), options=HogwildConfig(name="hogwild", num_workers=2), train=having(precision="bf16-true")
-    )
+    case = Case(job=TinyGPT(), options=HOGWILD, train=having(precision="bf16-true"))
     ranks = gang.run(train, case, world_size=2)
     assert losses(ranks)[-1] < losses(ranks)[0]
     assert {t.dtype for rank in ranks for t in rank.model.values()} == {torch.bfloat16}

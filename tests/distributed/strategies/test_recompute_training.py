@@ -1,7 +1,5 @@
 """Activation checkpointing changes no bit of a loss, also with dropout and running statistics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sparse gradients are summed by exchanging rows, which every backend can do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.equal_loss import assert_equal_losses
 from helpers.conformance.layouts import SGD
 from helpers.conformance.training import losses, make, steps, train
+from helpers.jobs.toys import Tokens
 from helpers.ranks.launches import recorded
 from jobs.sparse import SparseLogistic
 from orchestrator.strategies.update.gradients import sparse_sum
@@ -63,7 +62,7 @@ def test_ddp_gathers_indices_and_values_and_reduces_what_is_dense(gang):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_model_with_sparse_and_dense_gradients_has_equal_losses(gang, world_size):
-    case = Case(job=of.TokenChain(build=of.sparse_ends, momentum=0), train=having(global_batch_size=30))
+    case = Case(job=Tokens(build=of.sparse_ends, momentum=0), train=having(global_batch_size=30))
     assert_equal_losses(gang, case, (world_size,), rtol=SGD)
 
 

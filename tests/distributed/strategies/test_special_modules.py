@@ -1,7 +1,5 @@
 """Modules that a tracer would change train in stages as they do alone, or are refused; none differs in silence."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import MODEL_PARALLEL, SGD, ddp_pipeline, pipeline
 from helpers.conformance.training import losses, train
 from helpers.jobs.special_modules import ROOTS, SPECIAL, Model, Teacher, model_with
-from helpers.jobs.stage_toys import Chain
+from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from orchestrator.config import schema
 
@@ -38,7 +36,7 @@ def test_a_special_module_trains_as_it_does_alone(gang: Gang, name: str, layout:
         pytest.skip("each replica branches on its own samples")
     options, world_size = LAYOUTS[layout]
     slices = 2 if layout == "pipeline" else 1
-    case = Case(job=Chain(build=functools.partial(model_with, name)), train=having(steps=6, global_batch_size=16))
+    case = Case(job=Toy(build=functools.partial(model_with, name)), train=having(steps=6, global_batch_size=16))
     alone_case = replace(case, train=replace(case.train, grad_accumulation=slices if name in ONCE_A_STEP else 1))
     (alone,) = gang.run(train, alone_case, world_size=1)
     ranks = gang.run(train, replace(case, options=options), world_size=world_size)
@@ -178,7 +176,7 @@ def scripted_root() -> nn.Module:
 )
 def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:
     options = replace(LAYOUTS["pipeline"][0], split="auto")
-    case = Case(job=Chain(build=build), train=having(steps=2, global_batch_size=16), options=options)
+    case = Case(job=Toy(build=build), train=having(steps=2, global_batch_size=16), options=options)
     answers = gang.ask(train, case, world_size=2)
     assert said in str(answers[0].error)
     assert "Job.stages" in str(answers[0].error)
@@ -190,7 +188,7 @@ def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: 
 def test_a_root_that_is_more_than_a_list_of_layers(gang: Gang, name: str, layout: str) -> None:
     """Its own ``forward``, hooks and parameters are part of the model, wherever it is cut."""
     options, world_size = LAYOUTS[layout]
-    case = Case(job=Chain(build=ROOTS[name]), train=having(steps=4, global_batch_size=16))
+    case = Case(job=Toy(build=ROOTS[name]), train=having(steps=4, global_batch_size=16))
     (alone,) = gang.run(train, case, world_size=1)
     ranks = gang.run(train, replace(case, options=replace(options, split="auto")), world_size=world_size)
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=SGD, atol=0)
@@ -200,7 +198,7 @@ def test_a_root_that_is_more_than_a_list_of_layers(gang: Gang, name: str, layout
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_frozen_layer_that_the_forward_pass_changes_elsewhere_is_refused(gang: Gang, through_data: bool) -> None:
     options = replace(LAYOUTS["model_parallel"][0], split=("middle",))
-    job = Chain(build=functools.partial(Teacher, through_data=through_data))
+    job = Toy(build=functools.partial(Teacher, through_data=through_data))
     answers = gang.ask(train, Case(job=job, train=having(steps=4), options=options), world_size=2)
     assert "forward passes change" in str(answers[0].error)
 
@@ -220,7 +218,7 @@ class TwoHalves(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutByHand(Chain):
+class CutByHand(Toy):
     build: Callable[[], nn.Module] = TwoHalves
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
@@ -243,7 +241,7 @@ def test_a_job_cuts_its_model_by_hand(gang: Gang, layout: str) -> None:
 
 
 def test_without_it_the_message_says_what_to_write(gang: Gang) -> None:
-    case = Case(job=Chain(build=TwoHalves), train=having(steps=2), options=LAYOUTS["pipeline"][0])
+    case = Case(job=Toy(build=TwoHalves), train=having(steps=2), options=LAYOUTS["pipeline"][0])
     answers = gang.ask(train, replace(case, options=replace(case.options, split="auto")), world_size=2)
     assert "its forward() reads the values of a tensor (__int__) outside of the layers" in str(answers[0].error)
     assert "Job.stages" in str(answers[0].error)

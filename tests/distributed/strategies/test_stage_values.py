@@ -1,7 +1,5 @@
 """What flows between stages, and layers that are hard to part: as on one worker, or refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 
 import helpers.jobs.stage_toys as of
@@ -9,7 +7,8 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import ADAMW, LAYOUTS, assert_as_alone, passes_constants, refuses_constants
 from helpers.conformance.training import train
 from helpers.jobs.quick_jobs import TinyGPT
-from helpers.jobs.stage_toys import Answers, Chain, Lengths, NestedBatches
+from helpers.jobs.stage_toys import Answers, Lengths, NestedBatches
+from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
@@ -26,7 +25,7 @@ def case(job, **changes):
     "build", [pytest.param(of.pairs, marks=passes_constants), of.skips, of.nested, of.same_twice, of.views]
 )
 def test_tensors_of_every_sort_in_any_structure(gang: Gang, build, name: str) -> None:
-    assert_as_alone(gang, case(Chain(build=build)), name)
+    assert_as_alone(gang, case(Toy(build=build)), name)
 
 
 @pytest.mark.in_turn
@@ -42,7 +41,7 @@ def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str)
 @pytest.mark.parametrize("name", [HALVED, PLAIN, SHARED])
 @pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
 def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
-    assert_as_alone(gang, case(Chain(build=build)), name, want_grad_norm=True)
+    assert_as_alone(gang, case(Toy(build=build)), name, want_grad_norm=True)
 
 
 @passes_constants
@@ -51,7 +50,7 @@ def test_documents_that_are_kept_apart(gang: Gang) -> None:
 
 
 def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
-    job = Chain(build=of.norm_used_twice)
+    job = Toy(build=of.norm_used_twice)
     assert_as_alone(gang, case(job), "model_parallel-2", split=("head",))
 
 
@@ -59,14 +58,14 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
     ("job", "name", "split", "said"),
     [
         pytest.param(
-            Chain(build=of.norm_used_twice),
+            Toy(build=of.norm_used_twice),
             "model_parallel-2",
             ("second",),
             "norm0.num_batches_tracked: forward ",
             id="statistics-twice",
         ),
         pytest.param(
-            Chain(build=of.text_between),
+            Toy(build=of.text_between),
             "model_parallel-2",
             ("layer1",),
             "layer layer0 returns str; only tensors in ",
@@ -80,7 +79,7 @@ def test_statistics_used_twice_on_one_worker(gang: Gang) -> None:
             id="lengths",
         ),
         pytest.param(
-            Chain(build=of.pairs),
+            Toy(build=of.pairs),
             HALVED,
             "auto",
             "returns a tensor without a gradient, such as a mask, which a stage cannot receive with torch 2.11",

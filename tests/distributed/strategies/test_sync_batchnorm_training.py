@@ -1,7 +1,5 @@
 """BatchNorm under ``ddp``: with ``strategy.sync_batchnorm=true`` its statistics are those of ``single``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

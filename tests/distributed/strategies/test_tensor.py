@@ -1,7 +1,5 @@
 """Layers divided over workers: trained as by one worker alone, and saved and loaded as by any other layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +44,6 @@ from orchestrator.state.checkpoint import load, path_of
 from orchestrator.strategies.trainer import Trainer
 
 
-@dataclass(frozen=True, kw_only=True)
 class RatesByShape(TinyGPT):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": [p], "lr": 0.2 / max(p.shape)} for p in parameters])
@@ -226,8 +223,7 @@ class OfTransformers(Job):
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         default = AutoConfig.for_model(self.kind)
         known = {name: size for name, size in sizes.items() if hasattr(default, name)}
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
-        return model
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **known)).float()
 
     def dataset(self, split: Split) -> Rows:
         rows = [(torch.arange(24) * (1 + i % 5) + i) % 120 for i in range(64)]
@@ -237,8 +233,7 @@ class OfTransformers(Job):
         return model(**inputs, use_cache=False)
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = output.loss
-        return loss
+        return output.loss
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)

@@ -1,7 +1,6 @@
 """Ranks that use different parameters of a model whose tensors are divided."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone
 from helpers.conformance.training import train
-from helpers.jobs.uneven_jobs import RepeatedToy, ToyOfOneRank, Uneven
+from helpers.jobs.uneven_jobs import OfOneRank, Repeated, Uneven, uneven
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 
@@ -20,17 +19,17 @@ KEPT, AHEAD = {"reshard_after_forward": False}, {"prefetch": 2}
 @pytest.mark.parametrize(
     ("layout", "changes", "job"),
     [
-        ("fsdp-2", BLOCKS, {"adamw": True, "discards": True}),
+        ("fsdp-2", BLOCKS, {"adamw": True, "build": partial(uneven, True)}),
         ("fsdp-1F1B-2x2", NESTED, {}),
         *in_campaign(
             *(
-                (layout, {**wrap, **changes}, {"adamw": adamw, "discards": discards})
+                (layout, {**wrap, **changes}, {"adamw": adamw, "build": partial(uneven, discards)})
                 for layout in ("fsdp-2", "fsdp-3", "hsdp-2x2", "fsdp-1F1B-2x2")
                 for wrap in (EXPERTS, BLOCKS, NESTED)
                 for changes in ({}, KEPT, AHEAD)
                 for adamw, discards in ((False, False), (True, True))
             ),
-            ("fsdp-ZBVZeroBubble-2x2", BLOCKS, {"adamw": True, "discards": True}),
+            ("fsdp-ZBVZeroBubble-2x2", BLOCKS, {"adamw": True, "build": partial(uneven, True)}),
         ),
     ],
 )
@@ -52,12 +51,14 @@ def test_experts_in_16_bits_and_computed_again(gang: Gang, changes: dict[str, An
 
 
 def test_blocks_are_called_unequally_often(gang: Gang) -> None:
-    case = Case(job=RepeatedToy(), train=having(global_batch_size=8, steps=16))
+    case = Case(job=Uneven(build=Repeated), train=having(global_batch_size=8, steps=16))
     assert_as_alone(gang, case, "fsdp-2", "hsdp-2x2", want_grad_norm=True)
 
 
 def test_a_block_that_one_rank_calls_is_found_without_numbers(gang: Gang) -> None:
-    assert_as_alone(gang, Case(job=ToyOfOneRank(), train=having(global_batch_size=8)), "fsdp-2", want_grad_norm=True)
+    assert_as_alone(
+        gang, Case(job=Uneven(build=OfOneRank), train=having(global_batch_size=8)), "fsdp-2", want_grad_norm=True
+    )
 
 
 def test_a_part_of_a_block_that_is_computed_again_is_not_skipped(gang: Gang) -> None:

@@ -1,72 +1,55 @@
 """What a test trains: configurations, and the plans and assignments made from them."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import yaml
 
 from helpers.jobs.quick_jobs import digits
 from orchestrator.config import schema
+from orchestrator.config.files import conf_dir
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.messages import Assignment, WorkerEnvironment
 from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.presets.replicas import DDPConfig, SingleConfig
 from orchestrator.user_code.callbacks import Callback
 
-TRAIN = schema.TrainConfig(
-    steps=20,
-    global_batch_size=64,
-    grad_accumulation=1,
-    log_every=1,
-    eval_every=0,
-    eval_splits=("val",),
-    stop_after=None,
-    stop_min_delta=0,
-    histograms_every=0,
-    clip_norm=None,
-    clip_value=None,
-    precision="fp32",
-    activation_checkpointing="none",
-    compile=False,
-    on_nonfinite="stop",
-    ema_decay=None,
-    init="seeded",
-    deterministic=False,
-)
-SINGLE = SingleConfig(name="single", num_workers=1)
-DDP = DDPConfig(
-    name="ddp",
-    num_workers="auto",
-    bucket_mb=0.001,  # several buckets even in these models
-    comm_hook="none",
-    powersgd_rank=4,
-    find_unused_parameters=False,
-    static_graph=False,
-    shard_optimizer=False,
-    sync_batchnorm=False,
-    tensor=1,
-    tensor_pairs="auto",
-    sequence=False,
-)
-CLUSTER = schema.ClusterConfig(
-    address=None,
+T = TypeVar("T")
+
+
+@cache
+def _shipped(file: str) -> Mapping[str, Any]:
+    return yaml.safe_load((conf_dir() / f"{file}.yaml").read_text())  # type: ignore[no-any-return]
+
+
+def _made_of(cls: type[T], shipped: Mapping[str, Any], **changes: Any) -> T:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in shipped.items()}
+    return cls(**{**values, **changes})
+
+
+def section(name: str, cls: type[T], **changes: Any) -> T:
+    """The default values of a section of the configuration, but for these ``changes``."""
+    return _made_of(cls, _shipped("config").get(name) or _shipped(f"{name}/default"), **changes)
+
+
+def options_of(strategy: str, **changes: Any) -> Any:
+    """The default values of the keys of a strategy, but for these ``changes``."""
+    return _made_of(registry.config_class(strategy), _shipped(f"strategy/{strategy}"), **changes)
+
+
+TRAIN = section("train", schema.TrainConfig, steps=20, log_every=1, eval_every=0, precision="fp32")
+SINGLE = options_of("single", num_workers=1)
+DDP = options_of("ddp", bucket_mb=0.001)  # several buckets even in these models
+CLUSTER = section(
+    "cluster",
+    schema.ClusterConfig,
     device="cpu",
-    cpus_per_worker=1,
-    autoscaling=False,
-    exclude_nodes=(),
-    dashboard=False,
-    env={},
-    queue=True,
-    priority=0,
-    user_share=None,
-    queue_timeout_s=None,
     unfit_timeout_s=None,
-    pip=(),
-    py_modules=(),
     pending_timeout_s=5,
     start_timeout_s=20,
     rendezvous_timeout_s=20,
@@ -74,21 +57,11 @@ CLUSTER = schema.ClusterConfig(
     heartbeat_s=1,
     node_timeout_s=4,
     heartbeat_timeout_s=5,
-    stopped_timeout_s=5,
     stop_grace_s=5,
 )
-CHECKPOINT = schema.CheckpointConfig(every=0, keep=3, only_trained=False, best=None, best_direction=None)
-RECOVERY = schema.RecoveryConfig(
-    max_failures=0,
-    spares=0,
-    peer_copy_every=0,
-    backoff_s=1,
-    hang_factor=10,
-    hang_min_s=10,
-    hang_max_s=20,
-    build_max_s=20,
-    replace_stragglers=False,
-    chaos=(),
+CHECKPOINT = section("checkpoint", schema.CheckpointConfig, every=0)
+RECOVERY = section(
+    "recovery", schema.RecoveryConfig, max_failures=0, hang_factor=10, hang_min_s=10, hang_max_s=20, build_max_s=20
 )
 
 
@@ -112,42 +85,17 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
     options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=num_workers)
     config = schema.Config(
         name="test",
-        seed=case.seed,
-        resume="never",
-        evaluate=case.evaluate,
-        start_from=None,
-        output_dir="outputs",
-        plan=False,
-        profile=False,
+        **{name: _shipped("config")[name] for name in ("resume", "start_from", "output_dir", "plan", "profile")},
         callbacks=(),
+        seed=case.seed,
+        evaluate=case.evaluate,
         train=case.train,
         data=schema.DataConfig(num_workers=0),
         checkpoint=case.checkpoint,
-        sweep=schema.SweepConfig(
-            unfit="refuse",
-            parallel=1,
-            trials=None,
-            metric="val_loss",
-            direction="minimize",
-            pruner=None,
-            min_steps=None,
-            reduction_factor=3,
-        ),
+        sweep=section("sweep", schema.SweepConfig),
         recovery=RECOVERY,
-        tracking=schema.TrackingConfig(
-            uri=None,
-            experiment="test",
-            log_model=False,
-            log_dataset=False,
-            request_timeout_s=1,
-            upload_every_s=0,
-            flush_timeout_s=1,
-            background_timeout_s=1,
-            system_metrics_every_s=0,
-            tensorboard=False,
-            sinks=(),
-        ),
-        storage=schema.StorageConfig(staging_dir=None, upload_every_s=1, timeout_s=1, flush_timeout_s=1),
+        tracking=section("tracking", schema.TrackingConfig, uri=None, system_metrics_every_s=0),
+        storage=section("storage", schema.StorageConfig),
         cluster=CLUSTER,
         strategy=options,
         job=schema.JobSpec(target="test.Test", fields={}),
@@ -162,6 +110,14 @@ def plan_of(config: schema.Config) -> Plan:
         (Node(node_id="here", name="here", cpus=8, gpus=0),),
         oversubscribe_cpus=True,
     )
+
+
+def checked(case: Case, workers: int, **planned: Any) -> tuple[list[str], list[str]]:
+    """The errors and the notes of the checks before a start; ``planned``: what the plan has else."""
+    config, errors = config_of(case, workers), list[str]()
+    plan = replace(plan_of(config), **planned)
+    notes = registry.load(config.strategy.name).check(config, case.job, plan, errors)
+    return errors, list(notes)
 
 
 def assignment(

@@ -1,7 +1,5 @@
 """The rule of equal loss, for replicas of the whole model. ``layouts`` has it for every strategy."""
 
-from __future__ import annotations
-
 import torch
 
 from helpers.conformance.cases import Case

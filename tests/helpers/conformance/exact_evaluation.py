@@ -1,7 +1,5 @@
 """The rule of exact evaluation: every layout evaluates a model as one worker does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

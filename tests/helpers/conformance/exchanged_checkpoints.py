@@ -1,7 +1,5 @@
 """Two layouts that go on from each other's checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

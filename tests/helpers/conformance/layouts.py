@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,148 +11,65 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.conformance.cases import DDP, SINGLE, Case, config_of, plan_of
+from helpers.conformance.cases import DDP, SINGLE, Case, config_of, options_of, plan_of
 from helpers.conformance.training import Steps, losses, train
 from helpers.jobs.quick_jobs import digits
 from helpers.ranks.gang import Gang
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
-from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.pipelined.stage_layout import StagedConfig
-from orchestrator.strategies.presets.pipelines import (
-    DDPPipelineConfig,
-    FSDPPipelineConfig,
-    ModelParallelConfig,
-    PipelineConfig,
-)
-from orchestrator.strategies.presets.product import MeshConfig
-from orchestrator.strategies.presets.shards import FSDPConfig, HSDPConfig
-from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.presets.pipelines import DDPPipelineConfig, FSDPPipelineConfig, PipelineConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
 
-MODEL_PARALLEL = ModelParallelConfig(
-    name="model_parallel", num_workers=2, context=1, tensor=1, tensor_pairs="auto", sequence=False, split="auto"
-)
+MODEL_PARALLEL = options_of("model_parallel", num_workers=2)
+PARAMETER_SERVER = options_of("parameter_server", num_workers=2, num_shards=2, consistency="sync", max_staleness=1)
+SHARDED_DDP = replace(DDP, shard_optimizer=True)
+FSDP = options_of("fsdp", num_workers=2)
+HSDP = options_of("hsdp", num_workers=4, shard_size=2)
 
 
 def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
-    return PipelineConfig(
-        name="pipeline",
-        num_workers=2,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
-        split=split,
-        schedule=schedule,  # type: ignore[arg-type]
-        num_microbatches=num_microbatches,
-        stages_per_rank="auto",
-    )
+    return options_of("pipeline", num_workers=2, schedule=schedule, num_microbatches=num_microbatches, split=split)
 
 
 def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto") -> DDPPipelineConfig:
     """Two replicas of two workers each."""
-    return DDPPipelineConfig(
-        name="ddp_pipeline",
+    return options_of(
+        "ddp_pipeline",
         num_workers=4,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
         pipeline_parallel_size=2,
-        close=close,  # type: ignore[arg-type]
-        split=split,
-        schedule=schedule,  # type: ignore[arg-type]
+        schedule=schedule,
         num_microbatches=num_microbatches,
-        stages_per_rank="auto",
+        close=close,
+        split=split,
     )
-
-
-PARAMETER_SERVER = ParameterServerConfig(
-    name="parameter_server",
-    num_workers=2,
-    num_shards=2,
-    consistency="sync",
-    max_staleness=1,
-    compression="none",
-)
-
-SHARDED_DDP = replace(DDP, shard_optimizer=True)
 
 
 def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -> FSDPPipelineConfig:
     """Two stages of two workers each."""
-    return FSDPPipelineConfig(
-        name="fsdp_pipeline",
+    return options_of(
+        "fsdp_pipeline",
         num_workers=4,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
         pipeline_parallel_size=2,
-        split="auto",
-        schedule=schedule,  # type: ignore[arg-type]
+        schedule=schedule,
         num_microbatches=num_microbatches,
-        stages_per_rank="auto",
-        wrap="auto",
         reshard_after_forward=reshard,
-        prefetch=1,
     )
-
-
-FSDP = FSDPConfig(
-    name="fsdp",
-    num_workers=2,
-    context=1,
-    tensor=1,
-    tensor_pairs="auto",
-    sequence=False,
-    wrap="auto",
-    reshard_after_forward=True,
-    prefetch=1,
-    cpu_offload=False,
-)
-HSDP = HSDPConfig(
-    name="hsdp",
-    num_workers=4,
-    shard_size=2,
-    context=1,
-    tensor=1,
-    tensor_pairs="auto",
-    sequence=False,
-    wrap="auto",
-    reshard_after_forward=True,
-    prefetch=1,
-)
 
 
 def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
     """The layout of ``strategy=mesh`` with these sizes."""
-    options = MeshConfig(
-        **{f.name: getattr(DDP, f.name) for f in fields(DDP)}
-        | {f.name: getattr(HSDP, f.name) for f in fields(HSDP) if f.name != "shard_size"}
-        | {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name in Coords._fields}
-        | {
-            "name": "mesh",
-            "num_workers": "auto",
-            "expert": 1,
-            "tensor_pairs": "auto",
-            "sequence": False,
-            "stages_per_rank": "auto",
-            "split": "auto",
-        }
-        | {
-            "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
-            "schedule": schedule,
-            "reshard_after_forward": schedule == "1F1B",
-        }
-        | changes,
-    )
-    return layout(options, sizes.num_workers)
+    keys = {
+        **{dimension: getattr(sizes, dimension) for dimension in Coords._fields},
+        "bucket_mb": DDP.bucket_mb,
+        "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
+        "schedule": schedule,
+        "reshard_after_forward": schedule == "1F1B",
+    }
+    return layout(options_of("mesh", **{**keys, **changes}), sizes.num_workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +143,10 @@ CONTEXT = {
     "mesh-zero1-context-2": mesh(Mesh(context=2), shard_optimizer=True),
 }
 """Those that need a model whose samples can be divided by tokens."""
-DP = DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)
-EVERY = {
-    **LAYOUTS,
-    "dp-2": layout(DP, 1),
-    "hogwild-2": layout(HogwildConfig(name="hogwild", num_workers=2), 2),
-    "locked_sgd-2": layout(LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
-}
+DP = options_of("dp", num_workers=2)
+HOGWILD = options_of("hogwild", num_workers=2)
+LOCKED = options_of("locked_sgd", num_workers=2)
+EVERY = {**LAYOUTS, "dp-2": layout(DP, 1), "hogwild-2": layout(HOGWILD, 2), "locked_sgd-2": layout(LOCKED, 2)}
 """Those in one process too, and those whose losses are not those of one worker."""
 
 

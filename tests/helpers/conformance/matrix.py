@@ -6,8 +6,6 @@ of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENA
 :data:`EXCEPTIONS`, with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +21,7 @@ from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
 from helpers.jobs.matrix_optimizers import OfColumns, OfMarked, OfTall, Orthogonal, Preconditioned
 from helpers.jobs.quick_jobs import MeasuredDigits, SteppedDigits, TinyGPT, digits
+from helpers.jobs.toys import Tokens, Toy
 from helpers.jobs.uneven_jobs import Uneven
 from helpers.ranks.streams import StreamToy, Weighed
 from orchestrator.job import Job
@@ -128,14 +127,12 @@ SCENARIOS = {
         happened=each_step_measured,
     ),
     "weights per sample, tied": Scenario(
-        job=of.TokenChain(build=of.tied_ends, empty=6, lr=0.5),
+        job=Tokens(build=of.tied_ends, empty=6, lr=0.5),
         train={"grad_accumulation": 2, "clip_norm": 0.2, "global_batch_size": 8},
         happened=one_has_none,
     ),
     "language model": Scenario(job=TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True), train={}, rtol=ADAMW),
-    "frozen, by train()": Scenario(
-        job=of.Chain(build=of.freezes_in_train), train={"global_batch_size": 16}, constants=True
-    ),
+    "frozen, by train()": Scenario(job=Toy(build=of.freezes_in_train), train={"global_batch_size": 16}, constants=True),
     "skipped step": Scenario(
         job=of.Marked(marked=(BAD,)),
         train={"on_nonfinite": "skip", "ema_decay": 0.8, "global_batch_size": 16},

@@ -1,7 +1,5 @@
 """What a case describes, trained in plain torch on one process, in whole batches: what every layout has to come to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

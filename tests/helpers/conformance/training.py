@@ -1,7 +1,5 @@
 """A bare training loop, to run a case on a rank, and comparisons of what it trained."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.ranks.batches import HERE, opened
 from helpers.ranks.gang import own_device
+from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.stages import module_of
-from orchestrator.planning.mesh import DIVIDING
+from orchestrator.planning.mesh import DIVIDING, Mesh
 from orchestrator.planning.placement import Box
 from orchestrator.state.checkpoint import load
 from orchestrator.state.checkpoint_uploader import Written
@@ -68,6 +67,26 @@ def metrics_of(ranks: list[Steps]) -> list[dict[str, float]]:
         }
         for step in range(len(ranks[0].weights))
     ]
+
+
+def built(
+    job: Job, options: StrategyConfig, *, accumulation: int = 1, replicas: int = 2, devices: int = 1, rank: int = 0
+) -> Trainer:
+    """The strategy on this rank, set up without a process group."""
+    context = Context(
+        mesh=Mesh(shard=replicas) if options.name == "fsdp" else Mesh(replicate=replicas),
+        global_rank=rank,
+        device=torch.device("cpu"),
+        seed=3,
+        train=having(global_batch_size=16, grad_accumulation=accumulation),
+        options=options,
+        collective_timeout_s=1,
+        num_devices=devices,
+    )
+    strategy = registry.load(options.name).create(context, job)
+    assert isinstance(strategy, Trainer)
+    strategy.setup(job.dataset("train"))
+    return strategy
 
 
 def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False) -> Strategy:

@@ -1,7 +1,5 @@
 """States to save, and what no search for a checkpoint may report."""
 
-from __future__ import annotations
-
 import torch
 
 from orchestrator.state.best import BEST, BestSoFar

@@ -1,7 +1,5 @@
 """The files below ``cluster/``, and the commands in them."""
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ An example is a block of Python. It runs as a module of its own. A comment in th
 - ``<!-- not run: REASON -->``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

@@ -1,7 +1,5 @@
 """Texts that users see, compared with files in ``tests/golden`` that ``pytest --renew-golden`` writes."""
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Those of Kubernetes itself come with kubernetes-validate. Those of KubeRay v1.6.
 that the manifests use, by the references of their CRDs.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from typing import Any

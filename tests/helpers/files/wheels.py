@@ -1,7 +1,5 @@
 """Wheels that tests install."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,10 +1,9 @@
 """Jobs whose loss or state depends on which samples are in one batch, and some that only look like it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,16 +120,9 @@ def spectral() -> nn.Module:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
 
 
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target)
-
-
-def summed(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target, reduction="sum")
-
-
-def class_weighted(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target, weight=CLASS_WEIGHTS)
+summed = partial(F.cross_entropy, reduction="sum")
+class_weighted = partial(F.cross_entropy, weight=CLASS_WEIGHTS)
+ignoring = partial(F.cross_entropy, ignore_index=0)
 
 
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
@@ -139,23 +131,15 @@ def contrastive(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(unit @ unit.T, torch.arange(len(unit)))
 
 
-def ignoring(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target, ignore_index=0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OfBatches(Toy):
     """``middle``: builds the second of three layers. ``weigh``: the weight of a batch; None for its samples."""
 
     middle: Callable[[], nn.Module] = nn.Tanh
-    loss_of: Callable[[Tensor, Tensor], Tensor] = mean
     weigh: Callable[[Tensor], Tensor] | None = None
 
     def model(self) -> nn.Module:
         return mlp(self.middle())
-
-    def loss(self, output: Any, target: Any) -> Tensor:
-        return self.loss_of(output, target)
 
     def weight(self, target: Any) -> Tensor | None:
         return None if self.weigh is None else self.weigh(target)
@@ -210,10 +194,8 @@ def bags(items: list[tuple[Tensor, int]]) -> Any:
 class Ragged(Toy):
     """Batches of tokens without padding, as ``nn.EmbeddingBag`` takes them."""
 
+    build: Callable[[], nn.Module] = Bags
     collate = property(lambda self: bags)
-
-    def model(self) -> nn.Module:
-        return Bags()
 
     def item(self, index: int, inputs: Tensor, target: int) -> Any:
         return torch.arange(2 + index % 7), target

@@ -1,7 +1,5 @@
 """A job whose model has repeated blocks."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A job whose training goes on only once so many processes have loaded it."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Jobs in which something goes wrong at a given step on a given rank."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -23,7 +21,6 @@ from orchestrator.protocol.messages import Outcome
 from orchestrator.user_code.callbacks import Callback, RunBegin, StepEnd, current_step
 
 
-@dataclass(frozen=True, kw_only=True)
 class Reporting(Digits):
     """Draws samples and measures its batches; its callbacks fail after 5 steps."""
 
@@ -138,7 +135,6 @@ class NoStore(Digits):
         time.sleep(1e6)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Faulty):
     """A rank runs out of memory, and as with NCCL, no process group can be destroyed before all ranks do it."""
 
@@ -158,7 +154,6 @@ def _stay(_: Outcome) -> Any:
     raise RuntimeError("this outcome stays here")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Secretive(Digits):
     """Its workers cannot send their outcome to the driver."""
 
@@ -167,7 +162,6 @@ class Secretive(Digits):
         return super().loss(output, target)
 
 
-@dataclass(frozen=True, kw_only=True)
 class NoData(Digits):
     """The training set has no samples."""
 

@@ -1,7 +1,5 @@
 """Jobs that say what they see of a GPU, or take too much of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -28,7 +26,6 @@ def outside_of_torch() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Observing(Digits):
     """Measures the devices that a worker sees, whether it computes on one, and the memory of its tensors and beside."""
 
@@ -42,7 +39,6 @@ class Observing(Digits):
         return {name: torch.tensor(len(target) * float(value)) for name, value in values.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Greedy(Digits):
     """Rank 1 asks for a petabyte."""
 

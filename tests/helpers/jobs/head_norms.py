@@ -1,7 +1,5 @@
 """A model whose blocks have attention beside an MLP, and a norm of each head: its gradient is a sum over the heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -54,8 +52,7 @@ class Adapter(nn.Module):
         self.b = nn.Linear(2, layer.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.b(self.a(x))
-        return out
+        return self.layer(x) + self.b(self.a(x))
 
 
 def adapted() -> nn.Module:
@@ -89,7 +86,6 @@ class HeadNorms(Job):
         return torch.optim.AdamW(parameters, lr=0.01) if self.adamw else torch.optim.SGD(parameters, lr=0.2)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adapted(HeadNorms):
     """Trains adapters."""
 

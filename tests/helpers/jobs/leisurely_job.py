@@ -1,7 +1,5 @@
 """A job whose training steps take a while, so that something can happen meanwhile."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

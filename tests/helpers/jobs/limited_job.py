@@ -1,7 +1,5 @@
 """A language model whose workers may take only so much memory."""
 
-from __future__ import annotations
-
 import re
 import resource
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Optimizers that need whole tensors: for matrices as Muon and SOAP do, with norms of columns, and Adafactor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,15 +1,10 @@
 """Digits with a model that has buffers."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from torch import nn
 
 from jobs.digits import Digits
 
 
-@dataclass(frozen=True, kw_only=True)
 class Normed(Digits):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))

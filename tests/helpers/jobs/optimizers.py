@@ -1,7 +1,5 @@
 """Optimizers as people have them: wrappers, lists in the state, keys that are no parameters, attributes, modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -222,13 +220,6 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 }
 """Those that can be resumed."""
 
-REFUSED: dict[str, Callable[[Any], Optimizer]] = {
-    "forgetful": Forgetful,
-    "sharpness": Sharpness,
-    "two-passes": TwoPasses,
-    "unsavable": Unsavable,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizedDigits(QuickDigits):
@@ -236,7 +227,7 @@ class OptimizedDigits(QuickDigits):
 
     hidden: int = 24
     depth: int = 3
-    kind: str = "attribute"
+    kind: Callable[[Any], Optimizer] = Attribute
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return {**KINDS, **REFUSED, "global": Global}[self.kind](parameters)
+        return self.kind(parameters)

@@ -1,8 +1,5 @@
 """Ports of docs/ports.md, with small models and random images in place of what other packages have."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +22,11 @@ class TokenModel(nn.Module):
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@dataclass(frozen=True, kw_only=True)
 class NanoGPT(nanogpt_job.InScriptOrder):
     def gpt(self) -> nn.Module:
         return TokenModel(self.vocab_size)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ImageNet(imagenet_job.ImageNet):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 6))

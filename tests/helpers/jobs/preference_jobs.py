@@ -1,7 +1,5 @@
 """``job=hf job.task=dpo`` on a small Llama, which learns to prefer a sum to a product."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -44,7 +44,6 @@ class QuickDigits(Digits):
         return Rows(list(itertools.islice(images.items, self.val_size)))
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeasuredDigits(QuickDigits):
     """Measures its training batches, once for each loss and without gradients."""
 
@@ -77,7 +76,6 @@ class Confusion:
         return {"f1": (2 * right / of_each.clamp(min=1)).mean(), "counted": self.counts.sum(), "certain": certain}
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScoredDigits(QuickDigits):
     """Has metrics that are no sums."""
 
@@ -85,7 +83,6 @@ class ScoredDigits(QuickDigits):
         return {"confusion": Confusion()}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictedDigits(ScoredDigits):
     """Predicts the first samples itself."""
 
@@ -99,7 +96,6 @@ class PredictedDigits(ScoredDigits):
             yield model(images[None].to(device)), torch.tensor([target], device=device)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SteppedDigits(QuickDigits):
     """The loss becomes smaller with every step, and a metric is the step."""
 
@@ -121,7 +117,6 @@ class AdamDigits(QuickDigits):
         return torch.optim.AdamW(parameters, lr=self.lr)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScheduledDigits(QuickDigits):
     """The learning rate is halved every three steps."""
 
@@ -148,7 +143,6 @@ class TinyGPT(GPT):
         return _windows(split, self.context)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FewToEvaluate(TinyGPT):
     def dataset(self, split: Split) -> Any:
         windows: Any = super().dataset(split)

@@ -1,7 +1,5 @@
 """A job with a secret of every kind, which it repeats in everything that it writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

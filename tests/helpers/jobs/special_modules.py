@@ -1,7 +1,5 @@
 """Modules that a tracer would change: each is the middle of a model that takes ten numbers and returns four classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

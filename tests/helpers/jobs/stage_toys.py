@@ -1,7 +1,5 @@
 """Small jobs whose models are chains of layers, each with something that is hard for stages."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,17 +16,7 @@ from helpers.jobs.toys import Tokens, Toy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain(Toy):
-    """Ten numbers in, four classes out, by the model that ``build`` returns."""
-
-    build: Callable[[], nn.Module]
-
-    def model(self) -> nn.Module:
-        return self.build()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduledChain(Chain):
+class ScheduledChain(Toy):
     """AdamW with weight decay by name, and rates by size, halved every half epoch: every three of 6.25 steps."""
 
     lr: float = 1e-2
@@ -48,17 +36,6 @@ class ScheduledChain(Chain):
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = math.nan) -> LRScheduler:
         return StepLR(optimizer, step_size=round(steps_per_epoch / 2), gamma=0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenChain(Tokens):
-    """Sequences of 12 tokens with valid ones among them, through the model that ``build`` returns."""
-
-    build: Callable[[], nn.Module]
-    lr: float = 0.1
-
-    def model(self) -> nn.Module:
-        return self.build()
 
 
 def chain(**layers: nn.Module) -> nn.Sequential:
@@ -130,8 +107,7 @@ class Table(nn.Module):
         self.register_buffer("table", torch.linspace(-1, 1, 24))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.table
-        return out
+        return x + self.table
 
 
 def table_used_twice() -> nn.Module:
@@ -272,10 +248,7 @@ class Beside(nn.Module):
 
 def beside() -> nn.Module:
     return chain(
-        first=nn.Linear(10, 24),
-        beside=Beside(),
-        second=With(24, 24, lambda x, got: x + got[1]),
-        head=nn.Linear(24, 4),
+        first=nn.Linear(10, 24), beside=Beside(), second=With(24, 24, lambda x, got: x + got[1]), head=nn.Linear(24, 4)
     )
 
 
@@ -294,7 +267,7 @@ class Answer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers(Chain):
+class Answers(Toy):
     """The model's output is a dict."""
 
     build: Callable[[], nn.Module] = answers
@@ -312,8 +285,7 @@ class Opened(nn.Module):
 
     def forward(self, value: Any) -> Tensor:
         one, (other,) = (value["one"], value["other"]) if isinstance(value, dict) else value
-        out: Tensor = self.linear(one + other)
-        return out
+        return self.linear(one + other)
 
 
 def opened() -> nn.Module:
@@ -322,8 +294,7 @@ def opened() -> nn.Module:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths(TokenChain):
+class Lengths(Tokens):
     """Batches are as long as their longest sample."""
 
     def collate(self, items: list[Any]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -333,7 +304,7 @@ class Lengths(TokenChain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NestedBatches(Chain):
+class NestedBatches(Toy):
     """Inputs are dicts or tuples, targets dicts."""
 
     build: Callable[[], nn.Module] = opened
@@ -377,7 +348,7 @@ def bad_gradient() -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marked(Chain):
+class Marked(Toy):
     """The samples numbered ``marked`` have a gradient that is NaN in the layer ``bad`` alone; the loss is finite."""
 
     build: Callable[[], nn.Module] = bad_gradient
@@ -433,8 +404,7 @@ class Averaging(nn.Module):
         if self.training:
             self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
             self.calls += 1
-        out: Tensor = (x - self.average) * self.scale
-        return out
+        return (x - self.average) * self.scale
 
 
 def averaging() -> nn.Module:

@@ -1,7 +1,5 @@
 """A job that is healthy and slow: some batches take far longer than the others."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Small jobs that make their own updates in ``Job.training_step``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +65,6 @@ def _judged(logits: Tensor, wanted: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, wanted))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScheduledGAN(GAN):
     """The generator has another kind of optimizer, and each model its own schedule."""
 
@@ -83,7 +80,6 @@ class ScheduledGAN(GAN):
         return StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-@dataclass(frozen=True, kw_only=True)
 class NormedGAN(GAN):
     """Its models have buffers that forward passes change.
 

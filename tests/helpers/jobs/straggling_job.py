@@ -1,7 +1,5 @@
 """Jobs whose rank 1 sleeps in every step after the warm-up, which no straggler is looked for in."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass, field

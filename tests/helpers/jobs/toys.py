@@ -1,7 +1,5 @@
 """Small jobs with one quirk each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +25,26 @@ class Rows(Dataset[Any]):
         return self.items[index]
 
 
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Toy(Job):
-    """Ten numbers in, four classes out. A subclass changes one thing."""
+    """Ten numbers in, four classes out. A field or a subclass changes one thing.
+
+    ``optimizer_of``: makes the optimizer in place of SGD.
+    """
 
     samples: int = 200
     lr: float = 0.1
     momentum: float = 0.9
+    build: Callable[[], nn.Module] = _two_layers
+    loss_of: Callable[[Any, Any], Tensor] = F.cross_entropy
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] | None = None
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
+        return self.build()
 
     def dataset(self, split: Split) -> Dataset[Any]:
         random = torch.Generator().manual_seed(17 if split == "train" else 18)
@@ -48,10 +56,16 @@ class Toy(Job):
         return inputs, target
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        return F.cross_entropy(output, target)
+        return self.loss_of(output, target)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.optimizer_of is not None:
+            return self.optimizer_of(parameters)
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum)
+
+
+def _embedded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 12), nn.Linear(12, 20))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +76,7 @@ class Tokens(Toy):
     """
 
     empty: int = 0
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(20, 12), nn.Linear(12, 20))
+    build: Callable[[], nn.Module] = _embedded
 
     def item(self, index: int, inputs: Tensor, target: int) -> tuple[Tensor, Tensor]:
         tokens = (inputs.repeat(2)[:13] * 3).long().abs() % 20
@@ -86,13 +98,11 @@ class Tokens(Toy):
         return self.metrics(output, target)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Normed(Toy):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dropped(Toy):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
@@ -114,7 +124,6 @@ class Steep(Toy):
         return 5e4 * output.mean()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wide(Toy):
     """Matrices large enough for PowerSGD to compress."""
 
@@ -152,15 +161,9 @@ class Poisoned(Normed):
         return StepLR(optimizer, step_size=1, gamma=0.9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Branched(Toy):
+class Branched(nn.Module):
     """No Sequential: a value skips layers, one weight is used at both ends, another hangs in the root."""
 
-    def model(self) -> nn.Module:
-        return _Branched()
-
-
-class _Branched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(10, 16)
@@ -178,8 +181,7 @@ class _Branched(nn.Module):
         for block in self.blocks:
             hidden = block(hidden).relu()
         hidden = self.last(self.deep(hidden)) * self.scale
-        out: Tensor = self.head(hidden + skipped * mask)
-        return out
+        return self.head(hidden + skipped * mask)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,6 @@
 """Models that use other parameters for other samples, so that each rank may lack gradients that others have."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +63,12 @@ class Heads(nn.Module):
         return out
 
 
+def uneven(discards: bool = False) -> nn.Module:
+    layers = [Parts(discards) for _ in range(4)]
+    layers[1].parts[0].requires_grad_(False)
+    return nn.Sequential(*layers, Heads())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Uneven(Toy):
     """Four layers of :class:`Parts`, of which one has a frozen part, and :class:`Heads`.
@@ -73,12 +77,7 @@ class Uneven(Toy):
     """
 
     adamw: bool = False
-    discards: bool = False
-
-    def model(self) -> nn.Module:
-        layers = [Parts(self.discards) for _ in range(4)]
-        layers[1].parts[0].requires_grad_(False)
-        return nn.Sequential(*layers, Heads())
+    build: Callable[[], nn.Module] = uneven
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.adamw:
@@ -102,12 +101,6 @@ class Repeated(nn.Module):
         return self.head(x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RepeatedToy(Uneven):
-    def model(self) -> nn.Module:
-        return Repeated()
-
-
 class OfOneRank(nn.Module):
     """Rank 1 alone calls the second block, for nothing. What it calls does not depend on numbers."""
 
@@ -122,9 +115,3 @@ class OfOneRank(nn.Module):
             elif dist.is_initialized() and dist.get_rank() == 1:
                 block(x)
         return self.head(x)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToyOfOneRank(Uneven):
-    def model(self) -> nn.Module:
-        return OfOneRank()

@@ -1,7 +1,5 @@
 """Our command as a process of its own, which this process lends neither its Ray nor its path."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """File systems that are full, or that stand still."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -5,8 +5,6 @@ interfaces does: the name of a host resolves to loopback (Debian's default), no 
 not answer, and a second interface has the same address on every host, as that of Docker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

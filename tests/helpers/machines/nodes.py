@@ -1,7 +1,5 @@
 """Nodes of a cluster on this machine that have something of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -19,12 +17,7 @@ _PATIENCE = {"RAY_agent_register_timeout_ms": "100000"}
 
 @contextlib.contextmanager
 def node_with_its_own(
-    folder: Path,
-    address: str,
-    count_nodes: Callable[[], int],
-    *,
-    num_cpus: int = 1,
-    name: str = socket.gethostname(),
+    folder: Path, address: str, count_nodes: Callable[[], int], *, num_cpus: int = 1, name: str = socket.gethostname()
 ) -> Iterator[int]:
     """A node of the cluster at ``address`` on which another file system is mounted at ``folder``.
 

@@ -1,7 +1,5 @@
 """Nodes to plan for, the plan of a command line, and workers on nodes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -9,9 +7,11 @@ import pytest
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
+from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.messages import WorkerInfo
 from orchestrator.strategies import registry
+from orchestrator.strategies.constructor import Outline
 
 LAPTOP = (Node(node_id="local", name="laptop", cpus=2, gpus=0),)
 GPU_BOX = (Node(node_id="a", name="box", cpus=16, gpus=4),)
@@ -28,6 +28,12 @@ def config_of(*words: str) -> Config:
 def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
     config = config_of(*words)
     return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=embedded)
+
+
+def notes_of(job: Job, *words: str) -> tuple[tuple[str, ...], list[str]]:
+    """The notes on the job's model, and the errors."""
+    config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
+    return registry.load(config.strategy.name).check_job(config, Outline(job, config.train), plan, errors), errors
 
 
 def errors_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> tuple[str, ...]:

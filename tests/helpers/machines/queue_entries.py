@@ -1,7 +1,5 @@
 """Runs in the queue of a cluster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from orchestrator.protocol.queue_entries import QueueEntry

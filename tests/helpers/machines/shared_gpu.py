@@ -1,7 +1,5 @@
 """Several NCCL ranks on one GPU, for tests on a machine that has only one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

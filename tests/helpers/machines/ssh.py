@@ -1,7 +1,5 @@
 """An ssh server on a host, which lets the user of another host in without a password."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

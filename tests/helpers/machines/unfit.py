@@ -1,7 +1,5 @@
 """What makes a node unfit for the workers of a driver on another node."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Blocks of 16 numbers, each with an idiom that a strategy could break, and the stack that has three of them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

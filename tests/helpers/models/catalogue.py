@@ -1,7 +1,5 @@
 """Every model that is trained under every strategy, by name, and the jobs that train one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -83,7 +81,6 @@ class TakesDict(nn.Module):
         return tuple(getattr(output, name) for name in self.exhibit.task.result)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Staged(Whole):
     """The same model for stages: the job leaves ``forward`` as it is, and computes the loss."""
 
@@ -96,11 +93,9 @@ class Staged(Whole):
         return self.exhibit.task.loss(output, target)
 
     def _results(self, output: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = output
-        return results
+        return output
 
 
-@dataclass(frozen=True, kw_only=True)
 class Direct(Whole):
     """A model that is called with the inputs alone, whole and in stages, and whose loss is the task's."""
 

@@ -1,7 +1,5 @@
 """What divides or cuts a model of ``hf_table``, without training it."""
 
-from __future__ import annotations
-
 import torch
 
 from helpers.models.catalogue import MODELS, job_of

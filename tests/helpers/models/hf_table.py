@@ -3,8 +3,6 @@
 A configuration gets a small value for every size that it has. So a type is a row of the table without code of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Models of timm, torchvision, diffusers and peft, as their constructors make them with small arguments."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A small Llama of ``transformers`` and a tokenizer of bytes. A test without these packages is skipped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What models are trained on: samples, how a model is called with them, and the loss of what it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers, diffusers and peft with random weights and tiny sizes, each configured by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

@@ -1,7 +1,5 @@
 """What becomes of a model under a strategy."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +14,11 @@ from torch import Tensor
 from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
 from helpers.conformance.layouts import (
     ADAMW,
+    DP,
     FSDP,
+    HOGWILD,
     HSDP,
+    LOCKED,
     MODEL_PARALLEL,
     PARAMETER_SERVER,
     SGD,
@@ -39,10 +40,8 @@ from orchestrator.model.batch import num_rows, split_batch
 from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.pipelined.stage_layout import StagedConfig
-from orchestrator.strategies.replicated.dp import DPConfig
 
 TRAIN = having(steps=3, global_batch_size=8)
 STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
@@ -51,15 +50,15 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "ddp, optimizer sharded": (SHARDED_DDP, 2),
     "fsdp": (FSDP, 2),
     "hsdp": (HSDP, 4),
-    "dp": (DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False), 1),
+    "dp": (DP, 1),
     "model_parallel": (MODEL_PARALLEL, 2),
     "pipeline": (pipeline("1F1B", 2), 2),
     "pipeline, zero bubble": (pipeline("ZBVZeroBubble", 4), 2),
     "ddp_pipeline": (ddp_pipeline("1F1B", 2), 4),
     "fsdp_pipeline": (fsdp_pipeline("1F1B", 2), 4),
     "mesh": (mesh(Mesh(pipeline=2, shard=2), shard_optimizer=True).options, 4),
-    "hogwild": (HogwildConfig(name="hogwild", num_workers=2), 2),
-    "locked_sgd": (LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step"), 2),
+    "hogwild": (HOGWILD, 2),
+    "locked_sgd": (LOCKED, 2),
     "parameter_server sync": (replace(PARAMETER_SERVER, num_shards=1), 3),
     "parameter_server async": (replace(PARAMETER_SERVER, num_shards=1, consistency="async"), 3),
 }

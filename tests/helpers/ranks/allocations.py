@@ -1,7 +1,5 @@
 """What a piece of code allocates, counted byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

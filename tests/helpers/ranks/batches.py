@@ -1,7 +1,5 @@
 """The batches that the training loop reads, with defaults for what a test does not care about."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Deadlocks in the order in which the ranks of a job communicate, found by replaying it without buffers."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Loops that a process builds one after another, and what is left of those that are discarded."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading
@@ -61,13 +59,7 @@ def of_generation(rank: int, case: Case, world_size: int, run_dir: str) -> Loop:
     strategy = make(case, rank)
     made.clear()
     orders = assignment(
-        rank=rank,
-        world_size=world_size,
-        generation=1,
-        store_port=0,
-        run_dir=run_dir,
-        case=case,
-        checkpoint_every=2,
+        rank=rank, world_size=world_size, generation=1, store_port=0, run_dir=run_dir, case=case, checkpoint_every=2
     )
     loop = loop_of(orders, case, strategy, gate=Abandoning(timeout_s=60), device=own_device())
     with contextlib.suppress(AbandonedError):

@@ -121,12 +121,7 @@ class Gang:
         return [a.value for a in answers]
 
     def ask(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        world_size: int,
-        timeout_s: float = 120,
-        grouped: bool = True,
+        self, function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120, grouped: bool = True
     ) -> list[Answer]:
         """As :meth:`run`, but errors are answers too. Not ``grouped``: the ranks form no group by themselves."""
         self._start()

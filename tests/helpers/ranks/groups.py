@@ -1,7 +1,5 @@
 """The process groups that a strategy forms."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

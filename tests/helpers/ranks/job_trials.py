@@ -1,7 +1,5 @@
 """A job tried out by itself: checked, trained and evaluated in this process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,11 +65,7 @@ def accuracy(job: Job, model: nn.Module) -> float:
     """The part of the validation set's units that ``model`` has right."""
     right, total = 0.0, 0.0
     for (inputs, target), valid in EvalBatches(
-        job.dataset("val"),
-        replace(HERE, collate=job.collate),
-        batch_size=64,
-        data_parallel_size=1,
-        dp_rank=0,
+        job.dataset("val"), replace(HERE, collate=job.collate), batch_size=64, data_parallel_size=1, dp_rank=0
     ):
         inputs, target = first_rows(inputs, valid), first_rows(target, valid)
         with torch.no_grad():

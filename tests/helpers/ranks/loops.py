@@ -1,7 +1,5 @@
 """The training loop of a rank without Ray, from the first step or a checkpoint to the last step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training state that passes from rank to rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the order of a schedule's actions implies."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

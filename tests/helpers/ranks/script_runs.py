@@ -1,7 +1,5 @@
 """The workers' part of ``strategy=script`` without Ray: the script of each rank, in processes of this one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -74,12 +72,7 @@ class Rank:
 
 @contextmanager
 def running(
-    script: str,
-    run_dir: Path,
-    *words: str,
-    args: str = "",
-    world_size: int = 2,
-    remote: Remote | None = None,
+    script: str, run_dir: Path, *words: str, args: str = "", world_size: int = 2, remote: Remote | None = None
 ) -> Iterator[list[Rank]]:
     """Run a script of ``helpers/scripts`` on some ranks; those that still run at the end of the block are ended."""
     store = open_store("127.0.0.1", timeout_s=30)

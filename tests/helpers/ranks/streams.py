@@ -1,7 +1,5 @@
 """Streams of each kind, over the samples of a list, and jobs that train on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +88,6 @@ def shuffled(items: Sequence[Any], seed: int) -> list[Any]:
 KINDS = {kind.__name__: kind for kind in (Plain, Epochs, Counting, Stateful, Unsavable)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Measured(Toy):
     """Can be cut into four stages."""
 
@@ -113,13 +110,11 @@ class StreamToy(Measured):
         return KINDS[self.kind](items if split == "train" else items[:33])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Unvalidated(Toy):
     def dataset(self, split: Split) -> Any:
         return super().dataset(split) if split == "train" else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Weighed(Measured):
     """Draws the samples of class 0 five times as often as the others, and those of class 3 never."""
 

@@ -1,7 +1,5 @@
 """Events of a run, and what the console prints of them."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import IO

@@ -1,7 +1,5 @@
 """Runs that ended before, and what a new command makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The profile of a job, with times that are easy to add."""
 
-from __future__ import annotations
-
 from orchestrator.tuning.profile import NO_COST, Affine, GroupCost, LayerProfile, PassCost, Profile, StageDivision
 
 LAYER = LayerProfile(

@@ -8,8 +8,6 @@ To record another one, from the repository root:
     PYTHONPATH=tests python -m helpers.records.recorded_sweep outputs/<date>/*
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A sink of events that keeps them."""
 
-from __future__ import annotations
-
 from orchestrator.protocol.events import Event
 
 

@@ -1,7 +1,5 @@
 """What a run left behind, and waiting for what it is about to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

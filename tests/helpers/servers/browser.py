@@ -1,7 +1,5 @@
 """A headless Chromium, driven through the pipe of its DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -73,8 +71,7 @@ class Page:
             pass  # an event
         if "error" in reply:
             raise RuntimeError(f"{method}: {reply['error']}")
-        result: dict[str, Any] = reply["result"]
-        return result
+        return reply["result"]
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
@@ -84,8 +81,7 @@ class Page:
                 raise RuntimeError("the browser has ended")
             self._unread += data
         message, _, self._unread = self._unread.partition(b"\0")
-        reply: dict[str, Any] = json.loads(message)
-        return reply
+        return json.loads(message)
 
 
 @contextlib.contextmanager

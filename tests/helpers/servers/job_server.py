@@ -3,8 +3,6 @@
 Each job has written the same log, and goes on until it is stopped or has ended.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

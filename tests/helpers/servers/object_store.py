@@ -1,7 +1,5 @@
 """A real S3 server (moto) on this machine, and what a run has left on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

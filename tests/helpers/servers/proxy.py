@@ -1,7 +1,5 @@
 """A network on the way to a server that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """An MLflow server as a team runs it: PostgreSQL, artifacts behind the server, basic authentication."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd
@@ -72,12 +70,10 @@ class TeamServer:
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""
-        assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=20)
 
     def _answers(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, (self.folder / "server.log").read_text()
         with contextlib.suppress(OSError):
             return bool(urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200)

@@ -1,7 +1,5 @@
 """Attention as GPUs run it, with tensors that have no values."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The internals of Hydra are where ``compat/hydra.py`` expects them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

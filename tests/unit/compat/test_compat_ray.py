@@ -1,7 +1,5 @@
 """Ray's private interfaces are where ``compat/ray`` expects them, and every patch is undone."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
@@ -118,11 +116,7 @@ def test_patches_are_undone_even_after_an_error() -> None:
     ]
     before = [find_internal(name) for name in names]
     patched = []
-    with (
-        contextlib.suppress(ZeroDivisionError),
-        signals_kept_from_ray(),
-        raylet_messages_muted(),
-    ):
+    with contextlib.suppress(ZeroDivisionError), signals_kept_from_ray(), raylet_messages_muted():
         patched = [find_internal(name) for name in names]
         raise ZeroDivisionError
     assert all(now is not original for now, original in zip(patched, before, strict=True))

@@ -1,7 +1,5 @@
 """The private parts of torch: each is still there and does what the project needs it for."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

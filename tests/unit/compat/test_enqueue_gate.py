@@ -1,7 +1,5 @@
 """The gate for threads that enqueue operations of process groups: none does once it is closed, and an abort waits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """All random generators of a process are seeded and kept together."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

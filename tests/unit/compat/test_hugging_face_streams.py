@@ -1,7 +1,5 @@
 """Streams of Hugging Face ``datasets``: a run continues at the exact next sample."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """While torch connects, its thread asks no name server."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Values become the types of the fields of a dataclass, as a person's job may have them, or are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import pickle

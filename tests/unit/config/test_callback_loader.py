@@ -1,7 +1,5 @@
 """Finding a person's callbacks: made of their arguments, and refused in plain words, all before anything starts."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From words to a frozen configuration: composed, typed, and refused with every fault at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from pathlib import Path

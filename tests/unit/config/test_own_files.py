@@ -1,7 +1,5 @@
 """A user's own ``conf/``: composed after ours as Hydra does it, shown by ``--cfg``, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Secrets reach no file and no message; what only looks like one stays readable."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -18,15 +16,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import overrides_to_evaluate, recorded_job, to_dict, to_yaml
-from orchestrator.config.redact import (
-    MASK,
-    RedactingStream,
-    Redactor,
-    holds_secret,
-    redact,
-    redact_text,
-    url_secrets,
-)
+from orchestrator.config.redact import MASK, RedactingStream, Redactor, holds_secret, redact, redact_text, url_secrets
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override

@@ -1,7 +1,5 @@
 """The answer of ``strategy=auto`` in words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a comparison says about runs: speeds, scaling, repeats, noise and settings that differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -142,9 +140,7 @@ def test_another_machine_or_commit_is_a_difference_wherever_the_runs_are_read_fr
     assert read[0].machine == {
         "host": "a", "processor": "Xeon", "cores": "8", "version.torch": "2.13.0", "commit": "012345678"
     }  # fmt: skip
-    assert differences(read) == [
-        "- runs differ in more than the strategy: cores (8, 2), commit (012345678, 123456789)",
-    ]
+    assert differences(read) == ["- runs differ in more than the strategy: cores (8, 2), commit (012345678, 123456789)"]
 
 
 def no_curve() -> Curve:
@@ -203,10 +199,7 @@ def test_a_verdict_on_settings_of_the_job_is_one_sentence_with_the_best_metric(d
 
 @pytest.mark.parametrize(
     ("losses", "end"),
-    [
-        ((0.5, 0.50001), "all reach the same loss, 0.5000"),
-        ((0.5, 0.4), "lowest loss: ddp x2 with 0.4000"),
-    ],
+    [((0.5, 0.50001), "all reach the same loss, 0.5000"), ((0.5, 0.4), "lowest loss: ddp x2 with 0.4000")],
 )
 def test_verdict_names_the_fastest_run_and_the_losses(losses: tuple[float, float], end: str) -> None:
     runs = [run("single", 1, 100.0, final_loss=losses[0]), run("ddp", 2, 170.0, final_loss=losses[1])]

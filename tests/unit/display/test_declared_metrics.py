@@ -1,7 +1,5 @@
 """A metric is declared in one place, and the progress line, the panel, the summary and `compare` show it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The end of a run in words, and where the code of a job comes from."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -80,7 +78,6 @@ def test_the_tags_of_a_run() -> None:
 
 def load(path: Path, *, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

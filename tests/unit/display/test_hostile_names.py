@@ -1,7 +1,5 @@
 """Names that mean something to what shows them: Markdown, the markup of Rich, formulas of matplotlib."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

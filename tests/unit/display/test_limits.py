@@ -1,7 +1,5 @@
 """What limited a run, from its summary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

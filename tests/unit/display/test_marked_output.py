@@ -1,7 +1,5 @@
 """What a verb prints in a job of Ray, as the reader of the job's log prints it again."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 

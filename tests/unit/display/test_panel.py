@@ -1,7 +1,5 @@
 """The live panel of the console."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading
@@ -11,23 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from helpers.records.console_events import (
-    FINISHED,
-    FORMED,
-    SAVED,
-    START,
-    STARTED,
-    Terminal,
-    point,
-    printed,
-    progress,
-)
+from helpers.records.console_events import FINISHED, FORMED, SAVED, START, STARTED, Terminal, point, printed, progress
 from orchestrator.display.panel import RunView, draw
-from orchestrator.protocol.events import (
-    Continued,
-    Event,
-    Warned,
-)
+from orchestrator.protocol.events import Continued, Event, Warned
 
 
 def drawn(view: RunView, *, width: int = 80, height: int = 24, unicode: bool = True) -> list[str]:

@@ -1,7 +1,5 @@
 """A terminal that closes, or a pipe that nobody reads any more, does not fail the command that writes to it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -1,7 +1,5 @@
 """What the doctor says about a node, about the network and about a tracking server; and how it is shown."""
 
-from __future__ import annotations
-
 import base64
 import http.server
 import json
@@ -70,12 +68,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def about(node: NodeReport, *, num_gpus: int = 2) -> list[Finding]:
-    return [
-        *check_limits(node),
-        *check_output_dir(node, "/runs"),
-        *check_gpus(node, num_gpus),
-        *check_interface(node),
-    ]
+    return [*check_limits(node), *check_output_dir(node, "/runs"), *check_gpus(node, num_gpus), *check_interface(node)]
 
 
 def test_what_is_said_of_a_node_of_the_network_and_of_a_server(golden: Golden) -> None:

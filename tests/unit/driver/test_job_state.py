@@ -1,7 +1,5 @@
 """The state of a run as Ray's dashboard shows it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from orchestrator.driver.reporting import job_state

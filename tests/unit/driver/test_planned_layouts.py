@@ -1,7 +1,5 @@
 """The layouts that `orchestrator plan` finds for a job, and what it predicts of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

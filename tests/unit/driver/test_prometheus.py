@@ -1,7 +1,5 @@
 """What the Prometheus sink records, and when."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is known of cutting a model before anything starts: notes for a person, and faults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from helpers.machines.plans import LAPTOP, config_of
+from helpers.machines.plans import notes_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.checked_runs import check_all
 from orchestrator.job import Job, Split
-from orchestrator.planning.plan import make_plan
-from orchestrator.strategies import registry
-from orchestrator.strategies.constructor import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,6 @@ class Normed(Rows):
         return nn.Sequential(*layers)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FrozenNorms(Normed):
     """Its BatchNorms are in eval mode, in which they use their running statistics."""
 
@@ -67,8 +61,7 @@ class Branches(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(self.first(x))) + x
-        return out
+        return self.last(self.norm(self.first(x))) + x
 
 
 class Traced(Rows):
@@ -111,17 +104,8 @@ class TracedThroughNumpy(Rows):
         return model
 
 
-def staged(job: Job, *words: str) -> tuple[tuple[str, ...], list[str]]:
-    """The notes on the job's model, and the errors."""
-    config = config_of(*words)
-    strategy = registry.load(config.strategy.name)
-    plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
-    errors: list[str] = []
-    return strategy.check_job(config, Outline(job, config.train), plan, errors), errors
-
-
 def new_notes(job: Job, *words: str) -> tuple[str, ...]:
-    notes, errors = staged(job, *words)
+    notes, errors = notes_of(job, *words)
     assert errors == []
     return notes
 
@@ -170,11 +154,7 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
 @pytest.mark.parametrize(
     ("job", "words", "said"),
     [
-        (
-            Frozen(),
-            "strategy=pipeline",
-            "strategy=pipeline: the model has no trainable parameters; set ",
-        ),
+        (Frozen(), "strategy=pipeline", "strategy=pipeline: the model has no trainable parameters; set "),
         (
             Normed(norm=nn.SyncBatchNorm),
             "strategy=ddp_pipeline",
@@ -200,18 +180,17 @@ def test_a_constructor_that_needs_the_memory_of_the_whole_model_is_noted(job: Jo
     ],
 )
 def test_a_model_that_cannot_be_cut_is_an_error(job: Job, words: str, said: str) -> None:
-    _, (error,) = staged(job, *words.split())
+    _, (error,) = notes_of(job, *words.split())
     assert error.startswith(said)
 
 
 def test_a_model_that_is_not_cut_is_not_looked_at() -> None:
-    assert staged(Frozen(), "strategy=ddp") == ((), [])
+    assert notes_of(Frozen(), "strategy=ddp") == ((), [])
 
 
 def test_the_notes_stand_in_the_plan_of_a_run(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "tracking=none", "strategy=pipeline", "job._target_=test_staging.Normed"]
     (checked_run,) = check_all([words])
-    assert checked_run.sizes is not None
     assert any(note.startswith("BatchNorm (0.1, 1.1, and 2 more)") for note in checked_run.sizes.initial.notes)
 
 

@@ -1,7 +1,5 @@
 """``job=gpt``: its model, its data, its schedule, and weights from and to Hugging Face."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -283,7 +281,6 @@ def test_files_of_tokens_are_drawn_in_proportion(tmp_path: Path) -> None:
     assert len(train) == 95 + 19
     assert train[95][0].tolist() == list(range(16)), "the first window of the second file"
     weights = job.sample_weights("train")
-    assert weights is not None
     assert float(weights[95:].sum() / weights.sum()) == pytest.approx(0.75)
     assert job.dataset("val")[0][0][0] == 1530
     held_out = GPT(**TINY, vocabulary=5000, path=paths, val_path=paths[1])

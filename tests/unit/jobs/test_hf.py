@@ -1,7 +1,5 @@
 """``job=hf``: models of Hugging Face, whole and with adapters, and what is wrong with their data."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -458,7 +456,6 @@ def test_answers_are_given_to_the_function_of_metrics(folder: Path, model: str, 
 
     assert texts(found.label_ids) == [e["completion"] for e in SUMS[52:57]]
     shown = job.sample(fitted, torch.Generator())
-    assert shown is not None
     assert texts(found.predictions)[:3] == [text.partition("\n-> ")[2] for text in shown.split("\n\n")]
     shares = [list(job.predictions(fitted, "val", part, 2)) for part in range(2)]
     assert [len(share) for share in shares] == [3, 2]

@@ -1,7 +1,5 @@
 """The jobs that ship: they learn, by the rules that every strategy relies on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Names of unequal length: padding changes nothing, and the model learns to spell."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

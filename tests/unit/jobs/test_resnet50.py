@@ -1,7 +1,5 @@
 """ResNet-50 is torchvision's by name, shape and number, and can be cut between any two of its layers."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

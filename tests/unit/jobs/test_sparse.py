@@ -1,7 +1,5 @@
 """Generated sparse problems: data of the promised shape, gradients that touch little, and a truth that is found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

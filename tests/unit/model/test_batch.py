@@ -1,7 +1,5 @@
 """Trees of tensors: what moves, what is cut, what is joined, and that every container keeps its type."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parts of samples: their rows, and attention between all of them."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a model is cut: the balanced cut against brute force, and what is said of cuts that cannot be."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The note on dropout that is off in training."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 
@@ -19,7 +17,6 @@ def wrapped(model: nn.Module) -> nn.Module:
 
 def test_a_pretrained_model_in_a_new_module_has_no_dropout() -> None:
     note = note_on_dropout(wrapped(pretrained()))
-    assert note is not None
     assert "(body.1, body.2, and 1 more)" in note
     assert "call .train() on the model in job.model()" in note
 

@@ -1,7 +1,5 @@
 """The dtypes in which parameters are gathered: a module computes with them as autocast computes with its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each row needs a second, and nothing but the installed package: replicas and mic
 before training, and so are stages. ``tests/distributed/models/test_model_zoo.py`` trains some models for real.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """Into which layers a model is divided that is no Sequential, if the configuration does not name them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs.stage_toys import Chain
+from helpers.jobs.toys import Toy
 from orchestrator.model.cut import Cut
 from orchestrator.model.fake_calls import first_modules
 from orchestrator.model.layers import flow
@@ -41,8 +39,7 @@ class Headed(nn.Module):
         self.body, self.head = blocks, nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 class Wrapper(nn.Module):
@@ -53,8 +50,7 @@ class Wrapper(nn.Module):
         self.model = Headed(Blocks())
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        out: Tensor = self.model(batch["x"] + batch["y"])
-        return out
+        return self.model(batch["x"] + batch["y"])
 
 
 class Borrowing(nn.Module):
@@ -67,14 +63,13 @@ class Borrowing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(self.first(x))
-        out: Tensor = self.head(hidden + self.first[0](x))
-        return out
+        return self.head(hidden + self.first[0](x))
 
 
 def test_layers_that_share_a_module_are_measured() -> None:
     inputs, target = torch.randn(4, 10), torch.arange(4)
     builder = StageBuilder.outline(
-        Chain(build=Borrowing),
+        Toy(build=Borrowing),
         inputs,
         target,
         constructor=Borrowing,
@@ -93,7 +88,7 @@ def depends_on_values(x: Tensor) -> Tensor:
 
 def layers_of(build: Callable[[], nn.Module], *, num_stages: int, inputs: Any = None) -> LayerSequence:
     inputs = torch.randn(4, 10) if inputs is None else inputs
-    return sequence_of(build_fake(build, CPU), inputs, split=(), num_stages=num_stages, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), inputs, split=(), num_stages=num_stages, job=Toy(build=build))
 
 
 def test_modules_larger_than_a_stage_are_divided() -> None:
@@ -147,8 +142,7 @@ class SelectsByValue(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        out: Tensor = self.second(hidden[(hidden[:, 0] > -100).nonzero().flatten()])
-        return out
+        return self.second(hidden[(hidden[:, 0] > -100).nonzero().flatten()])
 
 
 def test_code_that_needs_values_is_refused_by_its_name() -> None:

@@ -1,7 +1,5 @@
 """Which tensors of a model have elements in the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

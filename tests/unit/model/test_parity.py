@@ -1,10 +1,7 @@
 """Pieces that would train in another way than the whole model are found; without memory for that, the user is told."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -13,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.jobs.special_modules import SPECIAL, Model, _DoubledGradient, model_with
-from helpers.jobs.stage_toys import Chain, plain
+from helpers.jobs.stage_toys import plain
+from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 from orchestrator.model.parity import ParityResult, compare
 from orchestrator.model.partial_init import build_fake
@@ -42,8 +40,7 @@ class CustomFunctionInGlue(Plain):
     """Its own ``forward`` applies a custom function, whose backward pass a recording does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.third(_DoubledGradient.apply(self.special(self.first(x)))))
-        return out
+        return self.head(self.third(_DoubledGradient.apply(self.special(self.first(x)))))
 
 
 class CountsInGlue(Plain):
@@ -55,11 +52,10 @@ class CountsInGlue(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        out: Tensor = self.head(self.third(F.relu(self.special(self.first(x))) * float(self.calls[0])))
-        return out
+        return self.head(self.third(F.relu(self.special(self.first(x))) * float(self.calls[0])))
 
 
-class HandCut(Chain):
+class HandCut(Toy):
     def stages(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Plain)
         return [
@@ -82,8 +78,7 @@ class EvaluatesOtherwise(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         factor = 1.0 if torch.is_grad_enabled() else 2.0
-        out: Tensor = self.head(self.third(self.special(self.first(x)) * factor))
-        return out
+        return self.head(self.third(self.special(self.first(x)) * factor))
 
 
 class Prepared(nn.Linear):
@@ -109,7 +104,7 @@ class PreparesALayer(Model):
 
 
 def verdict(build: Callable[[], nn.Module], free_bytes: int, job: Job | None = None) -> ParityResult:
-    job = job or Chain(build=build)
+    job = job or Toy(build=build)
     return compared(
         build,
         sequence_of(build_fake(build, CPU), INPUTS, split=("third",), num_stages=2, job=job),
@@ -152,26 +147,22 @@ def test_modules_that_run_as_they_are_are_equal(name: str) -> None:
 )
 def test_a_difference_is_found(build: Callable[[], nn.Module], said: str) -> None:
     error = verdict(build, PLENTY).error
-    assert error is not None
     assert error.startswith(said)
 
 
 def test_a_cut_by_hand_that_forgets_something_is_found() -> None:
     error = verdict(Plain, PLENTY, HandCut(build=Plain)).error
-    assert error is not None
     assert "the loss of the pieces is" in error
 
 
 def test_without_memory_for_two_copies_a_note_says_that_nothing_was_compared() -> None:
     found = verdict(CustomFunctionInGlue, too_little(CustomFunctionInGlue))
     assert found.error is None
-    assert found.note is not None
     assert found.note.startswith("the stages were not compared with the whole model: two copies of the model with grad")
     assert "a smaller variant of the model" in found.note
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unlabelled(Chain):
+class Unlabelled(Toy):
     """The samples have no labels, so that the loss is NaN."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -181,7 +172,7 @@ class Unlabelled(Chain):
         return torch.zeros(())
 
 
-@pytest.mark.parametrize("job", [Chain(build=CustomFunctionInGlue), Unlabelled(build=CustomFunctionInGlue)])
+@pytest.mark.parametrize("job", [Toy(build=CustomFunctionInGlue), Unlabelled(build=CustomFunctionInGlue)])
 def test_the_check_before_training_refuses(job: Job) -> None:
     builder = StageBuilder.outline(
         job,
@@ -201,7 +192,7 @@ def test_the_check_before_training_refuses(job: Job) -> None:
 
 
 def test_of_a_sequence_that_only_calls_its_layers_nothing_has_to_be_compared() -> None:
-    sequence = sequence_of(build_fake(plain, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=plain))
+    sequence = sequence_of(build_fake(plain, CPU), INPUTS, split=(), num_stages=2, job=Toy(build=plain))
     assert compared(plain, sequence, free_bytes=0) == ParityResult()
 
 
@@ -223,7 +214,7 @@ class ActsOften(nn.Sequential):
 
 
 def sequence_in(build: Callable[[], nn.Module]) -> LayerSequence:
-    return sequence_of(build_fake(build, CPU), INPUTS, split=(), num_stages=2, job=Chain(build=build))
+    return sequence_of(build_fake(build, CPU), INPUTS, split=(), num_stages=2, job=Toy(build=build))
 
 
 @pytest.mark.parametrize("kind", [Doubles, ActsOften])
@@ -241,5 +232,4 @@ def test_a_sequence_that_changes_its_precision_is_refused() -> None:
         return Decorated(*plain())
 
     error = compared(build, sequence_in(build), free_bytes=PLENTY).error
-    assert error is not None
     assert error.startswith("the loss of the pieces is")

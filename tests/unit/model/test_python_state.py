@@ -1,7 +1,5 @@
 """Code between layers that remembers its calls is not recorded, wherever it keeps the memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.jobs.stage_toys import Chain
+from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import sequence_of
 
@@ -37,8 +35,7 @@ class Glue(nn.Module):
         return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)) * self.factor())
-        return out
+        return self.second(torch.tanh(self.first(x)) * self.factor())
 
 
 class InAnAttribute(Glue):
@@ -138,7 +135,7 @@ def recorded(build: Callable[[], nn.Module]) -> None:
         torch.randn(4, 10),
         split=("second",),
         num_stages=2,
-        job=Chain(build=build),
+        job=Toy(build=build),
     )
 
 

@@ -1,7 +1,5 @@
 """Blocks that are computed again in the backward pass."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -130,10 +128,8 @@ def test_the_outermost_repeated_blocks_are_found(model, count: int) -> None:
 def test_a_model_without_blocks_is_noted() -> None:
     train = having(activation_checkpointing="blocks")
     note = blocks_note(digits().model(), train)
-    assert note is not None
     assert note.startswith("train.activation_checkpointing=blocks has no effect: ")
     note = blocks_note(digits().model(), having(train, compile=True))
-    assert note is not None
     assert note.startswith("train.compile=true with train.activation_checkpointing=blocks has no effect: ")
     assert blocks_note(GPT(layers=2).model(), train) is None
     assert blocks_note(digits().model(), having()) is None

@@ -1,7 +1,5 @@
 """How parameters are cut over servers: by bytes, in order, nothing twice and nothing left out."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -118,6 +116,5 @@ def test_an_optimizer_that_sees_whole_parameters_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3, 3))]
     for optimizer in (torch.optim.LBFGS(parameters), torch.optim.Adafactor(parameters)):
         error = optimizer_error(optimizer)
-        assert error is not None
         assert error.startswith(type(optimizer).__name__)
         assert "strategy=ddp" in error

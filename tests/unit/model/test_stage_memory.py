@@ -1,7 +1,5 @@
 """A stage is built, and its cut measured, in about its share of the model's memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

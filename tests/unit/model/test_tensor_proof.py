@@ -1,7 +1,5 @@
 """What can be divided over workers is found in a block, and divided only if the parts compute the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens are divided over workers where each is computed by itself, and gathered where they are mixed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

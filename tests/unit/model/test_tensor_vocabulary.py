@@ -1,7 +1,5 @@
 """Embeddings and output layers divided by rows compute the same, and are divided only if nothing else reads them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

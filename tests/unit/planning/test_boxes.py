@@ -1,7 +1,5 @@
 """Boxes of tensors: what they have in common, where they are in memory, and whether they make up a whole."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -83,7 +81,6 @@ def test_pieces_of_a_tensor_cover_it_once() -> None:
         assert has_hole(pieces[1:])
         extra = random_box(full, numbers)
         pair = first_overlap([*pieces, extra])
-        assert pair is not None
         assert pair[1] == len(pieces)
         assert pieces[pair[0]].overlap(extra) is not None
     assert first_overlap([Box.whole(()), Box.whole(())]) == (0, 1)

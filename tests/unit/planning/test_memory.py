@@ -1,7 +1,5 @@
 """The memory of a worker from the sizes of the parameters, and the smallest number of workers that fits."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.machines.plans import GPU_BOX, LAPTOP, plan_of

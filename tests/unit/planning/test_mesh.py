@@ -1,7 +1,5 @@
 """The grid of ranks: every rank in one place of it, and which of them are neighbours."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import asdict

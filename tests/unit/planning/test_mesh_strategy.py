@@ -1,7 +1,5 @@
 """``strategy=mesh``: which products make a mesh, and what is said of the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether the micro-batches of a plan are large enough, and the size that would be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,10 +20,7 @@ PIPELINE = ("strategy=pipeline", "strategy.num_microbatches=8")
 """Two stages of one thread each: with 80 MFLOP in a forward pass of the model, the mean pass of a stage takes 1 ms."""
 
 
-@pytest.mark.parametrize(
-    ("overhead", "factor"),
-    [(0.05, 1), (0.24, 1), (0.25, 4), (0.4, 4), (0.41, 8), (3.2, 32)],
-)
+@pytest.mark.parametrize(("overhead", "factor"), [(0.05, 1), (0.24, 1), (0.25, 4), (0.4, 4), (0.41, 8), (3.2, 32)])
 def test_micro_batches_grow_by_a_power_of_two_until_their_overhead_is_a_tenth(overhead: float, factor: int) -> None:
     assert growth(overhead) == factor
     assert factor == 1 or overhead / factor <= 0.1 < 2 * overhead / factor

@@ -1,7 +1,5 @@
 """Placements over random meshes: every element is somewhere, saved once, and whoever has it knows who else does."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

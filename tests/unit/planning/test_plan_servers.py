@@ -1,25 +1,18 @@
 """The plan of a parameter server: roles of the ranks, room for all of them, what is refused before anything starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.machines.plans import LAPTOP, config_of, errors_of, plan_of
+from helpers.machines.plans import LAPTOP, errors_of, notes_of, plan_of
 from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy
-from orchestrator.config.schema import Config
 from orchestrator.display.report import plan_table
-from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh
-from orchestrator.planning.plan import Node, make_plan
-from orchestrator.strategies import registry
-from orchestrator.strategies.constructor import Outline
+from orchestrator.planning.plan import Node
 
 SERVER = ("strategy=parameter_server", "strategy.num_workers=3", "strategy.num_shards=2")
 
@@ -43,7 +36,6 @@ def test_servers_need_room_too() -> None:
     assert plan_of(nodes, *SERVER, "cluster.cpus_per_worker=0.8").world_size == 5
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tiny(Toy):
     def model(self) -> nn.Module:
         return nn.Linear(2, 1)
@@ -52,21 +44,14 @@ class Tiny(Toy):
         return torch.optim.Adafactor(parameters)
 
 
-def checked(config: Config, job: Job) -> tuple[tuple[str, ...], list[str]]:
-    """The notes on the job's model, and the errors."""
-    strategy, errors = registry.load(config.strategy.name), list[str]()
-    plan = make_plan(config, strategy, LAPTOP, oversubscribe_cpus=True)
-    return strategy.check_job(config, Outline(job, config.train), plan, errors), errors
-
-
 def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None:
-    many, one = (config_of("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
-    servers, optimizer = checked(many, Tiny())[1]
+    many, one = (("strategy=parameter_server", f"strategy.num_shards={n}") for n in (4, 1))
+    servers, optimizer = notes_of(Tiny(), *many)[1]
     assert servers == "strategy.num_shards=4: the model allows at most 3 servers; lower it"
     assert optimizer.startswith("strategy=parameter_server: Job.optimizer: Adafactor: ")
-    assert checked(one, Tiny())[1] == [optimizer]
-    assert checked(many, SparseLogistic())[1] == []
-    assert checked(config_of("strategy=ddp"), Tiny()) == ((), [])
+    assert notes_of(Tiny(), *one)[1] == [optimizer]
+    assert notes_of(SparseLogistic(), *many)[1] == []
+    assert notes_of(Tiny(), "strategy=ddp") == ((), [])
 
 
 @pytest.mark.slow
@@ -81,6 +66,6 @@ def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut() -> None
     ],
 )
 def test_running_statistics_of_workers_that_do_not_wait(words: list[str], warned: bool) -> None:
-    notes, _ = checked(config_of(*words), ResNet50())
+    notes, _ = notes_of(ResNet50(), *words)
     assert any(note.startswith("BatchNorm: ") for note in notes) == warned
-    assert checked(config_of(*words), SparseLogistic())[0] == ()
+    assert notes_of(SparseLogistic(), *words)[0] == ()

@@ -1,7 +1,5 @@
 """What the plan says of strategies that cut the model: stages, micro-batches, and all that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.files.golden import Golden
@@ -34,7 +32,6 @@ def test_each_worker_of_a_chain_has_a_stage_and_the_whole_batch(strategy: str, w
 
 def test_the_naive_split_is_one_microbatch() -> None:
     layout = plan("strategy=model_parallel").pipeline
-    assert layout is not None
     assert (layout.schedule, layout.num_stages, layout.num_microbatches) == ("GPipe", 2, 1)
 
 
@@ -80,7 +77,6 @@ def test_auto_makes_two_replicas_on_cpus_and_takes_every_gpu() -> None:
 @pytest.mark.parametrize(("batch", "expected"), [(64, 4), (60, 4), (7, 7), (6, 6), (9, 9), (2, 2)])
 def test_auto_means_about_two_microbatches_a_stage(batch: int, expected: int) -> None:
     layout = plan("strategy=pipeline", f"train.global_batch_size={batch}").pipeline
-    assert layout is not None
     assert layout.num_microbatches == expected
 
 

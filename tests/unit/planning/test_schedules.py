@@ -1,7 +1,5 @@
 """The rules of the pipeline schedules are those of ``torch.distributed.pipelining`` itself, no more and no less."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

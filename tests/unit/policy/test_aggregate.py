@@ -1,7 +1,5 @@
 """The figures of a run from the points of its ranks."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from dataclasses import replace
@@ -33,7 +31,6 @@ def test_loss_is_global_sum_over_global_weight() -> None:
     parts = aggregator()
     assert parts.add(0, point(loss_sum=33.0, weight=33.0)) is None
     logged = parts.add(1, point(loss_sum=64.0, weight=32.0))
-    assert logged is not None
     assert (logged.step, logged.time) == (10, 100.0)
     assert logged.metrics["train/loss"] == pytest.approx(97 / 65)
 
@@ -43,7 +40,6 @@ def test_points_wait_for_every_rank_and_do_not_mix() -> None:
     assert parts.add(0, point(step=10)) is None
     assert parts.add(0, point(step=20)) is None
     logged = parts.add(1, point(step=10))
-    assert logged is not None
     assert logged.step == 10
 
 
@@ -51,7 +47,6 @@ def test_perf_figures() -> None:
     parts = aggregator()
     parts.add(0, point())
     logged = parts.add(1, point(comm_share=0.2, data_wait_ms=2.0))
-    assert logged is not None
     assert logged.metrics["perf/step_ms"] == 10
     assert logged.metrics["perf/samples_per_s"] == 6400
     assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
@@ -88,7 +83,6 @@ def test_the_memory_of_each_rank_is_logged_unless_there_are_many() -> None:
     def memory(world_size: int) -> dict[str, float]:
         parts = aggregator(world_size)
         points = [parts.add(rank, point(peak_memory_mb=100.0 + rank)) for rank in range(world_size)]
-        assert points[-1] is not None
         return {name: value for name, value in points[-1].metrics.items() if name.startswith("memory/")}
 
     assert memory(1) == memory(17) == {}
@@ -100,7 +94,6 @@ def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:
     parts.add(0, point())
     parts.add(1, point())
     logged = parts.add(2, point(loss_sum=0.0, weight=0.0, data_wait_ms=0.0, comm_share=None))
-    assert logged is not None
     assert logged.metrics["train/loss"] == pytest.approx(2)
     assert logged.metrics["perf/samples_per_s_per_worker"] == 3200
     assert logged.metrics["perf/data_wait_pct"] == pytest.approx(10)
@@ -108,7 +101,6 @@ def test_shards_count_neither_as_workers_nor_in_their_wait_for_data() -> None:
 
 def test_unknown_metrics_are_left_out() -> None:
     logged = aggregator(1).add(0, point(step_ms=(), comm_share=None, weight=0.0))
-    assert logged is not None
     assert not logged.metrics
     assert "samples_per_s" not in aggregator().summary()
 
@@ -118,7 +110,6 @@ def test_a_metric_says_how_it_is_reduced_over_the_ranks(reduce: Reduce, expected
     parts = aggregator()
     parts.add(1, point(metrics={"a/b": Metric(3.0, reduce)}))
     logged = parts.add(0, point(metrics={"a/b": Metric(2.0, reduce)}))
-    assert logged is not None
     assert logged.metrics["a/b"] == expected
     assert MetricSpec(name="a/b", reduce=reduce) in parts.specs()
 
@@ -127,7 +118,6 @@ def test_only_rank_0_gives_the_value_of_a_lead_metric() -> None:
     parts = aggregator()
     parts.add(0, point())
     logged = parts.add(1, point(metrics={"a/b": Metric(3.0, "lead"), "a/c": Metric(4.0, "max")}))
-    assert logged is not None
     assert "a/b" not in logged.metrics
     assert logged.metrics["a/c"] == 4.0
 
@@ -136,7 +126,6 @@ def test_evaluation_counts_each_sample_once() -> None:
     parts = aggregator()
     parts.add(0, EvalPoint(step=5, time=1.0, loss_sum=30.0, weight=10.0, sums={"accuracy": 9.0}))
     logged = parts.add(1, EvalPoint(step=5, time=1.0, loss_sum=2.0, weight=1.0, sums={"accuracy": 1.0}))
-    assert logged is not None
     assert logged.metrics == {"val/loss": pytest.approx(32 / 11), "val/accuracy": pytest.approx(10 / 11)}
 
 
@@ -149,7 +138,6 @@ def test_the_perplexity_is_that_of_the_mean_loss_of_all_ranks() -> None:
 
     parts.add(0, part(5, 30.0, 10.0, part(5, 1.0, 1.0, split="test")))
     logged = parts.add(1, part(5, 2.0, 1.0, part(5, 3.0, 1.0, split="test")))
-    assert logged is not None
     assert logged.metrics["val/perplexity"] == pytest.approx(math.exp(32 / 11))
     assert logged.metrics["test/perplexity"] == pytest.approx(math.exp(2.0))
     assert [parts.summary()[key] for key in ("val_perplexity", "test_perplexity")] == [
@@ -158,7 +146,6 @@ def test_the_perplexity_is_that_of_the_mean_loss_of_all_ranks() -> None:
     ]
     parts.add(0, part(6, 8000.0, 10.0))
     diverged = parts.add(1, part(6, 800.0, 1.0))
-    assert diverged is not None
     assert diverged.metrics["val/perplexity"] == math.inf
 
 
@@ -181,7 +168,6 @@ def test_the_evaluation_of_the_averaged_weights_has_names_of_its_own() -> None:
     parts = aggregator(1)
     averaged = EvalPoint(step=5, time=1.0, loss_sum=4.0, weight=8.0, sums={"accuracy": 6.0})
     logged = parts.add(0, EvalPoint(step=5, time=1.0, loss_sum=16.0, weight=8.0, sums={"accuracy": 4.0}, ema=averaged))
-    assert logged is not None
     assert logged.metrics == {"val/loss": 2.0, "val/accuracy": 0.5, "val/ema_loss": 0.5, "val/ema_accuracy": 0.75}
     assert (parts.summary()["val_loss"], parts.summary()["val_ema_loss"]) == (2.0, 0.5)
 
@@ -190,7 +176,6 @@ def test_utilization_is_the_time_at_the_peak_by_the_time_of_the_step() -> None:
     parts = aggregator()
     parts.add(0, point(step_ms=(10.0, 30.0), flops=64e9, flops_at_peak_ms=4.0))
     logged = parts.add(1, point(step_ms=(10.0, 30.0), flops=64e9, flops_at_peak_ms=6.0))
-    assert logged is not None
     assert logged.metrics["perf/flops_per_sample"] == 2e9
     assert logged.metrics["perf/mfu_pct"] == pytest.approx(25)
     assert parts.summary()["mfu_pct"] == pytest.approx((50 + 100 * 5 / 30) / 2)
@@ -207,7 +192,6 @@ def test_utilization_is_left_out_unless_every_worker_knows_its_part(
         parts = aggregator()
         parts.add(0, point(**known))
         logged = parts.add(1, point(**other))
-        assert logged is not None
         assert {"perf/flops_per_sample", "perf/mfu_pct"} & logged.metrics.keys() == expected
 
 
@@ -215,7 +199,6 @@ def test_shards_have_no_part_in_the_utilization() -> None:
     parts = Aggregator(mesh=Mesh(replicate=1, num_servers=1), global_batch_size=64, tokens_per_sample=None)
     parts.add(1, point(flops=0.0))
     logged = parts.add(0, point(flops=64.0, flops_at_peak_ms=1.0))
-    assert logged is not None
     assert (logged.metrics["perf/flops_per_sample"], logged.metrics["perf/mfu_pct"]) == (1, pytest.approx(10))
 
 
@@ -249,7 +232,6 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
     parts.add(1, staged(1, peak_memory_mb=300.0))
     parts.add(2, staged(0, 1.0, peak_memory_mb=200.0))
     logged = parts.add(3, staged(1, 1.0, peak_memory_mb=250.0))
-    assert logged is not None
     pipeline = {name: value for name, value in logged.metrics.items() if name.startswith("pipeline/")}
     assert pipeline == {
         "pipeline/bubble_pct": pytest.approx((50 + 62.5) / 2),
@@ -261,7 +243,6 @@ def test_bubble_of_replicas_beside_that_of_theory() -> None:
         "pipeline/stage_1_peak_memory_mb": 300.0,
     }
     assert logged.metrics["perf/peak_memory_mb"] == 300.0
-    assert parts.timeline is not None
     assert (parts.timeline.step, len(parts.timeline.replicas)) == (10, 2)
 
 
@@ -270,9 +251,7 @@ def test_bubble_of_stages_on_hosts_whose_clocks_differ() -> None:
     parts.add(0, staged(0))
     ahead = tuple(replace(s, start=s.start + 60, end=s.end + 60) for s in staged(1).spans)
     logged = parts.add(1, point(spans=ahead))
-    assert logged is not None
     assert logged.metrics["pipeline/bubble_pct"] == pytest.approx(50)
-    assert parts.timeline is not None
     assert parts.timeline.replicas == [[[*staged(0).spans], [*staged(1).spans]]]
 
 
@@ -291,7 +270,6 @@ def test_no_bubble_before_every_rank_is_warm_or_where_nothing_is_cut() -> None:
     parts = Aggregator(mesh=Mesh(pipeline=2), global_batch_size=64, tokens_per_sample=None)
     parts.add(0, point())
     logged = parts.add(1, staged(1))
-    assert logged is not None
     assert not any(name.startswith("pipeline/") for name in logged.metrics)
     assert (parts.timeline, parts.summary().get("bubble_pct")) == (None, None)
 
@@ -321,11 +299,9 @@ def test_samples_that_ranks_report_are_added() -> None:
     parts = aggregator()
     parts.add(0, reported(1))
     logged = parts.add(1, reported(1, samples=8.0))
-    assert logged is not None
     assert logged.metrics["perf/samples_per_s"] == pytest.approx(4000)
     assert not {"perf/data_wait_pct", "perf/compute_ms"} & logged.metrics.keys()
     without = aggregator(1).add(0, reported(1, samples=0.0))
-    assert without is not None
     assert "perf/samples_per_s" not in without.metrics
 
 

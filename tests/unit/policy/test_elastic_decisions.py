@@ -1,7 +1,5 @@
 """Which size a run has, and who sits where: decided without Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +95,6 @@ def test_replicas_of_parts_are_lost_and_gained_as_a_whole() -> None:
     assert before(parts.largest, parts, [0, 1, 2, 4, 5], 0) == (0, 1, 2, 5)
     assert before(parts.plan(parts.smallest), parts, [0, 1, 2, 3], 2) == (0, 1, 2, 3, None, None)
     without_a_part = find_rank_assignment(parts.largest, parts, [0, 2, 4, 5], ready=0)
-    assert without_a_part is not None
     assert without_a_part.state_sources is None
 
 
@@ -108,7 +105,6 @@ def test_where_a_stage_is_lost_everywhere_all_begin_anew() -> None:
 
 def test_keeping_what_one_has_comes_before_size() -> None:
     rank_assignment = find_rank_assignment(GRID.largest, GRID, [0, 1, 3, 5], ready=0)
-    assert rank_assignment is not None
     assert (rank_assignment.before, rank_assignment.state_sources) == ((0, 1), (0, 1)), (
         "two replicas could only begin from a checkpoint"
     )
@@ -161,7 +157,6 @@ def test_a_new_replica_gets_its_stages_from_another() -> None:
 def test_who_has_no_seat_is_no_source() -> None:
     held = {0: {0: (7,), 2: (7,), 4: (7,)}, 3: {r: (7,) for r in (1, 3, 5)}, 5: {r: (8,) for r in (1, 3, 5)}}
     rank_assignment = find_rank_assignment(GRID.largest, GRID, [0, 3, 5], ready=0)
-    assert rank_assignment is not None
     assert rank_assignment.before == (0, 3)
     assert reassigned(LOST, rank_assignment, held).sources == (0, 1)
 
@@ -184,7 +179,6 @@ def test_those_who_leave_hand_nothing_over() -> None:
 def offered(*words: str) -> list[tuple[int, int | None]]:
     """World size and number of micro-batches of each plan."""
     (checked_run,) = check_all([["tracking=none", *words]])
-    assert checked_run.sizes is not None
     plans = [checked_run.sizes.plan(mesh) for mesh in checked_run.sizes.meshes]
     return [(p.world_size, p.pipeline.num_microbatches if p.pipeline else None) for p in plans]
 
@@ -259,7 +253,6 @@ def test_only_the_plans_that_are_needed_are_made(words: tuple[str, ...], monkeyp
     (checked_run,) = check_all(
         [["tracking=none", *words, "strategy.num_workers=[2,64]", "train.global_batch_size=1024"]]
     )
-    assert checked_run.sizes is not None
     assert checked_run.sizes.max_processes == 64
     assert set(made) == {64}
     assert checked_run.sizes.plan(checked_run.sizes.smallest).world_size == 2

@@ -1,7 +1,5 @@
 """Which failure came first, and what is said of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +64,5 @@ def test_an_address_is_unreachable_once_no_living_node_has_it() -> None:
 
 def test_ranks_that_cannot_leave_nccl_are_said_to_be_lost_too() -> None:
     note = cannot_leave_nccl({2: "connect", 0: "connect", 3: "train"}, lost=1)
-    assert note is not None
     assert note.startswith("ranks [0, 2] were connecting with NCCL when rank 1 was lost")
     assert cannot_leave_nccl({0: "train", 2: None}, lost=1) is None

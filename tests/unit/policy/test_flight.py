@@ -1,7 +1,5 @@
 """Who has not enqueued what the others wait for, from the records that torch's flight recorder writes."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

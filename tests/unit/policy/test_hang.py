@@ -1,7 +1,5 @@
 """When a rank counts as hanging: by phase, by strategy, and over simulated runs of ranks that are slow and healthy."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random
@@ -62,7 +60,6 @@ def test_the_defaults_give_a_rank_that_answers_a_minute() -> None:
     from orchestrator.strategies import registry
 
     config, _ = compose([], [], registry.config_class)
-    assert config is not None
     assert limit_of(config.recovery, beat(5, usual_s=0.01)) == (60, "recovery.hang_min_s")
     assert config.cluster.stopped_timeout_s == 5
 
@@ -326,7 +323,6 @@ def simulate(
     ]
     verdict = first_verdict(ranks, outboxes, clock, synchronous=synchronous)
     if hang_after is not None:
-        assert verdict is not None
         assert verdict[1] == culprits[0]
     return verdict
 

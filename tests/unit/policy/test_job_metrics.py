@@ -1,7 +1,5 @@
 """The job's own metrics: their names, their values, and the run's value of those of a training batch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest
@@ -84,7 +82,6 @@ def test_a_train_metric_is_the_sum_over_ranks_by_the_weight_of_its_step() -> Non
     parts.add(0, point({"correct": 1.0}, 3.0))
     parts.add(1, point({"correct": 4.0, "rare": 1.0}, 5.0))
     logged = parts.add(2, point({}, 0.0))  # such as a stage without the loss
-    assert logged is not None
     assert logged.metrics["train/loss"] == 2
     assert (logged.metrics["train/correct"], logged.metrics["train/rare"]) == (5 / 8, 1 / 8)
 
@@ -92,5 +89,4 @@ def test_a_train_metric_is_the_sum_over_ranks_by_the_weight_of_its_step() -> Non
 def test_without_weight_there_is_no_train_metric() -> None:
     parts = Aggregator(mesh=Mesh(), global_batch_size=8, tokens_per_sample=None)
     logged = parts.add(0, point({"correct": 0.0}, 0.0))
-    assert logged is not None
     assert "train/correct" not in logged.metrics

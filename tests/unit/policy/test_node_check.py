@@ -1,7 +1,5 @@
 """Whether nodes can run workers, decided from their reports; and the report of this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Who reserves next, who makes room, and what the queue keeps, without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which worker gets which rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.machines.plans import worker_on
@@ -72,5 +70,4 @@ def test_what_crosses_nodes_is_named_after_the_start() -> None:
     for one in (Mesh(pipeline=4), Mesh(shard=4)):
         assert placement_note(one, on_nodes("abab")) is None, "it is where it can be"
     many = placement_note(Mesh(replicate=99, pipeline=2), on_nodes("ab" * 99))
-    assert many is not None
     assert many.endswith("3 (gpu-a, gpu-b), and 95 more")

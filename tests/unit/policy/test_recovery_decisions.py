@@ -1,7 +1,5 @@
 """What is done about failures: decided without Ray."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace

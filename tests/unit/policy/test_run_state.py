@@ -1,7 +1,5 @@
 """What follows a generation, over the table of everything that can happen in one. Decided without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

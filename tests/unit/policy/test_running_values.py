@@ -1,7 +1,5 @@
 """Summaries of the values of a metric in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import random
 

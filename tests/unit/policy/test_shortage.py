@@ -1,7 +1,5 @@
 """Why a run waits: the sentence about what is free and who holds the rest."""
 
-from __future__ import annotations
-
 import time
 
 from helpers.files.golden import Golden, sections

@@ -1,7 +1,5 @@
 """Which rank is slower than the others, and what other programs used of the machines of a run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 

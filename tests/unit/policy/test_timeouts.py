@@ -1,7 +1,5 @@
 """The limits of a run in the order in which they speak: the loader, the hang detector, the collective operation."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.config.compose import compose

@@ -1,7 +1,5 @@
 """The cost of transitions, counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,6 @@ def test_a_failure_costs_until_the_first_step_after_it() -> None:
     log.begin(replace(LOSS, reached=47))
     log.continue_with(IN_PLACE, step=40, num_workers=2)
     recovered = log.end(2, 100.5)
-    assert recovered is not None
     assert (recovered.seconds, recovered.steps_lost, recovered.replaced, recovered.in_place) == (0.5, 7, (1,), True)
     assert log.summary() == {"restarts": 1, "steps_lost": 7, "recovery_s": [0.5], "recovery_s_max": 0.5}
     assert log.effective_time_pct(10.0, step_s=0.1, now=110.0) == pytest.approx(100 * (1 - (0.5 + 0.7) / 10))
@@ -30,7 +27,6 @@ def test_a_failure_while_it_recovers_belongs_to_the_same_recovery() -> None:
     log.begin(replace(LOSS, began=103.0, reached=0, num_workers_before=1))
     log.continue_with(IN_PLACE, step=30, num_workers=1)
     recovered = log.end(3, 104.0)
-    assert recovered is not None
     assert (recovered.seconds, recovered.steps_lost) == (4.0, 17)
     assert (recovered.num_workers_before, recovered.num_workers) == (2, 1)
     assert log.summary()["restarts"] == 1
@@ -62,7 +58,6 @@ def test_a_clock_that_is_set_back_makes_no_time_negative() -> None:
     log.continue_with(IN_PLACE, step=40, num_workers=2)
     assert log.effective_time_pct(40.0, step_s=0.1, now=50.0) == 100
     recovered = log.end(2, 50.0)
-    assert recovered is not None
     assert recovered.seconds == 0
 
 

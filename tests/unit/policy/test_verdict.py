@@ -1,7 +1,5 @@
 """The status, exit code and reason of every end of a run."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

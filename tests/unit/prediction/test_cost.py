@@ -1,7 +1,5 @@
 """Times of a step, and goodput, against what must hold and what others have published."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

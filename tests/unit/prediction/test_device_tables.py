@@ -1,7 +1,5 @@
 """Tables of devices and links, and clusters of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

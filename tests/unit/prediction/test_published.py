@@ -1,7 +1,5 @@
 """The errors of predictions of published runs, which must not grow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

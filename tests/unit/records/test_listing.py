@@ -1,7 +1,5 @@
 """Directories are listed while other processes remove what is in them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

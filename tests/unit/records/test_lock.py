@@ -1,7 +1,5 @@
 """Locks between processes, with and without the help of the file system."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

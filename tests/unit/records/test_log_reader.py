@@ -1,7 +1,5 @@
 """The logs of a run, read while its ranks write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

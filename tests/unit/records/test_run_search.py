@@ -1,7 +1,5 @@
 """Where the verbs look for runs, and what they ask a cluster for."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

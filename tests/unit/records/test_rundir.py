@@ -1,7 +1,5 @@
 """The run directory: its place, its record, and whether its driver lives."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -135,7 +133,6 @@ def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
     code += "print(json.dumps(this_process()), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
-    assert child.stdout is not None
     process = json.loads(child.stdout.readline())
     assert is_alive(process)
     child.kill()

@@ -1,7 +1,5 @@
 """Sweeps on a store, from two hosts with a staging directory each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

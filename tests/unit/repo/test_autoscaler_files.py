@@ -1,7 +1,5 @@
 """The cluster files of ``ray up`` in ``cluster/autoscaler``, checked by Ray itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

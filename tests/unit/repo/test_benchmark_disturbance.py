@@ -1,7 +1,5 @@
 """What other programs use of the CPUs is told from what a benchmark's own processes use."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

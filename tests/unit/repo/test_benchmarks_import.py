@@ -1,7 +1,5 @@
 """Every benchmark script imports, and every name that it imports exists, also inside its functions."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -48,10 +46,6 @@ for script in sorted(folder.glob("**/[a-z]*.py")):
 @pytest.mark.slow
 def test_every_benchmark_imports() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Shell scripts and YAML files, judged by shellcheck and by the schemas of check-jsonschema."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

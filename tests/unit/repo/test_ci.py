@@ -1,7 +1,5 @@
 """The workflow on GitHub, and what CONTRIBUTING.md says of tests that are skipped."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """The page ``cluster/README.md`` covers every file beside it, with commands that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """The container images, the compose file, and the versions in all files below ``cluster/``."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """The first quarter of an hour on a GPU: verdicts of probes that answer, fail, hang or die, and the table of them."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import time

@@ -1,7 +1,5 @@
 """The dashboard in ``cluster/grafana`` shows what the runs export."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What docs/guarantees.md says about the tests that it names."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -94,11 +94,7 @@ KNOWS = {
     ("tracking", "torch"): {"tracking.sinks"},
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
-    ("compat", "ray"): {
-        "compat.ray.internals",
-        "compat.ray.side_effects",
-        "compat.ray.gcs",
-    },
+    ("compat", "ray"): {"compat.ray.internals", "compat.ray.side_effects", "compat.ray.gcs"},
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},

@@ -1,7 +1,5 @@
 """The manifests in ``cluster/kubernetes``: their fields, the rules of KubeRay and Kueue, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -309,5 +307,4 @@ def test_the_mlflow_server_answers_to_its_service_and_finds_its_database() -> No
     variables = distribution("mlflow").locate_file("mlflow/environment_variables.py")  # to import it takes seconds
     assert f"\n{switch} = " in variables.read_text()
     host = re.fullmatch(r"postgresql\+psycopg2://mlflow@([\w-]+)/mlflow", options["backend-store-uri"])
-    assert host is not None
     assert f"{host[1]}:5432" in SERVICE_PORTS

@@ -1,7 +1,5 @@
 """Every link of the documentation leads somewhere, and what is asked most is near the README."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Disturbed rounds are repeated, and docs/benchmarks.md says what benchmarks/results has."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reference pages of the documentation, which are made from the code, leave nothing out."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The batch script in ``cluster/slurm``, without running it."""
 
-from __future__ import annotations
-
 import re
 
 from helpers.files.cluster_files import CLUSTER, check_ray_command, launched, ray_commands

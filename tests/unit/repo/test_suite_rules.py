@@ -1,7 +1,5 @@
 """What holds for the tests themselves."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

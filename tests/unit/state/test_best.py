@@ -1,7 +1,5 @@
 """The best evaluation so far, and the end of a run that no longer improves."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

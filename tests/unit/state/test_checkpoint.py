@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import json
 import multiprocessing
 import os
 import shutil
@@ -96,58 +93,8 @@ def test_the_model_file_goes_straight_into_a_model(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, model[0].weight)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / "model.safetensors", 1000)
-
-
-def grow(path: Path) -> None:
-    with (path / "model.safetensors").open("ab") as f:
-        f.write(b"x")
-
-
-def flip_bit(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
-
-
-def flip_in_data(path: Path) -> None:
-    file = path / "model.safetensors"
-    flip_bit(file, file.stat().st_size // 2)
-
-
-def flip_in_header(path: Path) -> None:
-    flip_bit(path / "model.safetensors", 20)
-
-
-def flip_in_optimizer(path: Path) -> None:
-    flip_bit(path / "optimizer.safetensors", -1)
-
-
-def remove_optimizer(path: Path) -> None:
-    (path / "optimizer.safetensors").unlink()
-
-
-def remove_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def cut_manifest(path: Path) -> None:
-    os.truncate(path / "manifest.json", 50)
-
-
-def binary_manifest(path: Path) -> None:
-    (path / "manifest.json").write_bytes(bytes(range(128, 256)))
-
-
-def edit_manifest(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"samples_consumed": 20', '"samples_consumed": 21'))
-
-
-def later_format(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+def flipped(data: bytes, position: int) -> bytes:
+    return bytes([*data[:position], data[position] ^ 1, *data[position + 1 :]])
 
 
 def read_all(path: Path) -> None:
@@ -156,29 +103,48 @@ def read_all(path: Path) -> None:
         dict(tensors)
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, r"model\.safetensors is truncated: has 1000 of 100\d\d\d bytes"),
-    (grow, r"model\.safetensors has grown: has 100\d\d\d of 100\d\d\d bytes"),
-    (flip_in_data, r"model\.safetensors changed since it was written: its sha256 differs"),
-    (flip_in_header, r"model\.safetensors changed"),
-    (flip_in_optimizer, r"optimizer\.safetensors changed"),
-    (remove_optimizer, r"missing file optimizer\.safetensors"),
-    (remove_manifest, r"missing file manifest\.json"),
-    (cut_manifest, r"manifest\.json is unreadable"),
-    (binary_manifest, r"manifest\.json is unreadable"),
-    (edit_manifest, r"manifest\.json changed"),
-    (later_format, r"its format is 3, this version reads 1 and 2"),
-    (shutil.rmtree, r"no such directory"),
-]
+MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "truncate": (MODEL, lambda data: data[:1000], r"model\.safetensors is truncated: has 1000 of 100\d\d\d bytes"),
+    "grow": (MODEL, lambda data: data + b"x", r"model\.safetensors has grown: has 100\d\d\d of 100\d\d\d bytes"),
+    "data": (
+        MODEL,
+        lambda data: flipped(data, len(data) // 2),
+        r"model\.safetensors changed since it was written: its sha256 differs",
+    ),
+    "header": (MODEL, lambda data: flipped(data, 20), r"model\.safetensors changed"),
+    "optimizer": (OPTIMIZER, lambda data: flipped(data, len(data) - 1), r"optimizer\.safetensors changed"),
+    "remove optimizer": (OPTIMIZER, None, r"missing file optimizer\.safetensors"),
+    "remove manifest": (MANIFEST, None, r"missing file manifest\.json"),
+    "cut manifest": (MANIFEST, lambda data: data[:50], r"manifest\.json is unreadable"),
+    "binary manifest": (MANIFEST, lambda data: bytes(range(128, 256)), r"manifest\.json is unreadable"),
+    "edit manifest": (
+        MANIFEST,
+        lambda data: data.replace(b'_consumed": 20', b'_consumed": 21'),
+        r"manifest\.json changed",
+    ),
+    "later format": (
+        MANIFEST,
+        lambda data: data.replace(b'"format": 2', b'"format": 3'),
+        r"its format is 3, this version reads 1 and 2",
+    ),
+    "remove all": ("", None, r"no such directory"),
+}
+"""A file, what is written in place of its bytes (None: it is removed), and the reason."""
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda v: getattr(v, "__name__", ""))
-def test_damage_is_named_and_the_checkpoint_before_it_taken(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_it_taken(tmp_path: Path, kind: str) -> None:
+    file, change, message = DAMAGES[kind]
     older, newer = save_all(tmp_path, 1, 2)
     verify(newer)
-    damage(newer)
+    damaged = newer / file
+    if change is not None:
+        damaged.write_bytes(change(damaged.read_bytes()))
+    elif damaged.is_dir():
+        shutil.rmtree(damaged)
+    else:
+        damaged.unlink()
     for read in (verify, read_all):
         with pytest.raises(CheckpointError, match=message) as caught:
             read(newer)

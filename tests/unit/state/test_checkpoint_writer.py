@@ -74,7 +74,6 @@ def test_a_write_that_takes_too_long_costs_the_next_checkpoint_alone(
     late = make_state(2)
     writer.submit(make_state(1))
     busy_with = writer.submit(late, timeout_s=0)
-    assert busy_with is not None
     assert busy_with.step == 1
     assert writer.results() == []
     assert writer.buffers() is late
@@ -102,7 +101,6 @@ def test_a_slow_write_is_waited_for_while_it_moves_and_a_stuck_one_is_given_up(
         disk.freeze()
         writer.submit(state)
         stuck = writer.drain(0.2)
-        assert stuck is not None
         assert stuck.step == 1
         began = time.monotonic()
         disk.thaw()
@@ -183,7 +181,6 @@ def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> Non
     assert pruning.save(30, best=30, fails=True) == [10, 20]
     assert pruning.save(40, best=30) == [10, 40]
     found = pruning.store.best()
-    assert found is not None
     assert (found.step, found.value) == (10, 0.1)
     assert pruning.save(50, best=50) == [50]
 

@@ -1,7 +1,5 @@
 """Checkpoints that somebody has made up, with hashes that agree: refused as damaged, whatever they contain."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

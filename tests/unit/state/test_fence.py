@@ -1,7 +1,5 @@
 """A worker of an earlier generation cannot save."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint of the first format, as version 1 of the writer left it, is read for ever."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of tensors in host memory, and the blocks of pinned memory that they share."""
 
-from __future__ import annotations
-
 import torch
 
 from orchestrator.state.tensor_memory import ALIGNMENT, BLOCK_BYTES, host_copies, in_blocks

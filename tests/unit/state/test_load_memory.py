@@ -1,7 +1,5 @@
 """A state is loaded in the memory of the old one: its tensors are counted on a GPU that is fake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any

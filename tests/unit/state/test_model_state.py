@@ -1,7 +1,5 @@
 """Models whose ``state_dict()`` is not just their parameters and buffers: what is saved of them, and loaded again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several writers of one checkpoint: each on its own thread, with a real store between them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A checkpoint that several ranks wrote: put together, read in part, and refused with a sentence if it is not whole."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

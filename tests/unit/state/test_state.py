@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,25 +72,16 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.randn(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(torch.relu(self.norm(self.fc1(x)))) * self.scale
-        return y
+        return self.fc2(torch.relu(self.norm(self.fc1(x)))) * self.scale
 
 
 def groups_of(net: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in net.parameters() if p.ndim > 1]
-    return [
-        {"params": matrices, "weight_decay": 0.01},
-        {"params": [p for p in net.parameters() if p.ndim <= 1]},
-    ]
+    return [{"params": matrices, "weight_decay": 0.01}, {"params": [p for p in net.parameters() if p.ndim <= 1]}]
 
 
 def train(
-    net: nn.Module,
-    optimizer: optim.Optimizer,
-    scheduler: lr.LRScheduler | None,
-    *,
-    start: int,
-    steps: int,
+    net: nn.Module, optimizer: optim.Optimizer, scheduler: lr.LRScheduler | None, *, start: int, steps: int
 ) -> None:
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
@@ -362,8 +351,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.embed(x))
-        return y
+        return self.head(self.embed(x))
 
 
 def test_tied_parameters_are_saved_under_both_names_and_load_under_either() -> None:

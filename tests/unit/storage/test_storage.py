@@ -1,7 +1,5 @@
 """A directory on a store: reading and writing it, its lock, and the thread that copies files there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What the plan says of samples that are divided by tokens, and why a job is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,8 +37,7 @@ def of_rank(index: int, peers: Peers) -> dict[str, Tensor]:
 
     model = nn.Sequential(Draws())
     divide_tokens(model, {"0": (1,)}, part)
-    drawn: dict[str, Tensor] = model(torch.ones(2, 8, 8))
-    return drawn
+    return model(torch.ones(2, 8, 8))
 
 
 def test_ranks_drop_other_entries_of_what_is_divided_alone() -> None:

@@ -1,9 +1,7 @@
 """The memory of a worker in the plan, and the refusal of what cannot fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies import registry
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wide(Toy):
     """1,000 times 10 weights, which make 1,000 activations of a sample, and as many after the tanh."""
 
@@ -114,7 +111,6 @@ class Twice(nn.Module):
         return self.layers(x)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Masked(Wide):
     """A mask and two blocks, and 5,010 activations of a sample."""
 

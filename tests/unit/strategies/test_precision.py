@@ -1,28 +1,22 @@
 """What ``train.precision`` means, and what refuses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
-from helpers.conformance.layouts import PARAMETER_SERVER
+from helpers.conformance.cases import DDP, Case, checked, config_of, having, plan_of
+from helpers.conformance.layouts import HOGWILD, LOCKED, PARAMETER_SERVER
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.step_toys import GAN
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.precision import Precision, summable
-from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.measure.device import precision_error, set_tf32
 from orchestrator.strategies.trained import GROWTH_STEPS, INITIAL, LossScale
 
 ASYNC = replace(PARAMETER_SERVER, consistency="async")
-HOGWILD = HogwildConfig(name="hogwild", num_workers=2)
-LOCKED = LockedSGDConfig(name="locked_sgd", num_workers=2, lock="step")
 
 
 def test_the_scale_is_halved_by_an_overflow_and_doubled_after_many_updates() -> None:
@@ -116,16 +110,11 @@ def test_no_average_of_the_weights_is_kept_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-true"])
 def test_a_job_that_makes_its_own_updates_is_refused(precision: str) -> None:
-    config = config_of(Case(job=GAN(), train=having(precision=precision)), 2)
-    errors: list[str] = []
-    registry.load("ddp").check(config, GAN(), plan_of(config), errors)
+    errors, _ = checked(Case(job=GAN(), train=having(precision=precision)), 2)
     assert [e for e in errors if e.startswith(f"train.precision={precision}: the job overrides Job.training_step")]
 
 
 def test_powersgd_is_refused_with_a_scaled_loss() -> None:
     options = replace(DDP, comm_hook="powersgd")
-    config = config_of(Case(job=digits(), options=options, train=having(precision="fp16")), 2)
-    errors: list[str] = []
-    registry.load("ddp").check(config, digits(), plan_of(config), errors)
-    assert len(errors) == 1
-    assert errors[0].startswith("strategy.comm_hook=powersgd: ")
+    [error], _ = checked(Case(job=digits(), options=options, train=having(precision="fp16")), 2)
+    assert error.startswith("strategy.comm_hook=powersgd: ")

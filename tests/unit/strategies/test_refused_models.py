@@ -1,10 +1,9 @@
 """Models that a strategy refuses before anything starts, with a sentence."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -13,33 +12,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
-from helpers.conformance.layouts import EVERY, FSDP, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
+from helpers.conformance.cases import DDP, SINGLE, Case, checked, config_of, having, plan_of
+from helpers.conformance.layouts import DP, EVERY, FSDP, HOGWILD, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.jobs.batch_toys import Ragged
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.hogwild import HogwildConfig
-from orchestrator.strategies.replicated.dp import DPConfig
 
 
 def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2, **train: Any) -> list[str]:
-    config = config_of(Case(job=job, options=options, train=having(**train)), world_size)
-    errors: list[str] = []
-    registry.load(config.strategy.name).check(config, job, plan_of(config), errors)
-    return errors
+    return checked(Case(job=job, options=options, train=having(**train)), world_size)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lazy(Toy):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 4))
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 4))
 
 
 @pytest.mark.parametrize("options", [DDP, PARAMETER_SERVER, MODEL_PARALLEL, SINGLE], ids=lambda options: options.name)
 def test_parameters_without_a_shape(options: StrategyConfig) -> None:
-    [error] = errors_of(Lazy(), options, world_size=1 if options is SINGLE else 4 if options is PARAMETER_SERVER else 2)
+    world_size = 1 if options is SINGLE else 4 if options is PARAMETER_SERVER else 2
+    [error] = errors_of(Toy(build=lazy), options, world_size=world_size)
     assert error.startswith("job.model(): 0.weight, 0.bias have no shape before the first call")
 
 
@@ -89,42 +82,29 @@ class TiedByData(nn.Sequential):
             self[0].bias.detach().numpy()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tied(Toy):
-    reads: bool
-
-    def model(self) -> nn.Module:
-        return TiedByData(reads=self.reads)
-
-
 SHARDED_OPTIMIZER = replace(DDP, shard_optimizer=True)
 
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
     ("options", "world_size"),
-    [
-        (FSDP, 2),
-        (MODEL_PARALLEL, 2),
-        (PARAMETER_SERVER, 4),
-        (HogwildConfig(name="hogwild", num_workers=2), 2),
-        (SHARDED_OPTIMIZER, 2),
-    ],
+    [(FSDP, 2), (MODEL_PARALLEL, 2), (PARAMETER_SERVER, 4), (HOGWILD, 2), (SHARDED_OPTIMIZER, 2)],
     ids=["fsdp", "model_parallel", "parameter_server", "hogwild", "shard_optimizer"],
 )
 def test_parameters_in_the_same_memory_are_refused_where_they_would_be_apart(
     options: StrategyConfig, world_size: int, reads: bool
 ) -> None:
-    [error] = errors_of(Tied(reads=reads), options, world_size=world_size)
+    job = Toy(build=partial(TiedByData, reads=reads))
+    [error] = errors_of(job, options, world_size=world_size)
     if options is FSDP:
-        assert errors_of(Tied(reads=reads), options, precision="bf16-true") == [error]  # which would part them silently
+        assert errors_of(job, options, precision="bf16-true") == [error]  # which would part them silently
     by = "strategy.shard_optimizer=true" if options is SHARDED_OPTIMIZER else f"strategy={options.name}"
     assert error.startswith(f"job.model(): 2.weight and 3.weight share memory, and {by} would train them apart")
 
 
 @pytest.mark.parametrize(("options", "world_size"), [(SINGLE, 1), (DDP, 2)], ids=["single", "ddp"])
 def test_parameters_in_the_same_memory_stay_there(options: StrategyConfig, world_size: int) -> None:
-    assert errors_of(Tied(reads=False), options, world_size=world_size) == []
+    assert errors_of(Toy(build=partial(TiedByData, reads=False)), options, world_size=world_size) == []
 
 
 class Halves(nn.Module):
@@ -140,14 +120,8 @@ class Halves(nn.Module):
         return self.head(self.first(x).tanh())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dicts(Toy):
     """The loss reads the same dict as the model."""
-
-    in_place: bool
-
-    def model(self) -> nn.Module:
-        return Halves(in_place=self.in_place)
 
     def item(self, index: int, inputs: Tensor, target: int) -> Any:
         return {"x": inputs, "y": torch.tensor(target)}
@@ -158,9 +132,9 @@ class Dicts(Toy):
 
 @pytest.mark.parametrize("options", [pipeline("1F1B", 2), MODEL_PARALLEL], ids=lambda options: options.name)
 def test_a_batch_that_is_changed_in_place_although_the_loss_reads_it(options: StrategyConfig) -> None:
-    [error] = errors_of(Dicts(in_place=True), options)
+    [error] = errors_of(Dicts(build=partial(Halves, in_place=True)), options)
     assert "the model changes its batch in place" in error
-    assert errors_of(Dicts(in_place=False), options) == []
+    assert errors_of(Dicts(build=partial(Halves, in_place=False)), options) == []
 
 
 class NeedsAnEnd(nn.Sequential):
@@ -172,13 +146,9 @@ class NeedsAnEnd(nn.Sequential):
         return super().forward(x)
 
 
-class Ending(Toy):
-    def model(self) -> nn.Module:
-        return NeedsAnEnd(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
 def test_a_model_that_raises_with_random_values() -> None:
-    [error] = errors_of(Ending(), MODEL_PARALLEL)
+    job = Toy(build=lambda: NeedsAnEnd(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)))
+    [error] = errors_of(job, MODEL_PARALLEL)
     assert error.startswith("strategy=model_parallel: NeedsAnEnd: its forward() fails with random values in place of a")
     assert "(ValueError: no end)" in error
 
@@ -276,16 +246,12 @@ class Streamed(Views):
 def test_padding_at_the_end_of_a_stream_that_is_evaluated_is_refused_before_training(samples: int) -> None:
     case = Case(job=Streamed(scalar=False, samples=samples), options=pipeline("1F1B", 2))
     case = replace(case, train=having(eval_splits=("test",)))
-    config = config_of(case, 2)
-    errors: list[str] = []
-    registry.load("pipeline").check(config, case.job, plan_of(config), errors)
+    errors, _ = checked(case, 2)
     assert len(errors) == samples % 2
     assert all("let job.dataset('test') have a multiple of 32 samples" in error for error in errors)
 
 
-@pytest.mark.parametrize(
-    "options", [pipeline("1F1B", 2), DPConfig(name="dp", num_workers=2, loss_on="device0", verbose=False)]
-)
+@pytest.mark.parametrize("options", [pipeline("1F1B", 2), DP])
 def test_batches_without_a_row_for_each_sample_are_refused_where_they_are_cut(options: StrategyConfig) -> None:
     [error] = errors_of(Ragged(), options)
     assert "the batch has a tensor of shape " in error

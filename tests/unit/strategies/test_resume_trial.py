@@ -1,21 +1,28 @@
 """The trial on the driver: which optimizers could not be resumed, or not be trained in stages."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from helpers.conformance.cases import Case, config_of, having, plan_of
 from helpers.conformance.layouts import EVERY
-from helpers.jobs.optimizers import KINDS, OptimizedDigits, OwnStep
-from helpers.jobs.quick_jobs import AdamDigits, QuickDigits
+from helpers.jobs.optimizers import (
+    KINDS,
+    Forgetful,
+    Global,
+    Lists,
+    OptimizedDigits,
+    OwnStep,
+    Sharpness,
+    TwoPasses,
+    Unsavable,
+)
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
 from orchestrator.strategies.asynchronous.hogwild import Hogwild
@@ -31,7 +38,6 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
     case = chosen.of(Case(job=job, train=having(TRAIN, **train)))
     config = config_of(case, chosen.world_size)
     model = Outline(job, config.train).model
-    assert model is not None
     before = dict(model.named_parameters())
     found = optimizer_errors(config, job, plan_of(config), model)
     assert all(p is before[name] for name, p in model.named_parameters()), "other checks see the model too"
@@ -41,24 +47,16 @@ def errors(job: Job, layout: str = "single", **train: object) -> list[str]:
 @pytest.mark.parametrize("layout", ["single", "1F1B-2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_state_dict_says_is_enough(kind: str, layout: str) -> None:
-    assert errors(OptimizedDigits(kind=kind), layout) == []
-    assert errors(OptimizedDigits(kind=kind), layout, ema_decay=0.9) == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchDigits(QuickDigits):
-    name: str
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = getattr(torch.optim, self.name)(parameters, lr=0.01)
-        return made
+    assert errors(OptimizedDigits(kind=KINDS[kind]), layout) == []
+    assert errors(OptimizedDigits(kind=KINDS[kind]), layout, ema_decay=0.9) == []
 
 
 @pytest.mark.parametrize("name", [*(kind.__name__ for kind in ELEMENTWISE), "Adafactor", "SparseAdam", "LBFGS"])
 def test_optimizers_of_torch_pass(name: str) -> None:
+    job = OptimizedDigits(kind=partial(getattr(torch.optim, name), lr=0.01))
     for precision in ("fp32", "bf16-true"):
-        assert errors(TorchDigits(name=name), precision=precision) == []
-    assert errors(TorchDigits(name=name), "1F1B-2") == [] or name == "LBFGS"
+        assert errors(job, precision=precision) == []
+    assert errors(job, "1F1B-2") == [] or name == "LBFGS"
 
 
 def test_several_optimizers_pass() -> None:
@@ -68,21 +66,21 @@ def test_several_optimizers_pass() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("forgetful", "Job.optimizer: Forgetful: its update of "),
-        ("sharpness", "Job.optimizer: Sharpness: "),
-        ("two-passes", "Job.optimizer: TwoPasses: its update of "),
-        ("unsavable", "Job.optimizer: Unsavable: its state 'history' of "),
+        (Forgetful, "Job.optimizer: Forgetful: its update of "),
+        (Sharpness, "Job.optimizer: Sharpness: "),
+        (TwoPasses, "Job.optimizer: TwoPasses: its update of "),
+        (Unsavable, "Job.optimizer: Unsavable: its state 'history' of "),
     ],
 )
-def test_an_optimizer_that_keeps_something_to_itself_is_refused(kind: str, words: str) -> None:
+def test_an_optimizer_that_keeps_something_to_itself_is_refused(kind: type[Optimizer], words: str) -> None:
     (error,) = errors(OptimizedDigits(kind=kind))
     assert error.startswith(words)
     assert "load_state_dict()" in error or "let state_dict() return" in error
 
 
 def test_stages_refuse_an_optimizer_that_compares_parameters() -> None:
-    assert errors(OptimizedDigits(kind="global")) == []
-    (error,) = errors(OptimizedDigits(kind="global"), "1F1B-2")
+    assert errors(OptimizedDigits(kind=Global)) == []
+    (error,) = errors(OptimizedDigits(kind=Global), "1F1B-2")
     assert error.startswith("strategy=pipeline: Job.optimizer: Global: ")
     assert error.endswith("use strategy=ddp")
 
@@ -95,28 +93,16 @@ class Noisy(OwnStep):
         return p.grad + torch.randn_like(p) + random.random() + np.random.rand()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoisyDigits(QuickDigits):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return Noisy(parameters)
-
-
 @pytest.mark.parametrize("layout", ["single", "1F1B-2"])
 def test_what_an_optimizer_draws_is_no_difference(layout: str) -> None:
-    assert errors(NoisyDigits(), layout) == []
+    assert errors(OptimizedDigits(kind=Noisy), layout) == []
 
 
 RATE = torch.tensor(0.1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnRateDigits(QuickDigits):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=RATE)
-
-
 def test_a_trial_leaves_a_learning_rate_that_is_a_tensor_of_the_job() -> None:
-    assert errors(OwnRateDigits()) == []
+    assert errors(OptimizedDigits(kind=partial(torch.optim.SGD, lr=RATE))) == []
     assert torch.equal(RATE, torch.tensor(0.1))
 
 
@@ -130,16 +116,10 @@ class Steered(torch.optim.SGD):
         super().step()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SteeredDigits(AdamDigits):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return Steered(parameters, lr=self.lr)
-
-
 def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> None:
     for job, words in (
-        (SteeredDigits(), "Job.optimizer: Steered: several workers cannot share its trust; use SGD"),
-        (OptimizedDigits(kind="lists"), "Job.optimizer: Lists: its state cannot be shared by several workers"),
+        (OptimizedDigits(kind=Steered), "Job.optimizer: Steered: several workers cannot share its trust; use SGD"),
+        (OptimizedDigits(kind=Lists), "Job.optimizer: Lists: its state cannot be shared by several workers"),
     ):
         found: list[str] = []
         chosen = EVERY["hogwild-2"]

@@ -1,8 +1,5 @@
 """What the plan says of layers that are divided, and why a model or pairs by hand are refused."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -43,7 +40,6 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
     assert whole.startswith(f"strategy.tensor=2 leaves whole {ATTENTION}: raises RuntimeError")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Confident(TinyGPT):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return super().loss(output, target) - 0.1 * output.softmax(dim=-1).square().mean()

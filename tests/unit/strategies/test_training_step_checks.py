@@ -1,9 +1,6 @@
 """A job that overrides ``Job.training_step`` is refused before anything starts where it cannot be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,6 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return checked
 
 
-@dataclass(frozen=True, kw_only=True)
 class WithoutForward(GAN):
     def loss(self, output: Any, target: Any) -> Tensor:
         raise NotImplementedError
@@ -141,7 +137,6 @@ def test_only_the_validation_set_may_be_missing() -> None:
     assert datasets.evaluated == {"train": datasets.train}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Frozen(GAN):
     """Its generator is not trained."""
 

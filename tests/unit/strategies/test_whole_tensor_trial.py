@@ -1,9 +1,7 @@
 """The trial on the driver: which optimizers make updates of whole tensors where workers have shards, one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,32 +9,21 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance import cases
+from helpers.conformance.cases import Case, having
 from helpers.conformance.layouts import FSDP, HSDP, SHARDED_DDP, fsdp_pipeline
 from helpers.jobs.matrix_optimizers import Coupled, OfTall, Orthogonal, Preconditioned
-from helpers.jobs.optimizers import Global, Keyed, Lookahead, OwnStep, ScheduleFree
-from helpers.jobs.quick_jobs import QuickDigits
+from helpers.jobs.optimizers import Global, Keyed, Lookahead, OptimizedDigits, OwnStep, ScheduleFree
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
-from orchestrator.strategies import registry
 
 PIPELINE = fsdp_pipeline("1F1B", 2)
 
 
 def checked(job: Job, options: StrategyConfig = FSDP, **train: Any) -> tuple[list[str], list[str]]:
     """The errors, and the notes on whole tensors."""
-    config = config_of(Case(job=job, options=options, train=having(**train)), 4)
-    errors: list[str] = []
-    notes = registry.load(options.name).check(config, job, plan_of(config), errors)
+    errors, notes = cases.checked(Case(job=job, options=options, train=having(**train)), 4)
     return errors, [note for note in notes if "whole tensors" in note]
-
-
-@dataclass(frozen=True, kw_only=True)
-class With(QuickDigits):
-    kind: type[Optimizer]
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return self.kind(parameters)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("options", [FSDP, HSDP, PIPELINE, SHARDED_DDP], ids=lambda options: options.name)
@@ -50,13 +37,16 @@ def test_the_plan_says_what_is_gathered(options: StrategyConfig) -> None:
     assert f"of the whole model, these are {size_bytes / 2**20:.3g} MiB" in note
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrices(QuickDigits):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return torch.optim.Muon([p for p in parameters if p.ndim == 2])
+def of_matrices(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2])
 
 
-SINGLE = [Matrices(), OfTall(kind=Preconditioned), OfTall(kind=Adafactor), With(kind=Keyed)]
+SINGLE = [
+    OptimizedDigits(kind=of_matrices),
+    OfTall(kind=Preconditioned),
+    OfTall(kind=Adafactor),
+    OptimizedDigits(kind=Keyed),
+]
 
 
 @pytest.mark.parametrize("job", SINGLE)
@@ -67,14 +57,8 @@ def test_optimizers_of_single_tensors_pass(job: Job) -> None:
         assert len(notes) == 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Elements(QuickDigits):
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return torch.optim.AdamW(parameters)
-
-
 def test_elementwise_optimizers_gather_nothing() -> None:
-    assert checked(Elements()) == ([], [])
+    assert checked(OptimizedDigits(kind=torch.optim.AdamW)) == ([], [])
 
 
 class Clipped(OwnStep):
@@ -105,12 +89,15 @@ COUPLED = "makes another update of a tensor if it updates others with it"
     ("job", "words"),
     [
         (OfTall(kind=Coupled), COUPLED),
-        (With(kind=Global), COUPLED),
-        (With(kind=Clipped), COUPLED),
-        (With(kind=Lookahead), COUPLED),
-        (With(kind=Noisy), "draws random numbers, which would differ between workers"),
-        (With(kind=Large), "cannot update small tensors one at a time, which is tried (ValueError: at least 1000"),
-        (With(kind=ScheduleFree), "has a train() and an eval()"),
+        (OptimizedDigits(kind=Global), COUPLED),
+        (OptimizedDigits(kind=Clipped), COUPLED),
+        (OptimizedDigits(kind=Lookahead), COUPLED),
+        (OptimizedDigits(kind=Noisy), "draws random numbers, which would differ between workers"),
+        (
+            OptimizedDigits(kind=Large),
+            "cannot update small tensors one at a time, which is tried (ValueError: at least 1000",
+        ),
+        (OptimizedDigits(kind=ScheduleFree), "has a train() and an eval()"),
     ],
 )
 def test_what_needs_more_than_one_tensor_is_refused(job: Job, words: str) -> None:
@@ -125,15 +112,12 @@ def test_what_needs_more_than_one_tensor_is_refused(job: Job, words: str) -> Non
 
 
 def test_an_optimizer_with_a_closure_is_refused() -> None:
-    [error], _ = checked(With(kind=LBFGS), SHARDED_DDP)
+    [error], _ = checked(OptimizedDigits(kind=LBFGS), SHARDED_DDP)
     assert "LBFGS asks for the loss at several points" in error
 
 
 def test_whole_tensors_are_not_gathered_from_host_memory() -> None:
-    job, options = OfTall(kind=Orthogonal), replace(FSDP, cpu_offload=True)
-    config = config_of(Case(job=job, options=options), 4)
-    errors: list[str] = []
-    registry.load("fsdp").check(config, job, replace(plan_of(config), device="cuda"), errors)
-    [error] = errors
+    case = Case(job=OfTall(kind=Orthogonal), options=replace(FSDP, cpu_offload=True))
+    [error], _ = cases.checked(case, 4, device="cuda")
     assert error.startswith("strategy.cpu_offload=true: ")
     assert error.endswith("set it to false, or use AdamW")

@@ -1,7 +1,5 @@
 """The clocks of two hosts are compared by the messages of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +7,7 @@ import pytest
 
 from orchestrator.timeline import Action, ActionKind, Span, aligned, clock_offset_s, simulate
 
-LAYOUTS = {
-    "a stage each": [[0], [1], [2]],
-    "a loop": [[0, 3], [1, 4], [2, 5]],
-    "a V": [[0, 5], [1, 4], [2, 3]],
-}
+LAYOUTS = {"a stage each": [[0], [1], [2]], "a loop": [[0, 3], [1, 4], [2, 5]], "a V": [[0, 5], [1, 4], [2, 3]]}
 """The stages of each worker."""
 
 

@@ -1,7 +1,5 @@
 """Schedules under ideal conditions, by torch's own lists of their actions, against the formulas of the papers."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.ranks.schedules import live_microbatches

@@ -1,7 +1,5 @@
 """What is told of a step from its spans: bubbles, busy shares, and the trace."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

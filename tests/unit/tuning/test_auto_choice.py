@@ -1,7 +1,5 @@
 """``strategy=auto`` on the driver, before anything runs: the candidates of a job, and the record of the choice."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The choice of a strategy: profiles, predictions and the comparison of contenders, without workers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Code of the user that ends the process: refused with its place; signals and our own exits pass."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What `orchestrator.run` accepts, and what Hydra reads from it; how a run in Python is interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -74,7 +72,6 @@ def test_keys_are_read_back_as_they_were_given() -> None:
     errors: list[str] = []
     _, spec = compose(overrides(job={"names": names, "numbered": {1: "a"}}), errors, registry.config_class)
     assert errors == []
-    assert spec is not None
     assert {str(key): value for key, value in spec.fields["names"].items()} == names
     assert plain(spec.fields["numbered"]) == {1: "a"}
 
@@ -88,7 +85,6 @@ def test_text_is_read_back_as_it_was_given() -> None:
     errors: list[str] = []
     _, spec = compose(overrides(job=given), errors, registry.config_class)
     assert errors == []
-    assert spec is not None
     assert spec.fields == given
 
 

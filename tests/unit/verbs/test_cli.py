@@ -1,7 +1,5 @@
 """The command `orchestrator`: its verbs, its help, and its answers to mistakes."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`python -m orchestrator.compare` on real run directories."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

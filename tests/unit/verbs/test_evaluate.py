@@ -1,7 +1,5 @@
 """`orchestrator evaluate`, up to the plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

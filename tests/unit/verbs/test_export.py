@@ -1,7 +1,5 @@
 """`orchestrator export`: a run becomes a directory that other programs load."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``--help`` and tab completion: quick, complete, and readable on a small terminal."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

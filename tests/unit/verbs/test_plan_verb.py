@@ -1,7 +1,5 @@
 """The arguments of `orchestrator plan`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

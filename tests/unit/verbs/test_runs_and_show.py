@@ -1,7 +1,5 @@
 """`orchestrator runs` and `orchestrator show` on real run directories."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`orchestrator tokenize`: files of tokens for `job=gpt`, from texts, JSONL and parquet."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``orchestrator torchrun``: torchrun's options as overrides, and the script that they run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods of a job that return what nobody can use, or leave the process: one sentence names each, and the remedy."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The choice of a strategy whose measuring runs are on a store, without workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import replace

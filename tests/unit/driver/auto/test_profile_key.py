@@ -1,9 +1,7 @@
 """Which changes of a job, of its configuration or of the machine make the profile of an earlier run unusable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -37,7 +35,6 @@ def key(
 def job_of(activation: type[nn.Module], *, rate: float = 0.1) -> Job:
     """Return a job whose class has the same code for every ``activation``."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Mine(Digits):
         def model(self) -> nn.Module:
             return nn.Sequential(nn.Linear(64, 10), activation())

@@ -1,7 +1,5 @@
 """Which code and packages the workers get, how long they may take to start, and what is said of those that do not."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Environment variables of the workers, and the network interfaces that gloo and NCCL take from them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which nodes a run avoids while they do not answer, with reports that need no Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.driver.gang import spares
+from orchestrator.driver.gang.members import HEARTBEATS_PER_ROUND, MOST_ROUNDS, in_turn
 from orchestrator.driver.gang.spares import Admission
 from orchestrator.driver.nodes.node_reports import driver_report
 from orchestrator.driver.nodes.node_watch import NodeWatch
@@ -59,3 +58,17 @@ def test_a_reservation_ends_when_a_node_that_was_late_has_answered(
     answers[NODE] = driver_report()
     assert nodes.has_changed(avoided)
     assert nodes.admits("b") is True
+
+
+# The rounds in which members are asked for heartbeats ---------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 64, 65, 1024, 5000, 16_384])
+def test_every_rank_is_asked_within_few_rounds(world_size: int) -> None:
+    first, asked, rounds = world_size // 3, set[int](), 0
+    while len(asked) < world_size:
+        of_round = in_turn(first, world_size)
+        assert len(of_round) == len(set(of_round))
+        asked.update(of_round)
+        first, rounds = (of_round[-1] + 1) % world_size, rounds + 1
+    assert rounds <= min(MOST_ROUNDS, -(-world_size // HEARTBEATS_PER_ROUND))

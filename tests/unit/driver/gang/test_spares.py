@@ -1,7 +1,5 @@
 """In which slots workers are started after a loss, and which are given back, with slots that need no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence, Set
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a node that hosts workers and not the driver sends to the store."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,11 @@
 """What a job's model does while it is checked happens in a child process, whose death is a sentence."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -85,7 +82,6 @@ print(in_child(backward, timeout_s=60))
     assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 
 
-@dataclass(frozen=True, kw_only=True)
 class Crashes(Toy):
     def model(self) -> nn.Module:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,5 @@
 """Other runs of the same name that have not ended."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

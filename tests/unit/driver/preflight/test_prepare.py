@@ -1,7 +1,5 @@
 """The preparation of a run: its places and its records."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -1,7 +1,5 @@
 """Which run a command continues, and what it says of one that it does not continue."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -45,8 +43,6 @@ def test_auto_takes_the_newest_unfinished_run_of_this_name(tmp_path: Path) -> No
     an_earlier_run(tmp_path, state="finished")
     an_earlier_run(tmp_path, name="other")
     found, warnings = resume(config_of(tmp_path, "resume=auto"))
-    assert found is not None
-    assert found.checkpoint is not None
     assert (found.run_dir.path, found.step, found.checkpoint.name) == (wanted.path, 5, "step-00000005")
     assert warnings == []
 
@@ -59,7 +55,6 @@ def test_last_is_the_newest_run_that_has_trained(tmp_path: Path) -> None:
     damaged.record_file.write_text("{")
     for words, run, step in (([], wanted, 5), (["name=another"], other, 2)):
         found, warnings = resume(config_of(tmp_path, "resume=last", *words))
-        assert found is not None
         assert (found.run_dir.path, found.step) == (run.path, step)
         assert warnings[-1] == f"resume=last is {run.path}"
     assert refused(config_of(tmp_path, "resume=last", "name=third")) == [
@@ -83,7 +78,6 @@ def test_a_script_continues_in_its_run_directory_whatever_it_has_saved(tmp_path:
     words = ["strategy=script", "job.script=train.py"]
     for asked in ("auto", str(wanted.path)):
         found, warnings = resume(config_of(tmp_path, *words, f"resume={asked}"), job=Script(script="train.py"))
-        assert found is not None
         assert (found.run_dir.path, found.step, found.checkpoint, warnings) == (wanted.path, 12, None, [])
 
 
@@ -101,7 +95,6 @@ def test_auto_prefers_an_older_run_with_a_checkpoint_to_a_stray_start(tmp_path: 
     wanted = an_earlier_run(tmp_path, steps=[2000], state="killed")
     stray = an_earlier_run(tmp_path, steps=[], state="killed")
     found, warnings = resume(config_of(tmp_path, "resume=auto", "train.steps=5000"))
-    assert found is not None
     assert (found.run_dir, found.step) == (wanted, 2000)
     assert warnings == [f"resume=auto: {stray.path} has no checkpoint; an older run is continued"]
 
@@ -122,7 +115,6 @@ def test_a_restarted_driver_continues_its_own_run_or_starts_afresh(
     save_steps(own, [3])
     for words in ([], ["resume=never"], ["resume=auto"]):
         found, warnings = resume(config_of(tmp_path, *words))
-        assert found is not None
         assert (found.run_dir, found.step, warnings) == (own, 3, [])
 
 
@@ -206,7 +198,6 @@ def test_what_changes_the_curve_of_a_resumed_run_is_said(tmp_path: Path) -> None
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Scheduled(Digits):
     def scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler:
         return CosineAnnealingLR(optimizer, steps)
@@ -313,7 +304,6 @@ def test_a_resumed_run_keeps_its_precision(
 ) -> None:
     an_earlier_run(tmp_path).update_record(**record)
     found, warnings = resume(config_of(tmp_path, "resume=auto", f"train.precision={word}"))
-    assert found is not None
     assert (found.train.precision, warnings) == (expected, said)
 
 
@@ -334,7 +324,6 @@ def test_the_command_of_a_run_can_be_typed_again() -> None:
 def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
     wanted = an_earlier_run(tmp_path, state="running", driver=NOBODY)
     found, _ = resume(config_of(tmp_path, "resume=auto"))
-    assert found is not None
     assert found.run_dir == wanted
 
 
@@ -352,7 +341,6 @@ def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pyt
     below = run.path.relative_to(tmp_path / "outputs")
     for text in (str(run.path), f"outputs/{below}", str(below), run.path.name):
         found, _ = resume(config_of(tmp_path / "outputs", f"resume={text}"))
-        assert found is not None
         assert found.run_dir == run
 
 
@@ -375,7 +363,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     file = run.checkpoints / "step-00000002" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     found, warnings = resume(config_of(tmp_path, "resume=auto"))
-    assert found is not None
     assert found.step == 1
     (warning,) = warnings
     assert "step-00000002" in warning
@@ -394,7 +381,6 @@ def test_a_damaged_record_is_skipped_by_auto_and_refused_by_name(tmp_path: Path)
     broken = an_earlier_run(tmp_path)
     broken.record_file.write_text("{")
     found, warnings = resume(config_of(tmp_path, "resume=auto"))
-    assert found is not None
     assert found.run_dir == wanted
     assert str(broken.record_file) in warnings[0]
     (error,) = refused(config_of(tmp_path, f"resume={broken.path}"))
@@ -418,7 +404,6 @@ def test_a_run_that_ended_after_its_last_step_lacks_only_its_end(tmp_path: Path)
     assert error.startswith("train.steps=19: ")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adam(Digits):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.lr)

@@ -1,7 +1,5 @@
 """Runs that begin with a checkpoint of another run: to evaluate it, or to train on from it."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -35,7 +33,6 @@ def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_pat
     word = f"{key}={run.path.parent.name}/{run.path.name}"
     for end, step in (("", 5), ("/checkpoints/best", 3), ("/checkpoints/step-00000003", 3)):
         found = source(tmp_path, word + end, "train.steps=9")
-        assert found is not None
         assert (found.run_dir.path, found.step) == (run.path, step)
         assert found.train.steps == (step if key == "evaluate" else 9)
         assert read_manifest(found.checkpoint)["step"] == step
@@ -43,7 +40,6 @@ def test_a_new_run_begins_with_the_newest_the_best_or_a_named_checkpoint(tmp_pat
     for end, step in (("", 5), ("/checkpoints/best", 3)):
         warnings: list[str] = []
         found = source(tmp_path, f"{key}=last{end}", "train.steps=9", warnings=warnings)
-        assert found is not None
         assert (found.run_dir.path, found.step, warnings) == (run.path, step, [f"{key}=last is {run.path}"])
     assert source(tmp_path) is None
 
@@ -69,14 +65,12 @@ def test_a_run_that_trains_on_takes_away_no_checkpoint_that_another_one_begins_w
         for _ in range(5):
             warnings: list[str] = []
             found = source(tmp_path, f"evaluate={run.path}{end}", warnings=warnings)
-            assert found is not None
             assert found.checkpoint is not None
             verify(found.checkpoint)
             assert warnings == []
     finally:
         ended.set()
         training.join(60)
-    assert found.checkpoint is not None
     last = step_of(found.checkpoint.name.split(".")[1])
     prune(run.checkpoints, 1, saved_step=last + 1000)
     assert load(found.checkpoint).meta["step"] == last

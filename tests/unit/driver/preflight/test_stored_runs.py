@@ -1,7 +1,5 @@
 """Runs on a store, from two hosts with a staging directory each."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

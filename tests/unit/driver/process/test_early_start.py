@@ -1,7 +1,5 @@
 """When Ray's processes start before the configuration is checked, and with how many workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.config.overrides import values

@@ -1,7 +1,5 @@
 """A head that does not answer is lost after a while, before Ray would end the process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 

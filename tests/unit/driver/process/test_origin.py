@@ -1,7 +1,5 @@
 """What the user of a run may type next, on the machine of its driver or elsewhere."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace
@@ -109,6 +107,5 @@ def test_a_job_that_ray_would_kill_too_soon() -> None:
     assert stop_wait_warning(10, {"RAY_JOB_STOP_WAIT_TIME_S": "20"}) is None
     for environment, wait_s in (({}, 3), ({"RAY_JOB_STOP_WAIT_TIME_S": "19"}, 19)):
         warning = stop_wait_warning(9.5, environment)
-        assert warning is not None
         assert f"kills this job after {wait_s} s" in warning
         assert "RAY_JOB_STOP_WAIT_TIME_S=20" in warning

@@ -1,7 +1,5 @@
 """What earlier Rays have left on this machine: processes, files and ports are real, but are those of stand-ins."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Requests to stop: signals, and files in the directory of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -112,7 +110,6 @@ def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
     program = "import json, time; from orchestrator.records.lock import this_process; "
     program += "print(json.dumps(this_process()), flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
         run.update_record(state="running", driver=json.loads(driver.stdout.readline()), reason="stopped before")
         if run.remote is not None:
             run.remote.write(run.record_file.name, run.record_file.read_bytes())

@@ -1,7 +1,5 @@
 """A Ray that asks for a token gets the user's, and another one gets none, although the user has one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -40,7 +38,7 @@ class Gcs(grpc.GenericRpcHandler):
         self._token = token
         self._delays_s = iter(delays_s)
 
-    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         known = self._token is None or f"Bearer {self._token}" in [text for _, text in call.invocation_metadata]
 
         def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
@@ -105,7 +103,6 @@ def test_an_address_of_the_environment_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     error = address_error("auto", key=key)
-    assert error is not None
     assert error.startswith("RAY_ADDRESS=127.0.0.1:1: no Ray answers there (unavailable)")
 
 

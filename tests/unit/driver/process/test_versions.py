@@ -1,7 +1,5 @@
 """What is said if the cluster has other versions than the driver."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest
@@ -19,7 +17,6 @@ def test_an_error_of_ray_about_versions_becomes_one_line(there: dict[str, str]) 
     with pytest.raises(RuntimeError) as raised:
         find_internal(CHECK)(cluster, "node 10.0.0.1")
     said = version_error(str(raised.value))
-    assert said is not None
     assert said.startswith(
         f"the cluster has Ray {cluster['ray_version']} and Python {cluster['python_version']}, this "
     )

@@ -1,7 +1,5 @@
 """What ends a wait for resources, and what is reported meanwhile, without Ray."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The order in which the ranks of a failed generation learn of its end."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -31,8 +29,7 @@ class Calls:
 def made(*, aborts: bool, silent: Collection[int] = ()) -> list[tuple[str, set[int]]]:
     calls: Any = Calls(silent)
     abandon(calls, 4, ("10.0.0.1",), training={0, 2, 3}, failed={1}, aborts=aborts, check=lambda: None)
-    found: list[tuple[str, set[int]]] = calls.made
-    return found
+    return calls.made
 
 
 def test_with_gloo_those_that_train_are_told() -> None:

@@ -1,7 +1,5 @@
 """What workers have reported since the last heartbeats of a driver that died."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

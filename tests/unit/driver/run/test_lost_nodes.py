@@ -1,7 +1,6 @@
 """Which addresses the survivors of lost nodes are told, with a gang and nodes that need no Ray."""
 
-from __future__ import annotations
-
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,8 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.driver.gang.members import Member
+from orchestrator.driver.nodes import node_watch
+from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.run.health import Health
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import WorkerInfo
@@ -88,3 +89,18 @@ def test_the_node_of_a_silent_worker_is_lost_unless_its_probe_is_up(
     health.check({}, 0.0)
     health.check({}, 61.0)
     assert (gang.killed, nodes.lost) == ([1], lost)
+
+
+# Hosts that are lost together ---------------------------------------------------------------------
+
+
+def test_hosts_that_do_not_answer_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, all_asked = NodeWatch(3.0), threading.Barrier(3)
+    watch._raylets = {name: (name, 1) for name in ("a", "b", "c", "not asked")}
+
+    def connect(address: tuple[str, int], timeout: float) -> Any:
+        all_asked.wait(10)  # breaks if one is asked after the other
+        raise TimeoutError
+
+    monkeypatch.setattr(node_watch.socket, "create_connection", connect)
+    assert watch.find_gone(["a", "b", "unknown", "c"]) == ["a", "b", "c"]

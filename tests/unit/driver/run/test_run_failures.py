@@ -1,7 +1,5 @@
 """What the user is told of a worker that has failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

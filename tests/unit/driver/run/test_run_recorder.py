@@ -1,7 +1,5 @@
 """What is recorded of a run: its states, and how long it took without its waits."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

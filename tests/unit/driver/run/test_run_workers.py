@@ -1,7 +1,5 @@
 """The workers of a run whose gang needs no Ray."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

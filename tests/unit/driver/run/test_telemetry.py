@@ -1,7 +1,5 @@
 """What the driver emits and returns for a round of heartbeats, with a gang that needs no Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,10 +80,7 @@ def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
 
 def test_events_of_workers_are_emitted_after_all_progress_and_returned(parts: Any) -> None:
     made, gang, recorder, _ = parts
-    gang.answers = {
-        1: Heartbeat(step=4, phase="train"),
-        0: Heartbeat(step=3, phase="train", events=(SAVED,)),
-    }
+    gang.answers = {1: Heartbeat(step=4, phase="train"), 0: Heartbeat(step=3, phase="train", events=(SAVED,))}
     collected = made.collect(gang)
     assert collected.events == (SAVED,)
     assert [type(event) for event in recorder.seen] == [RankProgress, RankProgress, CheckpointSaved]

@@ -1,7 +1,5 @@
 """What is submitted to a Ray cluster, and what is refused before anything is sent."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A command that is started again after a signal has killed it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

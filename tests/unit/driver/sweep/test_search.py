@@ -1,7 +1,5 @@
 """A search without Ray: the values that it tries, what it does with results and errors, and how it goes on."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence

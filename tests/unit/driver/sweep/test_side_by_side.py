@@ -1,7 +1,5 @@
 """How many runs of a sweep are in progress at once, and whose end ends them."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -50,7 +48,6 @@ def test_an_embedded_ray_has_room_for_one_run(tmp_path: Path) -> None:
 def test_a_driver_gets_a_signal_when_the_sweep_is_killed() -> None:
     command = [sys.executable, "-c", PARENT, CHILD]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "up\n"
         parent.send_signal(signal.SIGKILL)
         assert parent.stdout.readline() == "ended\n"

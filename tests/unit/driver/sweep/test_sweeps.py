@@ -1,7 +1,5 @@
 """A sweep without Ray: which runs are to do, errors of single runs, and the report at the end."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Mapping
@@ -31,7 +29,6 @@ def recorded(
     root: Path, *, sweep: Mapping[str, str] | None, status: str = "FINISHED", checkpoint: bool = False
 ) -> RunResult:
     """A run that only writes its record."""
-    assert sweep is not None
     number = int(sweep["run"])
     run_dir = RunDir(root / "2026-05-01" / f"12-3{number}-01-run")
     run_dir.checkpoints.mkdir(parents=True)
@@ -98,7 +95,6 @@ def test_a_run_records_in_which_settings_it_differs_beside_its_name(
     given: list[str] = []
 
     def execute(*, sweep: Mapping[str, str] | None) -> RunResult:
-        assert sweep is not None
         given.append(sweep["settings"])
         return RunResult(status="FINISHED", exit_code=0, run_dir=tmp_path)
 
@@ -173,7 +169,6 @@ def test_a_stop_after_the_last_step_of_a_run_starts_no_other(tmp_path: Path, at_
     stop = StopSignals()
 
     def run(*, sweep: Mapping[str, str] | None) -> RunResult:
-        assert sweep is not None
         if int(sweep["run"]) == at_run:
             stop.request(signal.SIGINT, "SIGINT")
         return recorded(tmp_path, sweep=sweep)

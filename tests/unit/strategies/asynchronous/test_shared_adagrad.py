@@ -1,7 +1,5 @@
 """Adagrad without a lock: the updates of torch's, and none without bounds where others overwrite a sum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

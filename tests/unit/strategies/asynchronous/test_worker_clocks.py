@@ -1,7 +1,5 @@
 """Which workers of a parameter server may continue, by how far they are ahead of the slowest."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.strategies.asynchronous.parameter_server.server import WorkerClocks

@@ -1,7 +1,5 @@
 """Jobs that train otherwise on parts of a batch are found before training, and others are not accused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from torch.utils.data import Dataset
 
 from helpers.conformance.cases import DDP, SINGLE, TRAIN, Case, config_of, plan_of
 from helpers.conformance.layouts import FSDP, pipeline
+from helpers.conformance.training import built
 from helpers.jobs.batch_toys import DEPEND, EQUAL, LOSS, OfBatches, class_weighted, contrastive, summed
 from helpers.jobs.toys import Rows
 from helpers.models.catalogue import job_of
@@ -24,34 +23,11 @@ from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
 from orchestrator.model.precision import Precision
-from orchestrator.planning.mesh import Mesh
-from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.trainer import Trainer
 
 CPU = torch.device("cpu")
-
-
-def built(
-    job: Job, options: StrategyConfig, *, accumulation: int = 1, replicas: int = 2, devices: int = 1, rank: int = 0
-) -> Trainer:
-    """The strategy on this rank, before there is a process group."""
-    context = Context(
-        mesh=Mesh(shard=replicas) if options.name == "fsdp" else Mesh(replicate=replicas),
-        global_rank=rank,
-        device=CPU,
-        seed=3,
-        train=replace(TRAIN, global_batch_size=16, grad_accumulation=accumulation),
-        options=options,
-        collective_timeout_s=1,
-        num_devices=devices,
-    )
-    strategy = registry.load(options.name).create(context, job)
-    assert isinstance(strategy, Trainer)
-    strategy.setup(job.dataset("train"))
-    return strategy
 
 
 def warnings(job: Job, options: StrategyConfig, **layout: int) -> str:
@@ -101,8 +77,7 @@ class Coarse(OfBatches):
         return super().model().to(self.dtype)
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        out: Tensor = model(inputs.to(self.dtype))
-        return out
+        return model(inputs.to(self.dtype))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return 1 + 0.002 * (output.new_tensor(len(output)) - 4).float()
@@ -176,33 +151,29 @@ def test_plain_attributes_of_the_model_are_left_as_they_are() -> None:
     assert built(EQUAL["counts calls"], DDP).trained.module()[1].calls == 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failing(OfBatches):
-    def loss(self, output: Any, target: Any) -> Tensor:
-        raise RuntimeError("not here")
+def failing(output: Any, target: Any) -> Tensor:
+    raise RuntimeError("not here")
 
 
 def test_what_cannot_be_compared_is_said() -> None:
-    said = warnings(Failing(), DDP)
+    said = warnings(OfBatches(loss_of=failing), DDP)
     assert "the loss of a batch was not compared with those of its halves (RuntimeError: " in said
 
 
-@dataclass(frozen=True, kw_only=True)
-class Communicates(OfBatches):
-    def loss(self, output: Any, target: Any) -> Tensor:
-        dist.all_reduce(output)
-        return output.mean()
+def summed_over_workers(output: Any, target: Any) -> Tensor:
+    dist.all_reduce(output)
+    return output.mean()
 
 
 def test_rank_0_does_not_wait_for_others(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert "it communicates with other workers (allreduce_)" in warnings(Communicates(), DDP)
+        said = warnings(OfBatches(loss_of=summed_over_workers), DDP)
+        assert "it communicates with other workers (allreduce_)" in said
     finally:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sorted(OfBatches):
     """The samples of a class follow one another, as in a folder of images for each class."""
 

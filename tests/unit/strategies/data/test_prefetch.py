@@ -1,7 +1,5 @@
 """Copies of batches that are begun one step ahead, and the streams that they use."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any

@@ -123,7 +123,6 @@ def rows() -> list[Pair]:
 def test_objects_of_the_user_are_joined(cls: type[Seen]) -> None:
     pairs = rows()
     expected = updated({"seen": cls}, pairs).values()
-    assert expected is not None
     assert expected["ones"] == sum(int((target == 1).sum()) for _, target in pairs)
     assert joined({"seen": cls}, in_ranks(pairs)) == expected
 
@@ -213,7 +212,6 @@ def test_what_is_computed_are_numbers(result: Any, message: str) -> None:
 
 def test_nan_is_a_value() -> None:
     values = updated({"f1": lambda: Seen(nan)}, rows()).values()
-    assert values is not None
     assert isnan(values["f1"])
 
 

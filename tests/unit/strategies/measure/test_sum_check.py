@@ -1,7 +1,5 @@
 """A metric that is not a sum over the samples is found in the first batches, and sums are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +51,6 @@ def test_sums_are_taken(measure: Callable[[Tensor, Tensor], Any]) -> None:
 )
 def test_what_is_no_sum_is_named(measure: Callable[[Tensor, Tensor], Any], numbers: str) -> None:
     said = checked(measure)
-    assert said is not None
     assert said.startswith("job.metrics: 'm' is not a sum over the samples, ")
     assert numbers in said
 

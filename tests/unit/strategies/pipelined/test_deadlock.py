@@ -1,7 +1,5 @@
 """The check of the order of communication: what it accepts, and how it describes a deadlock."""
 
-from __future__ import annotations
-
 from helpers.ranks.deadlock import Launch, Operation, find_deadlock
 
 

@@ -1,7 +1,5 @@
 """The steps of an evaluation in stages: complete, in an order that is possible, and no more than needed."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """When the gradients of a stage are summed over its replicas."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from helpers.models.blocks import Block
 from helpers.ranks.launches import recorded
-from orchestrator.compat.pipelining import computations
+from orchestrator.compat.pipelining import computations, nodes_of
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
+from orchestrator.strategies.pipelined.timed_stage import backward_splits
 
 WAITS = WaitTimer(torch.device("cpu"))
 
@@ -96,3 +96,29 @@ def test_gradients_of_any_layout_are_summed_where_they_are(group: dist.ProcessGr
     for parameter, gradient in zip(own, gradients, strict=True):
         assert parameter.grad is gradient
         assert torch.equal(gradient.to_dense().float(), table if gradient.numel() else gradient)
+
+
+# Backward passes in halves ------------------------------------------------------------------------
+
+
+class Scaled(Block):
+    """A scale of the first layer's output, which may be the second one's too."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.scale, self.twice = nn.Parameter(torch.ones(16)), twice
+
+    def forward(self, h: Tensor) -> Tensor:
+        out = self.l2(self.l1(h) * self.scale.exp())
+        return out * self.scale if self.twice else out
+
+
+@pytest.mark.parametrize(
+    ("module", "splits"),
+    [(Block(), True), (Scaled(twice=False), True), (Scaled(twice=True), False)],
+    ids=["block", "scale", "scale used twice"],
+)
+def test_a_backward_pass_is_divided_if_each_parameter_contributes_at_one_node(module: nn.Module, splits: bool) -> None:
+    h = torch.randn(4, 16, requires_grad=True)
+    out = module(h)
+    assert backward_splits(nodes_of([out]), nodes_of([h])) == splits

@@ -1,7 +1,5 @@
 """Which models ``strategy.sync_batchnorm=true`` converts, and what the plan says about BatchNorm under ``ddp``."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 
@@ -10,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs.toys import Toy
-from helpers.machines.plans import LAPTOP, config_of, plan_of
-from orchestrator.strategies import registry
-from orchestrator.strategies.constructor import Outline
+from helpers.machines.plans import notes_of
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, synchronize
 
 CPU = torch.device("cpu")
@@ -42,7 +38,6 @@ class NeedsValues(Norms):
         return super().model()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReadsNumbers(Norms):
     def model(self) -> nn.Module:
         return super().model().requires_grad_(torch.linspace(0, 1, 3)[1].item() == 0.5)
@@ -70,8 +65,7 @@ class Pretrained(Norms):
 
 def notes(job: Toy, *words: str) -> tuple[tuple[str, ...], list[str]]:
     words = words if words[:1] and words[0].startswith("strategy=") else ("strategy=ddp", *words)
-    config, plan, errors = config_of(*words), plan_of(LAPTOP, *words, embedded=True), list[str]()
-    return registry.load(config.strategy.name).check_job(config, Outline(job, config.train), plan, errors), errors
+    return notes_of(job, *words)
 
 
 def test_modules_are_converted_in_place_and_keep_names_hooks_and_identity() -> None:

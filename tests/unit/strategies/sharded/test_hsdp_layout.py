@@ -1,7 +1,5 @@
 """The grid of ``hsdp`` on nodes: ``strategy.shard_size=auto``, and what is said of a size that crosses nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.machines.plans import plan_of

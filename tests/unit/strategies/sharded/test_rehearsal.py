@@ -1,9 +1,8 @@
 """What ``fsdp`` finds in a pass with fake tensors: what a job does with weights that are gathered, or are parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -152,7 +151,6 @@ def test_gradients_of_gradients_need_weights_that_stay(in_loss: bool) -> None:
 
 
 def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Reading(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             return model(inputs) * scale_of(model.head) * float(inputs.max())
@@ -162,7 +160,6 @@ def test_numbers_of_the_batch_and_of_the_root_are_read_as_ever() -> None:
 
 
 def test_the_order_of_calls_is_seen() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Twice(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             return model.head(model.blocks[0](model.blocks[2](model.blocks[0](inputs))))
@@ -174,7 +171,6 @@ def test_the_order_of_calls_is_seen() -> None:
 
 
 def test_a_pass_that_depends_on_numbers_is_not_seen_to_its_end() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Chosen(Using):
         def forward(self, model: Net, inputs: Tensor) -> Tensor:  # type: ignore[override]
             x = model.blocks[1](inputs)
@@ -227,16 +223,9 @@ class Reversible(Net):
         return self.head(x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReversibleToy(Toy):
-    together: bool
-
-    def model(self) -> nn.Module:
-        return Reversible(together=self.together)
-
-
 def test_a_weight_that_a_function_uses_again_is_gathered_with_the_module_that_calls_the_function() -> None:
-    assert not check(ReversibleToy(together=False)).gathers_all
+    apart, together = (Toy(build=partial(Reversible, together=together)) for together in (False, True))
+    assert not check(apart).gathers_all
     with pytest.raises(JobError, match=r"forward\(\) uses blocks\.0\.layer\.weight.* outside"):
-        check(ReversibleToy(together=True))
-    assert check(ReversibleToy(together=True), reshard=False).gathers_all
+        check(together)
+    assert check(together, reshard=False).gathers_all

@@ -1,22 +1,21 @@
 """What ``fsdp`` refuses before anything starts, and what it says of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helpers.conformance.cases import Case, config_of, plan_of
+from helpers.conformance import cases
+from helpers.conformance.cases import Case
 from helpers.conformance.layouts import FSDP, PARAMETER_SERVER, SHARDED_DDP
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.placement import Box
-from orchestrator.strategies import registry
 from orchestrator.strategies.update.job_optimizer import ELEMENTWISE
 
 
@@ -72,23 +71,11 @@ def sparse_buffer() -> nn.Module:
 @dataclass(frozen=True, kw_only=True)
 class Built(Toy):
     build: Callable[[], nn.Module] = blocks
-    kind: Callable[..., Optimizer] = torch.optim.AdamW
-
-    def model(self) -> nn.Module:
-        return self.build()
-
-    def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        return self.kind(parameters, lr=0.01)
+    optimizer_of: Callable[[Any], Optimizer] = torch.optim.AdamW
 
 
-def checked(
-    job: Built, options: StrategyConfig = FSDP, *, workers: int = 2, device: Literal["cpu", "cuda"] = "cpu"
-) -> tuple[list[str], list[str]]:
-    """The errors and the notes."""
-    config = config_of(Case(job=job, options=options), workers)
-    errors: list[str] = []
-    notes = registry.load(options.name).check(config, job, replace(plan_of(config), device=device), errors)
-    return errors, list(notes)
+def checked(job: Built, options: StrategyConfig = FSDP, *, workers: int = 2, **planned: Any) -> Any:
+    return cases.checked(Case(job=job, options=options), workers, **planned)
 
 
 def test_the_memory_of_a_worker() -> None:
@@ -143,7 +130,7 @@ def sgd_with_own_step(parameters: Any, lr: float) -> Optimizer:
 @pytest.mark.parametrize("kind", [hooked_sgd, sgd_with_own_step])
 @pytest.mark.parametrize("options", [FSDP, SHARDED_DDP, PARAMETER_SERVER], ids=lambda options: options.name)
 def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., Optimizer]) -> None:
-    [error], _ = checked(Built(kind=kind), options, workers=4)
+    [error], _ = checked(Built(optimizer_of=partial(kind, lr=0.01)), options, workers=4)
     assert "job.optimizer gives SGD hooks or a step of its own, which would see only shards of tensors" in error
 
 

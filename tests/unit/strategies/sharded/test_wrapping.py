@@ -1,7 +1,5 @@
 """Which modules ``fsdp`` gathers together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

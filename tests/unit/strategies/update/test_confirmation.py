@@ -1,7 +1,5 @@
 """What a survivor with a GPU holds after a failure, with a fake stream that goes on with garbage after an abort."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

@@ -1,7 +1,5 @@
 """Models whose replicas would drift apart are refused before anything starts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers that update all parameters with one kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

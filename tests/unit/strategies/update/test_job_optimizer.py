@@ -1,7 +1,5 @@
 """The optimizer of a job for the whole model and for parts of it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ def test_a_part_has_all_groups_of_the_model_with_its_own_parameters() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pairs(Toy):
     """Its optimizer keeps the names of the parameters, as torch's can."""
 
@@ -54,7 +51,6 @@ class Pairs(Toy):
         return named_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupsOfPairs(Toy):
     def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
         return [{"params": named_parameters[:2]}, {"params": iter(named_parameters[2:]), "lr": 1.0}]
@@ -136,7 +132,6 @@ def test_a_frozen_part_has_the_groups_of_the_model() -> None:
         assert [group["params"] for group in groups] == [[] for _ in groups]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DecayingGAN(GAN):
     def parameter_groups(self, named_parameters: Named) -> list[dict[str, Any]]:
         return [
@@ -153,13 +148,11 @@ def test_each_model_of_a_training_step_has_its_own_groups() -> None:
         assert all(group["params"] for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ByEpochs(Toy):
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float = 7) -> LRScheduler:
         return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ByEpochsAlone(Toy):
     def scheduler(  # type: ignore[override]
         self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float

@@ -1,7 +1,5 @@
 """The points of a process that dies before it has handed them over."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

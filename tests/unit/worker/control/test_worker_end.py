@@ -1,7 +1,5 @@
 """How a worker leaves a generation: no outcome waits for it, and whatever breaks then hides nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -87,8 +85,7 @@ def test_only_a_clean_end_waits_for_other_ranks(clean: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("backend", "aborted", "remains"),
-    [("nccl", 2, False), ("nccl", 3, False), ("nccl", 1, True), ("gloo", 2, True)],
+    ("backend", "aborted", "remains"), [("nccl", 2, False), ("nccl", 3, False), ("nccl", 1, True), ("gloo", 2, True)]
 )
 @pytest.mark.usefixtures("group")
 def test_the_driver_aborts_the_groups_of_the_generation_that_it_ends(backend: str, aborted: int, remains: bool) -> None:

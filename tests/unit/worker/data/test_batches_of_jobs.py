@@ -1,7 +1,5 @@
 """Batches that a job makes itself."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from orchestrator.worker.data.data_loader import batches_by_length
 from orchestrator.worker.data.job_data import Datasets, batches_of
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bucketed(Toy):
     """Batches of numbers of similar size, which stands for their length."""
 
@@ -40,11 +37,7 @@ def test_any_layout_has_the_batches_of_the_job_and_resumes_at_the_next(
     dp_size: int, accumulation: int, done: int
 ) -> None:
     read = functools.partial(
-        read_by_all_ranks,
-        lambda: Numbers(100),
-        seed=5,
-        global_batch_size=13,
-        batches=drawn(Bucketed(), 100, 13),
+        read_by_all_ranks, lambda: Numbers(100), seed=5, global_batch_size=13, batches=drawn(Bucketed(), 100, 13)
     )
     whole = read(data_parallel_size=1, steps=14)
     assert (

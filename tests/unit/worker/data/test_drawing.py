@@ -1,7 +1,5 @@
 """What a dataset draws at random depends on the position in the run alone, not on processes or on the past."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loader processes, and what a broken dataset does."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

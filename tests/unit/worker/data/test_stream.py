@@ -1,7 +1,5 @@
 """Streams: every layout reads the same global batches, and a run continues at the next sample."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -64,12 +62,7 @@ def test_a_position_is_the_same_in_any_layout(kind: type[Plain]) -> None:
     whole = read_by_all_ranks(kind, 37, data_parallel_size=2)
     for dp_size, accumulation in LAYOUTS:
         rest = read_by_all_ranks(
-            kind,
-            37,
-            data_parallel_size=dp_size,
-            grad_accumulation=accumulation,
-            samples_consumed=3 * 13,
-            steps=3,
+            kind, 37, data_parallel_size=dp_size, grad_accumulation=accumulation, samples_consumed=3 * 13, steps=3
         )
         assert rest == whole[3:]
 
@@ -130,7 +123,6 @@ def test_nodes_of_torchdata_continue_at_the_next_sample(kind: str) -> None:
         for _ in range(done // 10):
             read(first)
         mark = first.bookmark(done)
-        assert mark is not None
         values = mark.to_json()
         assert (values is None) == (kind == "mixed")
         if values is not None:
@@ -186,7 +178,6 @@ def test_samples_read_ahead_are_not_in_the_state() -> None:
     assert reader.position > 10
     mark = reader.bookmark(10)
     batches.close()
-    assert mark is not None
     assert mark.position == 10
     assert go_to(reader, 10) == 0
     assert read(reader, 5) == order_of(Stateful, 37, epochs=1)[10:15]

@@ -1,7 +1,5 @@
 """FLOPs are counted as torch counts them, the count changes nothing, and a share of an unknown peak is not guessed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 
@@ -34,8 +32,7 @@ class Products(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden, _ = self.recurrent(self.first(inputs))
-        out: Tensor = self.last(hidden @ hidden.mT @ hidden)
-        return out
+        return self.last(hidden @ hidden.mT @ hidden)
 
     def example(self) -> Tensor:
         return torch.randn(2, 5, 6)
@@ -44,8 +41,7 @@ class Products(nn.Module):
 @pytest.fixture(params=[Convolutions, Products])
 def model(request: pytest.FixtureRequest) -> Convolutions | Products:
     torch.manual_seed(0)
-    made: Convolutions | Products = request.param()
-    return made
+    return request.param()
 
 
 def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:

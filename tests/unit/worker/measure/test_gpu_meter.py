@@ -1,7 +1,5 @@
 """Readings of GPUs: from a stand-in of the driver's library, and from the real one without a driver."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """What this process and others use of the CPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -31,12 +29,10 @@ if os.fork() == 0:
 def test_the_time_of_a_child_is_own_time() -> None:
     meter = MachineMeter()
     child = subprocess.Popen([sys.executable, "-c", BUSY + DONE], stdout=subprocess.PIPE)
-    assert child.stdout is not None
     child.stdout.readline()
     use = meter.read()
     child.kill()
     child.communicate()
-    assert use is not None
     assert use.own_s > BUSY_S * 0.9
     assert use.own_s < use.busy_s + 0.2, "the kernel counts the time of all CPUs in ticks"
 
@@ -47,7 +43,6 @@ def test_the_time_of_another_program_is_not(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path / "done")], check=True)
     wait_for((tmp_path / "done").exists, timeout_s=60)
     use = meter.read()
-    assert use is not None
     assert use.busy_s - use.own_s > BUSY_S * 0.6
 
 
@@ -56,5 +51,4 @@ def test_a_short_interval_goes_on() -> None:
     assert meter.read(least_s=1000.0) is None
     time.sleep(0.05)
     use = meter.read(least_s=0.0)
-    assert use is not None
     assert use.busy_s + use.idle_s > 0

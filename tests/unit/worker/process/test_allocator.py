@@ -1,7 +1,5 @@
 """Whether freed blocks stay in a process, in processes of their own, because the settings are those of a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Connections to a lost node end at once; those to other nodes stay."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

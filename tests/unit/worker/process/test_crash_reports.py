@@ -1,7 +1,5 @@
 """A process that crashes says why in its log, and the run repeats it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """SIGTERM is a notice to a worker, and the end of a process that it has forked."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

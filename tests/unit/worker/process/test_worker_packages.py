@@ -1,7 +1,5 @@
 """What pip installs for the workers of a node: once, beside the environment that they run in, and with its reasons."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

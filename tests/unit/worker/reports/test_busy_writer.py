@@ -1,7 +1,5 @@
 """Checkpoints that are due while the one before is still being written."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

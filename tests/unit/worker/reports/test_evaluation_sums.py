@@ -1,7 +1,5 @@
 """Sums of an evaluation stay on the device until its end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The best evaluation of a run on one rank: after a failure, after a resume, and with a name that nothing reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of a job that may look at the model: what they leave as it was, and what they may not change."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

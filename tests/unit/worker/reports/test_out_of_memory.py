@@ -1,7 +1,5 @@
 """The message of a GPU that runs out of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

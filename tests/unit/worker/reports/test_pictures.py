@@ -1,7 +1,5 @@
 """Pictures from tensors: their pixels, and what is not an image."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The checkpoints of a script on a store, with two nodes that have directories of their own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The variables of a script's ranks: what torchrun sets, for every place in a gang."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """What a script tells of itself: its progress, and why it has failed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
