@@ -150,6 +150,7 @@ def test_a_program_that_sets_no_mode_runs_several_times(head: Head, tmp_path: Pa
     assert ", as RAY_ADDRESS says" in done.stdout
 
 
+@pytest.mark.campaign
 def test_a_plan_leaves_no_job_on_the_cluster(head: Head, tmp_path: Path) -> None:
     before = dashboard(head, "/api/jobs/")
     words = ("python", "-m", "orchestrator.launch", f"cluster.address={head.gcs}", "plan=true", "strategy=single")
