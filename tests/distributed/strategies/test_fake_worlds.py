@@ -111,7 +111,7 @@ def on_fake_groups(
 @pytest.mark.parametrize("name", [*TRACED, *in_campaign(*PRODUCTS)])
 def test_a_rank_on_a_fake_group_communicates_as_on_gloo(gang: Gang, name: str) -> None:
     """The first and the last rank, which is on the last stage."""
-    world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks")
+    world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks", global_batch_size=16)
     first, *_, last = gang.run(second_step, case, world_size=world)
     assert gang.run(on_fake_groups, second_step, case, (0, world - 1), world, world_size=1) == [[first, last]]
     assert first
