@@ -11,9 +11,10 @@ Three tiers:
 ``pytest -m gpu`` runs those that need a GPU, which are skipped where torch sees none.
 
 A tier runs on two processes (pytest-xdist), file by file; at the end, one of them runs ``tests/cluster`` and the other
-``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and a third one
-runs the other files beside them. With a path or ``-k``, pytest runs the tests selected in this one process, and leaves
-out only the campaign; tests named by ``::`` always run.
+``tests/ray``, each as a whole. Without ``tests/command``, as in ``.ci/run``, these two begin at once, and two more
+processes run the other files beside them: a single one leaves CPUs idle, because ranks mostly wait for each other.
+With a path or ``-k``, pytest runs the tests selected in this one process, and leaves out only the campaign; tests named
+by ``::`` always run.
 
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
@@ -81,7 +82,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
     is_worker = hasattr(config, "workerinput")
     if not in_one_process and not is_worker and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses = 3 if _whole_first(config) else 2
+        option.numprocesses = 4 if _whole_first(config) else 2
         option.dist = "loadfile"
 
 

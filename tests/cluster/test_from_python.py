@@ -134,7 +134,7 @@ def run_script(text: str, *words: str, folder: Path) -> str:
     script.write_text(text)
     command = [sys.executable, script.name, *words]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
 
 

@@ -26,7 +26,7 @@ class Slow(Digits):
         time.sleep(PAUSE_S)
         return super().loss(output, target)
 
-result = orchestrator.run(Slow, strategy="ddp", tracking="none", job={"hidden": 16}, name="long",
+result = orchestrator.run(Slow, strategy="single", tracking="none", job={"hidden": 16}, name="long",
     train={"steps": 5000, "eval_every": 0, "log_every": 1}, resume="auto", cluster={"stop_grace_s": 60})
 """
 
@@ -106,7 +106,7 @@ def test_interrupts_end_the_run_and_not_the_kernel(tmp_path: Path) -> None:
         async with kernel.client.async_setup_kernel():
             once = await kernel.run(LONG.replace("PAUSE_S", "0.02"), interrupt_when=[lambda: kernel.has_step(5)])
             assert "stopped by SIGINT at step" in printed(once)
-            assert "next: orchestrator.run(Slow, 'strategy=ddp', " in printed(once)
+            assert "next: orchestrator.run(Slow, 'strategy=single', " in printed(once)
             assert value_of(await kernel.run("result.status, result.exit_code")) == "('KILLED', 130)"
 
             # A step lasts longer than this test, so that only the second interrupt ends the run.

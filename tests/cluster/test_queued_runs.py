@@ -190,7 +190,7 @@ def test_a_run_that_reserves_gives_way_to_a_more_urgent_one(cluster: Cluster, pl
         first.check_turn()
 
 
-def test_a_run_whose_directory_is_not_here_is_stopped_through_the_queue(
+def test_a_run_whose_directory_is_not_here_is_listed_and_stopped_through_the_queue(
     cluster: Cluster, queue: QueueControl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signals = StopSignals()
@@ -199,6 +199,8 @@ def test_a_run_whose_directory_is_not_here_is_stopped_through_the_queue(
         events = EventStream([], Redactor())
         with QueuePlace(entry("far-away"), events, signals, timeout_s=None, unfit_timeout_s=None):
             wait_for(lambda: queue.has("far-away"), "the run in the queue")
+            assert main(["--address", cluster.address]) == 0
+            assert "far-away" in capsys.readouterr().out
             stopped = pool.submit(stop.main, words)
             wait_for(lambda: signals.received, "the signal")
             assert not stopped.done()

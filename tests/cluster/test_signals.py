@@ -150,7 +150,7 @@ def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) 
 
 def test_killed_driver_leaves_nothing(launch: Callable[..., Any], tmp_path: Path) -> None:
     """Ray's own two agents, which hold nothing, end by themselves a minute later."""
-    process = launch(*SLOW)
+    process = launch("strategy=single", *SLOW[1:])
     run_dir = wait_for_step(tmp_path, 20)
     everyone = [p for p in family(process.pid) if "Agent" not in p.name()]
     assert len(everyone) > 5

@@ -340,6 +340,7 @@ def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path
     assert result.exit_code == 0, result.reason
 
 
+@pytest.mark.campaign
 def test_a_worker_that_stands_still_for_a_while_loses_no_point(run: Any, tmp_path: Path) -> None:
     def pause() -> None:
         pid = pid_of_rank(tmp_path, 1, after_step=40)

@@ -129,7 +129,8 @@ TO_BE_STOPPED = (
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "only_trained"), [(signal.SIGINT, 130, True), *in_campaign((signal.SIGTERM, 143, False))]
+    ("number", "code", "only_trained", "tracking"),
+    [(signal.SIGINT, 130, True, "none"), *in_campaign((signal.SIGTERM, 143, False, "default"))],
 )
 def test_stop_and_resume_is_the_same_run(
     run: Callable[..., Any],
@@ -137,6 +138,7 @@ def test_stop_and_resume_is_the_same_run(
     number: signal.Signals,
     code: int,
     only_trained: bool,
+    tracking: str,
 ) -> None:
     words = (
         *TO_BE_STOPPED,
@@ -144,7 +146,7 @@ def test_stop_and_resume_is_the_same_run(
         f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db",
     )
     stop_at(10, number, below=Path.cwd())
-    stopped = run(*words, "job.pause_ms=200", tracking="default")
+    stopped = run(*words, "job.pause_ms=200", tracking=tracking)
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
     assert len(events(stopped.run_dir, "stop_requested")) == len(events(stopped.run_dir, "run_ended")) == 1
     at = stopped.summary["steps"]
@@ -152,9 +154,11 @@ def test_stop_and_resume_is_the_same_run(
     checkpoint = stopped.run_dir / "checkpoints" / f"step-{at:08d}"
     assert ("hidden0.weight" in load(checkpoint).model) != only_trained
 
-    resumed = run(*words, "job.pause_ms=0", "resume=auto", tracking="default")
+    resumed = run(*words, "job.pause_ms=0", "resume=auto", tracking=tracking)
     assert (resumed.status, resumed.run_dir) == ("FINISHED", stopped.run_dir)
     assert {name: series(resumed.run_dir, name) for name in uninterrupted} == uninterrupted
+    if tracking == "none":
+        return
 
     run_dir = RunDir(resumed.run_dir)
     run_id = wait_for(lambda: run_dir.read_record().get("mlflow_run_id"), "the upload, which may outlast the run")

@@ -13,6 +13,7 @@ from gpu_probes.rank import Ended
 from gpu_probes.recovery import recoveries, refuse_unless
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_rank_survives_the_error_and_the_death_of_another_with_its_weights() -> None:
     found = recoveries(communicators=2, kills=1, fails=True, on_cpu=True)

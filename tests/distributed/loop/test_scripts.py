@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
@@ -27,16 +28,18 @@ SOON_S = 20
 """Less than the time between two looks at the CPU time of a script, so that something else has woken its worker."""
 
 
-def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
-    done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("compared", [False, *in_campaign(True)])
+def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path, compared: bool) -> None:
     with running("torch_ddp.py", tmp_path, args="--lr 0.1") as ranks:
         assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
-        lines = [line for rank in ranks for line in rank.outbox.collect({}).lines]
-    assert [line for line in lines if line.startswith("rank")] == sorted(
-        re.findall(r"rank .*?attempt \d+", done.stdout)
-    )
+        lines = [line for rank in ranks for line in rank.outbox.collect({}).lines if line.startswith("rank")]
+    for rank, line in zip((0, 1), lines, strict=True):
+        assert re.fullmatch(rf"rank {rank} of 2: loss \d\.\d+, lr 0\.1, attempt 0", line)
+    if compared:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
+        done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert lines == sorted(re.findall(r"rank .*?attempt \d+", done.stdout))
 
 
 @pytest.mark.campaign

@@ -98,6 +98,7 @@ def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))
 
 
+@pytest.mark.campaign  # ``test_ports.py`` trains adapters, and ``test_preferences`` in parts
 def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, tmp_path):
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     pytest.importorskip("peft")

@@ -110,7 +110,8 @@ def test_the_whole_table(gang: Gang, name: str, strategy: str) -> None:
     assert_as_expected(gang, name, strategy)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "unet" else pytest.mark.campaign) for n in ZOO])
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ZOO)
 def test_every_model_is_cut_automatically(gang: Gang, name: str) -> None:
     """The batch of the UNet has exactly two keys."""
     needs_package(name)

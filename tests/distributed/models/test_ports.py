@@ -256,7 +256,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("port", "name"), [(lora, "gpt2"), (vit, "vit")])
+@pytest.mark.parametrize(("port", "name"), [(vit, "vit"), *in_campaign((lora, "gpt2"))])
 def test_pretrained_weights_are_those_of_the_folder(
     gang: Gang, hub: Path, port: Callable[..., tuple[Job, Any]], name: str
 ) -> None:

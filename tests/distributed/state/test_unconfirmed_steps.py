@@ -322,9 +322,10 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.campaign if n == "unclipped, in slices" else ()) for n in TORN]
-)
+RARER = ("divided layers", "unclipped, in slices")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.campaign if n in RARER else ()) for n in TORN])
 def test_a_step_that_some_ranks_have_made_is_made_by_the_others(gang: Gang, name: str) -> None:
     """Ranks 1 and 3 have one stage or part; after the loss of one of them, the other one has not made its update."""
     case = TORN[name]

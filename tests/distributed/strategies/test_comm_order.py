@@ -20,6 +20,7 @@ from helpers.ranks.batches import validated
 from helpers.ranks.deadlock import Launch, find_deadlock
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.launches import CountingGate, recorded
+from helpers.records.runs import in_campaign
 from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.pipelined.pipeline import Pipeline
@@ -63,7 +64,7 @@ def test_every_schedule(gang: Gang, schedule: str, grid: str) -> None:
     assert_no_deadlock(gang.run(everything, of_schedule.of(case), world_size=of_schedule.world_size))
 
 
-@pytest.mark.parametrize("changes", [{"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"tensor": 2}, *in_campaign({"context": 2})], ids=str)
 def test_stages_that_several_ranks_compute_together(gang: Gang, changes: dict[str, int]) -> None:
     """What is computed again has sums too, in both halves of a backward pass."""
     train = having(steps=2, global_batch_size=8, clip_norm=0.1, activation_checkpointing="blocks")

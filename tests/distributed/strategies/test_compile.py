@@ -19,7 +19,7 @@ from helpers.jobs.quick_jobs import digits
 from helpers.jobs.step_toys import Distillation
 from helpers.models.zoo_cells import STRATEGIES
 from helpers.ranks.gang import Gang, close_gangs
-from helpers.ranks.loops import Ran, run_loop
+from helpers.ranks.loops import Ran, losses_by_step, run_loop
 from orchestrator.compat.torch import watching_compilation
 from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone
@@ -83,26 +83,18 @@ PARTS_IN_BOTH = layout(replace(fsdp_pipeline("1F1B", 2, reshard=True), split=("b
 """By names: measured times could cut two runs at different places."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("where", "changes"),
     [
-        pytest.param(LAYOUTS["single"], {"compile": "blocks", "activation_checkpointing": "blocks"}, id="recomputed"),
-        pytest.param(
-            BUCKETS_OF_1_MB,
-            {"compile": True, "activation_checkpointing": "blocks"},
-            id="ddp-recomputed",
-            marks=pytest.mark.campaign,
-        ),
-        pytest.param(BLOCKS_IN_BOTH, {"compile": "blocks"}, id="pipeline", marks=pytest.mark.campaign),
-        pytest.param(LAYOUTS["fsdp-2"], {"compile": "blocks"}, id="fsdp", marks=pytest.mark.campaign),
-        pytest.param(PARTS_IN_BOTH, {"compile": "blocks"}, id="fsdp-pipeline", marks=pytest.mark.campaign),
-        pytest.param(
-            LAYOUTS["hsdp-2x2"],
-            {"compile": True, "activation_checkpointing": "blocks"},
-            id="hsdp-recomputed",
-            marks=pytest.mark.campaign,
-        ),
+        (LAYOUTS["single"], {"compile": "blocks", "activation_checkpointing": "blocks"}),
+        (BUCKETS_OF_1_MB, {"compile": True, "activation_checkpointing": "blocks"}),
+        (BLOCKS_IN_BOTH, {"compile": "blocks"}),
+        (LAYOUTS["fsdp-2"], {"compile": "blocks"}),
+        (PARTS_IN_BOTH, {"compile": "blocks"}),
+        (LAYOUTS["hsdp-2x2"], {"compile": True, "activation_checkpointing": "blocks"}),
     ],
+    ids=["recomputed", "ddp-recomputed", "pipeline", "fsdp", "fsdp-pipeline", "hsdp-recomputed"],
 )
 def test_compiled_blocks_have_the_losses_of_plain_ones_and_share_their_code(
     gang: Gang, tmp_path_factory: pytest.TempPathFactory, where: Layout, changes: dict[str, Any]
@@ -135,7 +127,7 @@ def assert_all_flops_counted(ran: Ran, job: Job) -> None:
     assert counts[-1] == expected.get_total_flops()
 
 
-def test_the_time_of_the_compiler_is_no_time_of_a_step_and_all_flops_are_counted(
+def test_compiled_code_has_equal_losses_and_all_flops_counted_and_its_compilation_is_no_time_of_a_step(
     gang: Gang, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     case = Case(job=digits(), train=having(COMPILED, steps=4, eval_every=2))
@@ -150,6 +142,9 @@ def test_the_time_of_the_compiler_is_no_time_of_a_step_and_all_flops_are_counted
     (first_step,) = [event for event in ran.events if isinstance(event, FirstStepDone)]
     assert first_step.startup["compile_s"] == pytest.approx(seconds[0])
     assert first_step.startup["first_step_s"] > 0
+    plain = replace(case, train=having(case.train, compile=False))
+    expected = losses_by_step(gang.run(run_loop, plain, 1, str(tmp_path / "plain"), None, 0, world_size=1))
+    assert losses_by_step([ran]) == pytest.approx(expected, rel=10 * SGD)
     assert_all_flops_counted(ran, case.job)
 
 

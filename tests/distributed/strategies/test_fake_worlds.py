@@ -15,6 +15,7 @@ from helpers.conformance.training import close_strategies, make, steps
 from helpers.ranks.allocations import Allocations
 from helpers.ranks.gang import Gang
 from helpers.ranks.launches import recorded
+from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
 from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.prediction.cost import sent_bytes
@@ -36,9 +37,11 @@ EVERY = {
     "mesh-tensor-in-stages-4x2": mesh(Mesh(pipeline=4, tensor=2), num_microbatches=4),
 }
 TRACED = (
-    "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "1F1B-2x2-replicas-close",
-    "mesh-zero1-in-stages-2x2", "mesh-hsdp-in-stages-2x2x2", "mesh-sharded-tensor-2x2", "mesh-tensor-in-stages-2x2",
-    "mesh-sharded-sequence-2x2", "mesh-sharded-context-2x2",
+    "ddp-2", "sharded-ddp-2", "fsdp-3", "hsdp-2x2", "Interleaved1F1B-2", "mesh-zero1-in-stages-2x2",
+    "mesh-sharded-tensor-2x2", "mesh-sharded-context-2x2",
+)  # fmt: skip
+PRODUCTS = (
+    "1F1B-2x2-replicas-close", "mesh-hsdp-in-stages-2x2x2", "mesh-tensor-in-stages-2x2", "mesh-sharded-sequence-2x2",
 )  # fmt: skip
 SENT = {
     "allreduce": 2, "allreduce_coalesced": 2, "all_reduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1,
@@ -104,10 +107,10 @@ def on_fake_groups(
     return found
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", [*TRACED, *in_campaign(*PRODUCTS)])
 def test_a_rank_on_a_fake_group_communicates_as_on_gloo(gang: Gang, name: str) -> None:
     """The first and the last rank, which is on the last stage."""
-    world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks")
+    world, case = EVERY[name].world_size, case_of(EVERY[name], activation_checkpointing="blocks", global_batch_size=16)
     first, *_, last = gang.run(second_step, case, world_size=world)
     assert gang.run(on_fake_groups, second_step, case, (0, world - 1), world, world_size=1) == [[first, last]]
     assert first
@@ -172,7 +175,7 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     assert sent_by(rank, launches, step.mesh.group(axis, rank)) == pytest.approx(predicted[kind], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "fsdp-2", "hsdp-2x2", "mesh-tensor-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2", "mesh-tensor-2", "1F1B-2", *in_campaign("single", "hsdp-2x2")])
 def test_the_memory_is_what_tensors_take_on_cpus(gang: Gang, name: str) -> None:
     """But for gradients of activations, of which there are few at once in a model of some layers."""
     deep, world = replace(JOB, layers=8, context=64), EVERY[name].world_size
