@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from orchestrator.compat.generators import drawing
-from orchestrator.compat.torch import end_loader_processes, loader_exit_codes, loader_failure
+from orchestrator.compat.loader_processes import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.job import Split
 from orchestrator.records.lock import end_with_parent
 from orchestrator.user_code.errors import JobError, error_text, exits_refused
