@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from orchestrator.planning.plan import Node
 
 
-def room_on_nodes(
+def find_workers_per_node(
     config: Config, nodes: tuple[Node, ...], device: str, num_workers: int, oversubscribe_cpus: bool
 ) -> list[int]:
     """Return how many workers of one device fit on each node, and on further nodes like the largest if need be."""
     if oversubscribe_cpus:
         return [num_workers]
     each = {"CPU": config.cluster.cpus_per_worker, "GPU": float(device == "cuda")}
-    room = [workers_on_node(each, node.resources) for node in nodes]
-    largest = max(room, default=0) or num_workers
-    missing = max(0, num_workers - sum(room))
-    return room + [largest] * math.ceil(missing / largest)
+    workers_per_node = [workers_on_node(each, node.resources) for node in nodes]
+    largest = max(workers_per_node, default=0) or num_workers
+    missing = max(0, num_workers - sum(workers_per_node))
+    return workers_per_node + [largest] * math.ceil(missing / largest)
 
 
 def memory_limit(config: Config, nodes: tuple[Node, ...], device: str) -> MemoryLimit:
@@ -38,11 +38,13 @@ def memory_limit(config: Config, nodes: tuple[Node, ...], device: str) -> Memory
     return MemoryLimit(largest_bytes=max(of_nodes, default=0), total_bytes=sum(of_nodes))
 
 
-def tightest_node(nodes: tuple[Node, ...], room: list[int], num_processes: int) -> NodeShare:
+def tightest_node(nodes: tuple[Node, ...], workers_per_node: list[int], num_processes: int) -> NodeShare:
     """Return the node whose workers have least host memory each, if every node has as many as fit on it."""
     shares = [
-        NodeShare(workers=min(fitting, num_processes), memory_bytes=node.memory_bytes, is_only=len(room) == 1)
-        for node, fitting in zip(nodes, room, strict=False)  # there may be room on nodes to come
+        NodeShare(
+            workers=min(fitting, num_processes), memory_bytes=node.memory_bytes, is_only=len(workers_per_node) == 1
+        )
+        for node, fitting in zip(nodes, workers_per_node, strict=False)  # there may be room on nodes to come
         if fitting
     ]
     return min(shares, key=lambda share: share.memory_bytes / share.workers, default=NodeShare())
@@ -78,12 +80,12 @@ def device_errors(
 def _one_node_errors(config: Config, nodes: tuple[Node, ...], num_workers: int, oversubscribe_cpus: bool) -> list[str]:
     name, cpus = config.strategy.name, config.cluster.cpus_per_worker
     needed = num_workers + config.recovery.spares
-    room = workers_on_nodes({"CPU": cpus}, [node.resources for node in nodes], one_node=True)
-    if oversubscribe_cpus or room >= needed:
+    possible = workers_on_nodes({"CPU": cpus}, [node.resources for node in nodes], one_node=True)
+    if oversubscribe_cpus or possible >= needed:
         return []
     return [
         f"{_requested(config, num_workers)}: strategy={name} needs {needed} x {cpus:g} CPUs on one node, "
-        f"there is room for {room} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
+        f"there is room for {possible} ({_inventory(nodes)}); lower it or cluster.cpus_per_worker, or use strategy=ddp"
     ]
 
 
@@ -102,11 +104,11 @@ def _capacity_errors(
             f"{keys}: needs {gpus}, the cluster has {sum(n.gpus for n in nodes)} "
             f"({_inventory(nodes)}); lower it, add nodes, or set cluster.device=cpu"
         ]
-    room = workers_on_nodes({"CPU": cpus, "GPU": gpus_per_worker}, resources)
-    if room < needed and not oversubscribe_cpus:
+    possible = workers_on_nodes({"CPU": cpus, "GPU": gpus_per_worker}, resources)
+    if possible < needed and not oversubscribe_cpus:
         where = " on the nodes of the GPUs" if gpus_per_worker else ""
         return [
-            f"{keys}: needs {needed} x {cpus:g} CPUs{where}, there is room for {room} ({_inventory(nodes)}); "
+            f"{keys}: needs {needed} x {cpus:g} CPUs{where}, there is room for {possible} ({_inventory(nodes)}); "
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []

@@ -94,13 +94,15 @@ class LayoutRules(Generic[Keys]):
         return max(1, replicas) * size
 
     @classmethod
-    def on_nodes(cls, options: Keys, num_workers: int, *, room: Sequence[int]) -> tuple[Keys, tuple[str, ...]]:
+    def on_nodes(
+        cls, options: Keys, num_workers: int, *, workers_per_node: Sequence[int]
+    ) -> tuple[Keys, tuple[str, ...]]:
         """Return ``options`` without the ``auto`` that the nodes decide, and remarks for the user.
 
         Args:
             options: the keys of the strategy.
             num_workers: the number of its workers.
-            room: how many workers fit on each node. More nodes are added if they do not fit on those that are known.
+            workers_per_node: how many fit on each. More nodes are added if they do not fit on those that are known.
         """
         return options, ()
 

@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
-from orchestrator.planning.capacity import device_errors, gpus_of_worker, memory_limit, room_on_nodes, tightest_node
+from orchestrator.planning.capacity import (
+    device_errors,
+    find_workers_per_node,
+    gpus_of_worker,
+    memory_limit,
+    tightest_node,
+)
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
@@ -205,7 +211,7 @@ def make_plan(
         divided=None if division is None else division.divided,
         processes_per_core=(layout.mesh.world_size + config.recovery.spares) / max(1.0, num_cores),
         memory=memory_limit(config, nodes, device),
-        node=tightest_node(nodes, found.room, num_processes),
+        node=tightest_node(nodes, found.workers_per_node, num_processes),
         faults=faults,
         notes=tuple(notes),
     )
@@ -213,12 +219,12 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLayout:
-    """A layout, and what it follows from. ``room``: how many workers fit on each node; see :func:`room_on_nodes`."""
+    """A layout, and what it follows from. ``workers_per_node``: see :func:`find_workers_per_node`."""
 
     layout: Layout
     device: Literal["cpu", "cuda"]
     num_workers: int
-    room: list[int]
+    workers_per_node: list[int]
     faults: tuple[Fault, ...]
 
 
@@ -233,8 +239,8 @@ def find_layout(
     errors = _unsupported(config, rules)
     device = _device(config, rules, nodes)
     num_workers = _num_workers(config, rules, nodes, device)
-    room = room_on_nodes(config, nodes, device, num_workers, oversubscribe_cpus)
-    options, notes = rules.on_nodes(config.strategy, num_workers, room=room)
+    workers_per_node = find_workers_per_node(config, nodes, device, num_workers, oversubscribe_cpus)
+    options, notes = rules.on_nodes(config.strategy, num_workers, workers_per_node=workers_per_node)
     layout = rules.plan_layout(options, config.train, num_workers, errors)
     layout = replace(layout, notes=(*layout.notes, *notes))
     errors += device_errors(config, rules, layout, nodes, device, num_workers, oversubscribe_cpus)
@@ -243,7 +249,9 @@ def find_layout(
     faults = _faults_to_inject(config, layout.mesh.world_size, errors)
     if errors:
         raise ConfigError(errors)
-    return FoundLayout(layout=layout, device=device, num_workers=num_workers, room=room, faults=faults)
+    return FoundLayout(
+        layout=layout, device=device, num_workers=num_workers, workers_per_node=workers_per_node, faults=faults
+    )
 
 
 def _unsupported(config: Config, rules: type[LayoutRules[Any]]) -> list[str]:

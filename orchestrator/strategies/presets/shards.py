@@ -102,19 +102,19 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
 
     @classmethod
     def on_nodes(
-        cls, options: HSDPConfig, num_workers: int, *, room: Sequence[int]
+        cls, options: HSDPConfig, num_workers: int, *, workers_per_node: Sequence[int]
     ) -> tuple[HSDPConfig, tuple[str, ...]]:
         requested = options.shard_size
-        num_workers, room = num_workers // options.group_size, [n // options.group_size for n in room]
+        num_workers, per_node = num_workers // options.group_size, [n // options.group_size for n in workers_per_node]
         sizes = [size for size in range(num_workers // 2, 1, -1) if num_workers % size == 0]
-        best = next((size for size in sizes if _replicas_in_nodes(size, room) * size >= num_workers), None)
+        best = next((size for size in sizes if _replicas_in_nodes(size, per_node) * size >= num_workers), None)
         if requested == "auto":
             if not sizes:
                 return options, ()
             chosen = best or sizes[0]
-            note = f"strategy.shard_size=auto: {chosen}, {_place(num_workers // chosen, best, num_workers, room)}"
+            note = f"strategy.shard_size=auto: {chosen}, {_place(num_workers // chosen, best, num_workers, per_node)}"
             return replace(options, shard_size=chosen), (note,)
-        if requested not in sizes or best is None or _replicas_in_nodes(requested, room) * requested >= num_workers:
+        if requested not in sizes or best is None or _replicas_in_nodes(requested, per_node) * requested >= num_workers:
             return options, ()
         return options, (
             f"strategy.shard_size={requested}: parameters go through the network, because not every replica has room "
@@ -152,15 +152,15 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
         )
 
 
-def _replicas_in_nodes(size: int, room: Sequence[int]) -> int:
+def _replicas_in_nodes(size: int, per_node: Sequence[int]) -> int:
     """Return how many replicas of ``size`` workers the nodes have room for, each inside one node."""
-    return sum(workers // size for workers in room)
+    return sum(workers // size for workers in per_node)
 
 
-def _place(replicas: int, best: int | None, num_workers: int, room: Sequence[int]) -> str:
+def _place(replicas: int, best: int | None, num_workers: int, per_node: Sequence[int]) -> str:
     """Return where the replicas are, and what that means; ``best`` is None if they cross nodes."""
     if best is None:
         return f"{replicas} replicas, some of which cross nodes, because no size fits"
-    if max(room) < num_workers:
+    if max(per_node) < num_workers:
         return f"{replicas} replicas, each on one node"
     return f"{replicas} replicas on one node, where strategy=fsdp takes less memory for each worker"
