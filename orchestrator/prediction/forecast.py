@@ -27,8 +27,8 @@ COMMUNICATOR_BYTES = 0.25 * GIB
 RESERVED = 0.05
 """What the allocator holds beside what is allocated, relative to it; an assumption."""
 IN_PLACE_S, RESTART_S = 60.0, 300.0
-"""From a failure to the next step: where replicas have what was lost, and from a checkpoint. Assumptions: what this
-program takes on CPUs, 0.3 to 4 s, says nothing of NCCL and of thousands of ranks."""
+"""From a failure to the next step: where replicas have what was lost, and from a checkpoint. Assumptions: of a
+simulated gang of 16,384 ranks it takes 37 s (``benchmarks/failures_at_scale.py``), which says nothing of NCCL."""
 SNAPSHOT_BYTES_S = 8.7e9
 """The rate at which training state is copied into host memory while training waits: 68 MB in 7.8 ms
 (``benchmarks/results/healing-cost.md``)."""
