@@ -90,7 +90,10 @@ def _answer(serve: Callable[[Connection], None], timeout_s: float) -> Any:
 
 def _as_new_process(function: Callable[[], object]) -> Callable[[Connection], None]:
     """Return what turns a fork into a new process that serves ``function``."""
-    data = pickled_with_code(function)
+    try:
+        data = pickled_with_code(function)
+    except Exception as e:  # pickling calls code of any class that the job refers to
+        raise ChildDiedError(f"cannot be sent what it needs: {type(e).__name__}: {e}") from e
 
     def serve(sender: Connection) -> None:
         pickled = os.memfd_create("function", 0)
