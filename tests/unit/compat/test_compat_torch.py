@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
-from orchestrator.compat import backends, modules, process_groups
+from orchestrator.compat import backends, loader_processes, modules, process_groups
 from orchestrator.compat import torch as compat
 from orchestrator.protocol.flight import Enqueued, enqueued_in
 
@@ -303,16 +303,19 @@ def test_ddp() -> None:
 def test_loader_processes_end() -> None:
     iterator = iter(DataLoader(torch.arange(8), num_workers=1))  # type: ignore[arg-type]
     next(iterator)
-    compat.end_loader_processes(iterator, terminate_after_s=5)
-    assert compat.loader_exit_codes(iterator) == []
-    assert compat.loader_exit_codes(iter([])) == []
+    loader_processes.end_loader_processes(iterator, terminate_after_s=5)
+    assert loader_processes.loader_exit_codes(iterator) == []
+    assert loader_processes.loader_exit_codes(iter([])) == []
 
 
 def test_other_errors_are_not_the_loaders() -> None:
     """``test_loader.py`` has the errors that torch raises itself."""
-    assert compat.loader_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")) == "died"
-    assert compat.loader_failure(RuntimeError("DataLoader timed out after 1 seconds")) == "timed out"
-    assert compat.loader_failure(RuntimeError("out of memory")) is None
+    assert (
+        loader_processes.loader_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+        == "died"
+    )
+    assert loader_processes.loader_failure(RuntimeError("DataLoader timed out after 1 seconds")) == "timed out"
+    assert loader_processes.loader_failure(RuntimeError("out of memory")) is None
 
 
 def test_the_parameter_of_a_node() -> None:
@@ -325,7 +328,7 @@ PIPELINE_STAGE = """
 import inspect
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from orchestrator.compat import pipelining
+from orchestrator.compat import pipelining, loader_processes
 
 inputs, weight = torch.ones(1, requires_grad=True) * 1, torch.ones(1, requires_grad=True)
 beside = weight * 2
