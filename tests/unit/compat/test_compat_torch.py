@@ -328,7 +328,7 @@ PIPELINE_STAGE = """
 import inspect
 import torch, torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from orchestrator.compat import pipelining, loader_processes
+from orchestrator.compat import pipelining
 
 inputs, weight = torch.ones(1, requires_grad=True) * 1, torch.ones(1, requires_grad=True)
 beside = weight * 2
