@@ -170,13 +170,13 @@ def test_a_run_that_says_nothing_of_these_devices_is_refused(
         answer([*SMALL, f"train.precision={precision}"], parse_cluster(cluster, CPUS), Redactor(), measured=run)
 
 
-def noted(gpu_name: str, *words: str) -> str | None:
+def noted(gpu_name: str, *words: str, gpus: int = 4) -> str | None:
     errors: list[str] = []
     config, spec = compose([*SMALL, "strategy=fsdp", "train.precision=bf16", *words], errors, registry.config_class)
     job = load_job(spec, errors, Redactor()) if spec else None
     assert config is not None, errors
     assert job is not None, errors
-    nodes = tuple(Node(node_id=str(i), name=str(i), cpus=8, gpus=4, gpu_name=gpu_name) for i in range(2))
+    nodes = tuple(Node(node_id=str(i), name=str(i), cpus=16, gpus=gpus, gpu_name=gpu_name) for i in range(2))
     return speed_note(config, job, make_plan(config, registry.load("fsdp"), nodes, oversubscribe_cpus=False), nodes)
 
 
@@ -186,6 +186,9 @@ def test_the_plan_of_a_launch_shows_the_prediction_of_its_layout() -> None:
     assert said.startswith(f"predicted for 2x4xH100: {best.seconds:.3g} s a step")
     assert "`orchestrator plan --cluster 2x4xH100` with these keys" in said
     assert noted("NVIDIA Z100") is None
+    beyond = noted("NVIDIA H100 80GB HBM3", gpus=16)
+    assert beyond is not None
+    assert "a node has at most 8 of H100" in beyond
     assert noted("NVIDIA H100 80GB HBM3", "cluster.device=cpu") is None
 
 
