@@ -109,8 +109,11 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
     elif mesh.pipeline > 1:
         reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
     if mesh.pipeline * mesh.workers_per_sample > 1 or _gathers(options, mesh):
-        of_buckets = {"comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
+        of_buckets = {"bucket_mb": "auto", "comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
+    if isinstance(options, ReplicatedConfig) and not _gathers(options, mesh):
+        of_shards = {"wrap": "auto", "reshard_after_forward": True, "prefetch": 1}
+        reasons["nothing is gathered without shards of parameters"] = of_shards
     return [
         f"strategy.{key}={to_cli(value)}: {reason}; set it to {to_cli(unset)}"
         for reason, keys in reasons.items()

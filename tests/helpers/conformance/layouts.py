@@ -64,10 +64,9 @@ def mesh(sizes: Mesh, schedule: str = "1F1B", **changes: Any) -> Layout:
     """The layout of ``strategy=mesh`` with these sizes."""
     keys = {
         **{dimension: getattr(sizes, dimension) for dimension in Coords._fields},
-        "bucket_mb": DDP.bucket_mb,
         "num_microbatches": 2 if sizes.pipeline > 1 else "auto",
         "schedule": schedule,
-        "reshard_after_forward": schedule == "1F1B",
+        "reshard_after_forward": schedule == "1F1B" or changes.get("shard_optimizer", False),
     }
     return layout(options_of("mesh", **{**keys, **changes}), sizes.num_workers)
 
