@@ -3,8 +3,7 @@
 A page refers to a plot, or to the table of models, by its place in the repository, such as
 ``../benchmarks/results/<name>.png``, so that the link also works where the page is read as a file. For the same reason
 it refers to an example by a link; a line that consists of a link to ``examples/<name>.py`` is followed by the code in
-the site. What a page has between ``<!-- made from the code: NAME -->`` and ``<!-- end -->`` is where to look without
-the site, which shows the reference.
+the site. A link to a file of the repository that the site lacks, such as ``../ARCHITECTURE.md``, is its text there.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-from references import REFERENCES
 
 IN_REPOSITORY = "../benchmarks/results/"
 IN_SITE = "results/"
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!benchmarks/results/)[^)]*\)")
 EXAMPLE = re.compile(r"^\[`\w+\.py`\]\((examples/\w+\.py)\)$", re.MULTILINE)
-REFERENCE = re.compile(r"<!-- made from the code: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -31,11 +29,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Point links to the plots at their place in the site, and add the references and the code of the examples."""
+    """Point links to what the site has, and add the code of the examples."""
 
     def with_code(link: re.Match[str]) -> str:
         code = (Path(config.docs_dir) / link[1]).read_text()
         return f"{link[0]}\n\n```python\n{code}```"
 
-    markdown = REFERENCE.sub(lambda place: REFERENCES[place[1]](), markdown)
+    markdown = OUTSIDE.sub(r"\1", markdown)
     return EXAMPLE.sub(with_code, markdown).replace(f"]({IN_REPOSITORY}", f"]({IN_SITE}")

@@ -1,4 +1,4 @@
-"""The reference pages as Markdown, made from the code: keys, Python, metrics and events."""
+"""The reference pages, made from the code: keys, Python, metrics and events. ``python docs/references.py`` writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -189,4 +190,16 @@ REFERENCES: Mapping[str, Callable[[], str]] = {
     "metrics": metrics,
     "events": event_reference,
 }
-"""What a page shows in place of what it has between ``<!-- made from the code: NAME -->`` and ``<!-- end -->``."""
+"""What each page has below :data:`MARK`."""
+MARK = "<!-- made from the code: python docs/references.py -->\n\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return each page as it should be: what is written there above the mark, and the reference."""
+    paths = {Path(__file__).with_name(f"{name}.md"): make for name, make in REFERENCES.items()}
+    return {path: f"{path.read_text().partition(MARK)[0]}{MARK}{make()}\n" for path, make in paths.items()}
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)
