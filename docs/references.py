@@ -1,4 +1,4 @@
-"""The reference pages, made from the code: keys, Python, metrics and events. ``python docs/references.py`` writes them."""
+"""The reference pages, made from the code: keys, Python, metrics, events. ``python docs/references.py`` writes them."""
 
 from __future__ import annotations
 

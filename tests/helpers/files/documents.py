@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cluster/README.md")
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cluster/README.md")
+PAGES = tuple(page for page in FILES if "<!-- made from the code" not in page.read_text())
 SETTINGS = Path(__file__).with_name("examples")
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<how>example in|not run:) (?P<what>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S
