@@ -22,14 +22,17 @@ _COLOURS = (
     *("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7"),
     *("#882255", "#999999", "#000000", "#bbbbbb", "#dddddd"),
 )
+UNLIKE = "no published run is like this model, and a step of small operations takes longer than predicted"
 
 
 def text(answer: Answer, *, rows: int) -> str:
     """Return the answer for a terminal: the fastest layouts, the best ones, what does not fit, and the errors."""
     question = answer.question
     work, cluster = question.work, question.cluster
-    active = f", {work.active_parameters / 1e9:.3g} B of them for a token" if work.layer.experts else ""
-    size = f"{work.parameters / 1e9:.3g} B parameters{active}, {work.tokens} tokens a sample"
+    billions = work.parameters / 1e9
+    size = f"{billions:.3g} B parameters" if billions >= 0.01 else f"{work.parameters:,.0f} parameters"
+    size += f", {work.active_parameters / 1e9:.3g} B of them for a token" if work.layer.experts else ""
+    size += f", {work.tokens} tokens a sample" if work.tokens > 1 else ""
     lines = [f"{cluster}: {cluster.devices} devices; {size}", f"assumed: {' '.join(answer.assumed) or 'nothing'}"]
     if answer.measured:
         shares = f"products {question.stack.products:.0%}, attention {question.stack.attention:.0%}"
@@ -57,11 +60,10 @@ def speed_text(question: Question, forecast: Forecast, spread: Spread) -> str:
     if question.work.layer.experts:
         error = f"{spread.low:.0%} to {spread.high:.0%} of that in nine of ten published runs with experts"
     else:
-        error = _error(spread)
-    unit = "tokens" if question.work.tokens > 1 else "samples"
+        error = _error(spread) if question.work.tokens > 1 else UNLIKE
     return (
-        f"predicted for {question.cluster}: {seconds:.3g} s a step, {rate:,.0f} {unit}/s, MFU {share:.0%}; {error}; "
-        f"`orchestrator plan --cluster {question.cluster}` with these keys compares layouts"
+        f"predicted for {question.cluster}: {seconds:.3g} s a step, {rate:,.0f} {question.unit}/s, MFU {share:.0%}; "
+        f"{error}; `orchestrator plan --cluster {question.cluster}` with these keys compares layouts"
     )
 
 
@@ -76,6 +78,8 @@ def _speed(answer: Answer) -> str:
     spread = answer.spread
     if answer.question.cluster.name == CPU:
         return f"speed with rates that were {answer.question.cluster.device.source}; no published run tells its error"
+    if answer.question.work.tokens == 1:
+        return f"speed: {UNLIKE}"
     if not answer.question.work.layer.experts:
         return f"speed {_error(spread)}"
     text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
@@ -92,7 +96,7 @@ def _best(answer: Answer) -> list[str]:
     assert cheapest is not None
     lines = [f"fastest: {name(fastest)}"]
     if cheapest is not fastest:
-        lines.append(f"cheapest for equal tokens, with failures: {name(cheapest)}")
+        lines.append(f"cheapest for equal {answer.question.unit}, with failures: {name(cheapest)}")
     days, money = answer.question.days(cheapest), answer.question.money(cheapest)
     if days is not None:
         lines[-1] += f": {days:,.1f} days" + ("" if money is None else f", a price of {money:,.0f}")
@@ -148,7 +152,7 @@ def _cells(question: Question, forecast: Forecast) -> dict[str, str]:
     return {
         **cells,
         "step s": f"{total:.3g}",
-        "tokens/s": f"{question.tokens_s(forecast):,.0f}",
+        f"{question.unit}/s": f"{question.tokens_s(forecast):,.0f}",
         "each": f"{question.tokens_s(forecast) / question.cluster.devices:,.0f}",
         "MFU": f"{question.mfu(forecast):.0%}",
         "bubble": f"{time.bubble / total:.0%}" if time.bubble else "",

@@ -35,8 +35,8 @@ from orchestrator.strategies.traced_job import TracedJob
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
 USUAL_TOKENS = 2**22
-"""The tokens of a step where the command line does not say its samples, of which each device has one at least: as many
-as Llama 3 (arXiv:2407.21783) begins with."""
+"""The tokens of a step where the command line does not say its samples: as many as Llama 3 (arXiv:2407.21783) begins
+with."""
 
 
 def answer(
@@ -68,7 +68,8 @@ def answer(
     assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
     config, job = _composed([*words, *assumed], redactor)
     if "train.global_batch_size" not in given:
-        batch = cluster.devices * max(1, round(USUAL_TOKENS / (job.tokens_per_sample or 1) / cluster.devices))
+        samples = USUAL_TOKENS / job.tokens_per_sample if job.tokens_per_sample else config.train.global_batch_size
+        batch = cluster.devices * max(1, round(samples / cluster.devices))
         config = replace(config, train=replace(config.train, global_batch_size=batch))
         assumed = (*assumed, f"train.global_batch_size={batch}")
     traced = TracedJob(config, job, on_gpus=not on_cpus)

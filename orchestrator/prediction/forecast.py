@@ -118,8 +118,13 @@ class Question:
         )
         return dataclasses.replace(forecast, time=time, goodput=goodput(self.cluster.devices, reliability))
 
+    @property
+    def unit(self) -> str:
+        """What is counted: tokens, or samples of a job that has no tokens."""
+        return "tokens" if self.work.tokens > 1 else "samples"
+
     def tokens_s(self, forecast: Forecast) -> float:
-        """Return the tokens in a second on all devices."""
+        """Return the tokens, or samples, in a second on all devices."""
         return forecast.step.samples * self.work.tokens / forecast.seconds
 
     def mfu(self, forecast: Forecast) -> float:

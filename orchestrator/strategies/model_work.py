@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -72,9 +72,10 @@ class Traced:
 
 
 def traced(outline: Outline, *, fused_attention: bool) -> Traced:
-    """Trace the model of a job, of whose repeated blocks at most two run.
+    """Trace the model of a job, of whose repeated blocks one or two of each kind run.
 
-    These blocks count as layers, each as the last one.
+    These blocks count as layers, each as their mean. Of blocks whose shapes occur once, only the work is known, and not
+    what each keeps, which counts as the rest's.
 
     Args:
         outline: the job and its model.
@@ -83,43 +84,68 @@ def traced(outline: Outline, *, fused_attention: bool) -> Traced:
     Raises:
         Exception: whatever the job raises with fake tensors.
     """
+    blocks = blocks_of(outline.whole.model)
+    kinds: dict[Hashable, list[nn.Module]] = {}
+    for block in blocks:
+        kinds.setdefault((type(block), *(p.shape for p in block.parameters())), []).append(block)
+    first: Exception | None = None
+    # No block can be left out that returns another shape than it takes; BatchNorm may need two samples.
+    for alike in ([*kinds.values()], [[block] for block in blocks]):
+        for rows in (1, 2):
+            try:
+                return _traced(outline, alike, rows, fused_attention=fused_attention)
+            except Exception as e:
+                first = first or e
+    assert first is not None
+    raise first
+
+
+def _traced(outline: Outline, kinds: Sequence[Sequence[nn.Module]], rows: int, *, fused_attention: bool) -> Traced:
     model = outline.whole.model
-    parameters, blocks = [*model.parameters()], blocks_of(model)
-    layers, last, tokens = max(1, len(blocks)), blocks[-1:], outline.job.tokens_per_sample or 1
-    with WorkCounter(last, parameters) as counter:
-        fake_loss(outline, 1, last, fused_attention=fused_attention)
+    parameters, tokens = [*model.parameters()], outline.job.tokens_per_sample or 1
+    layers, last = max(1, sum(map(len, kinds))), [alike[-1] for alike in kinds]
+    with WorkCounter({alike[-1]: len(alike) / layers for alike in kinds}, parameters) as counter:
+        fake_loss(outline, rows, last, fused_attention=fused_attention)
     cast = outline.precision.autocast_dtype
-    in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
+    in_blocks = sum(p.numel() for p in {p for alike in kinds for block in alike for p in block.parameters()})
     work = ModelWork(
         layers=layers,
-        layer=_work(counter.blocks, in_blocks / layers, tokens, cast),
-        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, tokens, cast),
+        layer=_work(counter.blocks, in_blocks / layers, rows, tokens, cast),
+        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, rows, tokens, cast),
         tokens=tokens,
     )
-    (one, two), (one_of_more, two_of_more) = (
-        [kept_of(outline, rows, [*blocks[:n], *last], fused_attention=fused_attention) for n in (0, 1)]
-        for rows in (1, 2)
+    kept = functools.partial(kept_of, outline, fused_attention=fused_attention)
+    one, one_of_more = kept(rows, last), kept(rows + 1, last)
+    block = more = others = others_of_more = casts = 0.0  # of all blocks, and of those that have not run
+    for alike in kinds:
+        if (n := len(alike)) > 1:
+            two, two_of_more = kept(rows, [alike[0], *last]), kept(rows + 1, [alike[0], *last])
+            of_one, of_more = two.activations - one.activations, two_of_more.activations - one_of_more.activations
+            block, more = block + n * of_one, more + n * of_more
+            others, others_of_more = others + (n - 1) * of_one, others_of_more + (n - 1) * of_more
+            casts += (n - 1) * (two.casts - one.casts)
+    sample = one_of_more.activations + others_of_more - one.activations - others
+    return Traced(
+        work=work,
+        block=(more - block) / layers,
+        rest=sample - (more - block),
+        always=max(0.0, one.activations + others - rows * sample),
+        casts=one.casts + casts,
     )
-    block, more = two.activations - one.activations, two_of_more.activations - one_of_more.activations
-    rest, more_of_rest = one.activations - block, one_of_more.activations - more
-    block_sample, rest_sample = more - block, more_of_rest - rest
-    always = rest - rest_sample + layers * (block - block_sample)
-    casts = one.casts + (layers - 1) * (two.casts - one.casts)
-    return Traced(work=work, block=block_sample, rest=rest_sample, always=max(0.0, always), casts=casts)
 
 
-def _work(counted: Counter[str], parameters: float, tokens: int, cast: torch.dtype | None) -> Work:
+def _work(counted: Mapping[str, float], parameters: float, rows: int, tokens: int, cast: torch.dtype | None) -> Work:
     return Work(
         parameters=parameters - counted["experts"],
         experts=counted["experts"],
-        used=counted["expert_products"] / 2 / tokens,
-        products=counted["products"],
-        product_bytes=counted["product_bytes"],
-        attention=counted["attention"],
-        moved_bytes=IN_KERNELS * PASSES * counted["moved_bytes"],
-        output_bytes=counted["output_bytes"],
-        summed_bytes=counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize,
-        key_bytes=2 * counted["output_bytes"],
+        used=counted["expert_products"] / rows / 2 / tokens,
+        products=counted["products"] / rows,
+        product_bytes=counted["product_bytes"] / rows,
+        attention=counted["attention"] / rows,
+        moved_bytes=IN_KERNELS * PASSES * counted["moved_bytes"] / rows,
+        output_bytes=counted["output_bytes"] / rows,
+        summed_bytes=(counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize) / rows,
+        key_bytes=2 * counted["output_bytes"] / rows,
         operators=counted["operators"],
     )
 

@@ -8,8 +8,8 @@ operators can be seen, so the code from which it was compiled runs too, with fak
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -156,23 +156,31 @@ class WorkCounter(TorchDispatchMode):
     """Counts the operations and the bytes of operators.
 
     Attributes:
-        blocks: the sums of what runs in the blocks: ``products`` and ``attention`` in operations, ``product_bytes``,
-            ``moved_bytes`` and ``output_bytes`` in bytes, the elements of ``output``, the parameters in
-            ``experts``, the operations of ``expert_products`` among the products, and the number of ``operators``.
+        blocks: the weighted sums of what runs in the blocks: ``products`` and ``attention`` in operations,
+            ``product_bytes``, ``moved_bytes`` and ``output_bytes`` in bytes, the elements of ``output``, the parameters
+            in ``experts``, the operations of ``expert_products`` among the products, and the number of ``operators``.
         rest: those of everything else.
     """
 
-    def __init__(self, blocks: Collection[nn.Module], parameters: Collection[Tensor]):
-        """Prepare to count. What is done to whole ``parameters``, such as casts, is left out."""
+    def __init__(self, blocks: Mapping[nn.Module, float], parameters: Collection[Tensor]):
+        """Prepare to count.
+
+        Args:
+            blocks: the weight of each block.
+            parameters: what is done to whole ones, such as casts, is left out.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.blocks, self.rest = Counter[str](), Counter[str]()
-        self._inside = 0
+        self.blocks, self.rest = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._weights = [0.0]
         self._casts: list[Tensor] = []  # kept, because another storage could get the key of one that is freed
         self._parameters = {storage_key(p.untyped_storage()) for p in parameters}
         self._hooks = [
             handle
-            for block in blocks
-            for handle in (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave))
+            for block, weight in blocks.items()
+            for handle in (
+                block.register_forward_pre_hook(lambda *_, weight=weight: self._weights.append(weight)),
+                block.register_forward_hook(self._leave),
+            )
         ]
 
     def __exit__(self, *error: Any) -> None:
@@ -183,8 +191,9 @@ class WorkCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        counted = self.blocks if self._inside else self.rest
-        counted["operators"] += 1
+        inside, weight = len(self._weights) > 1, self._weights[-1]
+        counted, weight = (self.blocks, weight) if inside else (self.rest, 1.0)
+        counted["operators"] += weight
         inputs = [t for t in tensors_in((args, kwargs)) if storage_key(t.untyped_storage()) not in self._parameters]
         if not inputs and func is CAST:
             self._casts.append(out)
@@ -197,24 +206,21 @@ class WorkCounter(TorchDispatchMode):
                 and func.overloadpacket not in MOVES_NOTHING
                 and not is_view_operator(func)
             ):
-                counted["moved_bytes"] += size
+                counted["moved_bytes"] += weight * size
             return out
         operations = formula(*args, **kwargs, out_val=out)
         if (place := FUSED.get(getattr(func, "overloadpacket", func))) is not None:
             is_causal = args[place : place + 1] == (True,)
-            counted["attention"] += operations // 2 if is_causal else operations
+            counted["attention"] += weight * (operations // 2 if is_causal else operations)
         else:
-            counted["products"] += operations
-            counted["product_bytes"] += size
+            counted["products"] += weight * operations
+            counted["product_bytes"] += weight * size
             if func.overloadpacket is GROUPED_PRODUCT:
-                counted["experts"] += args[1].numel()
-                counted["expert_products"] += operations
+                counted["experts"] += weight * args[1].numel()
+                counted["expert_products"] += weight * operations
         return out
 
-    def _enter(self, *_: Any) -> None:
-        self._inside += 1
-
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._inside -= 1
-        self.blocks["output"] += sum(t.numel() for t in tensors_in(output))
-        self.blocks["output_bytes"] += sum(t.nbytes for t in tensors_in(output))
+        weight = self._weights.pop()
+        self.blocks["output"] += weight * sum(t.numel() for t in tensors_in(output))
+        self.blocks["output_bytes"] += weight * sum(t.nbytes for t in tensors_in(output))

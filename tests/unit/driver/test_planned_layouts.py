@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from helpers.jobs.toys import Toy
 from helpers.records.earlier_runs import config_of, plan_of
 from jobs.gpt import GPT
 from orchestrator.config.build import ConfigError
@@ -315,6 +316,42 @@ def test_two_blocks_tell_what_all_of_them_keep() -> None:
     assert (
         again.a_sample < found.kept("blocks").a_sample < whole.a_sample
     )  # and what one block keeps while it runs again
+
+
+class Widening(nn.Module):
+    """From one width to another, with statistics of the batch."""
+
+    def __init__(self, width: int, to: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, to), nn.BatchNorm1d(to)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.linear(x)))
+
+
+def test_blocks_of_several_shapes_count_each_as_it_is() -> None:
+    """BatchNorm refuses one sample, and a block that widens cannot be left out."""
+    widths = [(10, 32), (32, 32), (32, 32), (32, 32), (32, 64), (64, 64), (64, 64)]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Sequential(*(Widening(*width) for width in widths)), nn.Linear(64, 4))
+
+    planned = Outline(Toy(build=build), outline().train)
+    found, whole = traced(planned, fused_attention=False), kept_by_rows(planned, fused_attention=False)
+    products = 2 * sum(width * to for width, to in widths)
+    assert found.work.layers == len(widths)
+    assert found.work.layers * found.work.layer.products == pytest.approx(products)
+    assert found.work.ends.products == 2 * 64 * 4
+    assert found.work.parameters == sum(p.numel() for p in build().parameters())
+    assert found.kept("none").a_sample == pytest.approx(whole.a_sample)
+
+
+def test_a_job_without_tokens_is_asked_for_its_samples() -> None:
+    found = answer(["job=digits"], parse_cluster("6x8xH100", TABLES), Redactor())
+    assert "train.global_batch_size=48" in found.assumed, "the default, 64, in whole samples for each device"
+    printed = text(found, rows=1)
+    assert "tokens" not in printed
+    assert "no published run is like this model" in printed
 
 
 def test_a_real_step_keeps_and_allocates_what_is_predicted() -> None:
