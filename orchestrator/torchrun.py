@@ -62,11 +62,14 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ValueError("which script? As in `orchestrator torchrun --nproc-per-node 8 train.py`")
     from orchestrator.config.overrides import quote_text
 
+    workers = _num_workers(options.nnodes, options.nproc_per_node)
+    several_nodes = int(options.nnodes.partition(":")[0]) > 1
     kind = "module" if options.module else "program" if options.no_python else "file"
     script, *args = rest
     meant = {
         "strategy": "script",
-        "strategy.num_workers": _num_workers(options.nnodes, options.nproc_per_node),
+        "cluster": "auto" if several_nodes else None,  # all of these ranks on one machine may exhaust its memory
+        "strategy.num_workers": workers,
         "recovery.max_failures": options.max_restarts,
         "job.kind": kind,
         "job.script": quote_text(script),
@@ -90,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(**{name[2:].replace("-", "_"): None for name in (*_MEANINGLESS, "--max-restarts")})
     parser.set_defaults(nnodes="1", nproc_per_node="1", module=False, no_python=False)
     _add(parser, "--nproc-per-node", help="ranks per node: a number, gpu, cpu or auto; with --nnodes, all ranks")
-    _add(parser, "--nnodes", help="number of nodes, or MIN:MAX for an elastic run")
+    _add(parser, "--nnodes", help="number of nodes, or MIN:MAX for an elastic run; above 1 with cluster=auto")
     _add(parser, "--max-restarts", type=int, help="restarts after failures: recovery.max_failures")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
     _add(parser, "--no-python", action="store_true", help="the script is a program of another kind")

@@ -261,6 +261,9 @@ def start_failure(error: ray.exceptions.RayError, *, host: str) -> str:
     what = describe_error(error)
     if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
         return f"Ray cannot bring the code of the run to {host}: {what}"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        remedy = "lower strategy.num_workers, or end what else uses the memory of the node"
+        return f"Ray ended a worker on {host} while it started, because the node ran out of memory; {remedy}"
     _, raised_by_pip, why = what.partition(f"{InstallError.__name__}: ")
     return why if raised_by_pip else f"a worker died on {host} while it started: {what}"
 

@@ -35,6 +35,14 @@ def test_underscores_ranges_modules_and_overrides() -> None:
     assert config_of(*words).run_name == "mine"
 
 
+def test_several_nodes_are_those_of_a_cluster() -> None:
+    words, _ = torchrun_overrides("--nnodes 4 --nproc-per-node 8 train.py".split())
+    assert {"cluster=auto", "strategy.num_workers=32"} <= {*words}
+    words, _ = torchrun_overrides("--nnodes 4 --nproc-per-node 8 cluster=local train.py".split())
+    assert [word for word in words if word.startswith("cluster")] == ["cluster=local"]
+    assert "cluster=auto" not in torchrun_overrides("--nnodes 1:4 --nproc-per-node 8 train.py".split())[0]
+
+
 def test_another_program() -> None:
     words, _ = torchrun_overrides(["--nproc-per-node=gpu", "--no-python", "bash", "run.sh"])
     spec, workers, _ = command_of(*words)

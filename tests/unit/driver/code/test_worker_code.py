@@ -86,3 +86,7 @@ def test_a_worker_that_does_not_start_is_described_in_one_line() -> None:
     )
     died = ray.exceptions.ActorDiedError()
     assert start_failure(died, host="gpu-7").startswith("a worker died on gpu-7 while it started: ActorDiedError: ")
+    killed = ray.exceptions.OutOfMemoryError("Refer to the documentation")
+    assert start_failure(killed, host="gpu-7").endswith(
+        "the node ran out of memory; lower strategy.num_workers, or end what else uses the memory of the node"
+    )
