@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.schedules import growth, remedy
-from orchestrator.protocol.metrics import summary_value
+from orchestrator.protocol.metrics import describe_sharing, summary_value
 
 _WORTH_NAMING_PCT = 10.0
 """Smaller shares of the time are not worth a change."""
@@ -157,6 +157,8 @@ def _less_communication(settings: _Settings) -> str:
 def _computation(summary: Mapping[str, Any], settings: _Settings) -> str:
     mfu_pct = summary_value(summary, "mfu_pct")
     text = "limited by computation" + (f" at {mfu_pct:.0f}% MFU" if mfu_pct is not None else "")
+    if describe_sharing(summary) is not None:
+        return f"{text}, beside other programs"
     if settings.on_gpus and settings.get("train.precision") == "fp32":
         return f"{text}; try train.precision=bf16"
     return f"{text}; try strategy=ddp" if settings.strategy == "single" else text

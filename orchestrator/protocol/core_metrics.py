@@ -19,12 +19,16 @@ LOSS = MetricSpec(
 )
 """The mean over the samples of all ranks."""
 
-VAL_LOSS = MetricSpec(name="val/loss", progress="val_loss {}", summaries=(Summary(key="val_loss"),))
+VAL_LOSS = MetricSpec(
+    name="val/loss",
+    progress="val_loss {}",
+    summaries=(Summary(key="val_loss", column=Column(heading="val loss", position=55, priority=3)),),
+)
 
 VAL_ACCURACY = MetricSpec(
     name="val/accuracy",
     progress="val_acc {}",
-    summaries=(Summary(key="val_accuracy", column=Column(heading="val acc", position=60, always=True, priority=7)),),
+    summaries=(Summary(key="val_accuracy", column=Column(heading="val acc", position=60, priority=7)),),
 )
 
 VAL_PERPLEXITY = MetricSpec(

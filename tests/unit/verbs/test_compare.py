@@ -245,7 +245,7 @@ def test_a_record_with_unexpected_values_is_shown_without_them(tmp_path: Path) -
     run = make_run(tmp_path, "12-30-01-a", strategy="ddp", samples_per_s=None, final_loss="much", step_ms_p50=1.5)
     run.update_record(plan=None, state=None)
     found = rows(table_of([run]))["12-30-01-a"]
-    assert found == ["-", "ddp", "-", "-", "-", "1.5", *["-"] * 5]
+    assert found == ["-", "ddp", "-", "-", "-", "1.5", *["-"] * 4]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
