@@ -52,6 +52,8 @@ class WorkerCode:
         self._runtime_env: dict[str, Any] = {}
 
     def __enter__(self) -> WorkerCode:
+        if self.working_dir is None and not self._py_modules:
+            return self  # without a folder, which a driver that is killed would leave
         folder = Path(self._packages.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-code-")))
         if self.working_dir is not None:
             self._directory = make_package(self.working_dir, folder / "working_dir.zip")
