@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator import compare, logs, runs
 from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
@@ -95,13 +96,13 @@ def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path) 
 
 
 def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     run = rundir.create(Path("outputs"), "digits-ddp")
     run.update_record(name="digits-ddp", state="finished")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
     assert runs.main([]) == 2
-    assert "runs: --address=http://127.0.0.1:1: no Ray dashboard answers there" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert runs.main(["--output-dir", "outputs"]) == 0
     assert logs.main([str(run.path)]) == 0
     assert runs.main(["--address="]) == 0
