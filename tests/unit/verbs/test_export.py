@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_named_and_leaves_nothing(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--format", "onnx"], "--format=onnx: jobs.gpt.GPT cannot be written so; valid: hf"),
+        (["--format", "onnx"], "--format=onnx: no format of jobs.gpt.GPT; valid: hf"),
         (["--best"], "--best: the run was trained without checkpoint.best"),
         (["--address", "auto"], "--address=auto: run `orchestrator export` where the run is"),
     ],
