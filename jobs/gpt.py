@@ -274,7 +274,7 @@ class GPT(Job):
             if self.end_token is not None and source.end_token not in (None, self.end_token):
                 raise ValueError(
                     f"job.end_token={self.end_token}: the documents in {source.name} end with {source.end_token}; set "
-                    "it to that"
+                    f"job.end_token={source.end_token}"
                 )
             largest = source.largest
             if largest is None and len(source.tokens) <= SCANNED_TOKENS:

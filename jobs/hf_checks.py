@@ -121,7 +121,8 @@ def _check_model(job: HuggingFace) -> None:
         saved = transformers.AutoConfig.from_pretrained(place(named))
     has_head = any("ForSequenceClassification" in name for name in saved.architectures or ())
     if job.label_options and job.model_name_or_path and has_head and saved.num_labels != job.num_labels:
-        raise ValueError(f"job.num_labels={job.num_labels}: {named} has {saved.num_labels}; set it to that")
+        found = saved.num_labels
+        raise ValueError(f"job.num_labels={job.num_labels}: {named} has {found}; set job.num_labels={found}")
     with refusing():
         config = transformers.AutoConfig.from_pretrained(place(named), **job.label_options)
         model = _without_memory(job, config)
@@ -186,7 +187,7 @@ def _check_examples(job: HuggingFace, name: str) -> None:
     except OSError as e:
         raise ValueError(f"{key}: cannot be read ({e.strerror})") from e
     except ValueError as e:
-        raise ValueError(f"{key}: {e}") from e
+        raise ValueError(f"{key}: {str(e).removeprefix(f'{getattr(job, name)}, ')}") from e
     if isinstance(examples, Blocks):
         _check_tokens(job, key, examples.source)
     else:
@@ -195,9 +196,10 @@ def _check_examples(job: HuggingFace, name: str) -> None:
         raise ValueError(f"{key}: has no examples, or fewer tokens than job.block_size={job.block_size}")
     first = 1 if job.task in ("causal", "dpo") else 0  # nothing predicts the first token
     if job.task != "classification" and not any(bool((e["labels"][..., first:] != IGNORED).any()) for e in looked_at):
+        these = "first example" if len(looked_at) == 1 else f"first {len(looked_at)} examples"
         raise ValueError(
-            f"{key}: the loss counts no token of the first {len(looked_at)} examples; prompts alone may be longer "
-            f"than job.block_size={job.block_size}"
+            f"{key}: the loss counts no token of the {these}; prompts alone may be longer than "
+            f"job.block_size={job.block_size}"
         )
 
 
@@ -206,8 +208,8 @@ def _refuse_damaged(job: HuggingFace, examples: Examples) -> None:
         try:
             examples[found[0]]
         except ValueError as e:
-            more = f"{len(found)} such examples" if len(found) > 1 else "it"
-            raise ValueError(f"{e}; job.damaged=skip leaves out {more}") from e
+            leaves = f"leaves out {len(found)} such examples" if len(found) > 1 else "leaves it out"
+            raise ValueError(f"{e}; job.damaged=skip {leaves}") from e
 
 
 def _warn_of_losses(job: HuggingFace, key: str, examples: Examples) -> None:

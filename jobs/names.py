@@ -117,7 +117,7 @@ class Names(Job):
         found, least = len(self.names()), 100 // VAL_PERCENT
         if found < least:
             raise ValueError(
-                f"job.path={self.path or 'null'}: has {found} names, but at least {least} are needed; use a longer one"
+                f"job.path={self.path or 'null'}: has {found} names, but at least {least} are needed; use a longer file"
             )
 
 

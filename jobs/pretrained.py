@@ -170,7 +170,10 @@ def save(
         ValueError: ``transformers`` has no such model, or a weight is missing.
     """
     if a.variant == "gpt2" and a.kv_heads != a.heads:
-        raise ValueError(f"job.kv_heads={a.kv_heads}: a GPT-2 of Hugging Face has as many as job.heads={a.heads}")
+        raise ValueError(
+            f"job.kv_heads={a.kv_heads}: a GPT-2 of Hugging Face has as many key-value heads as heads, here "
+            f"job.heads={a.heads}; train it with job.kv_heads={a.heads} or job.variant=llama"
+        )
     directory.mkdir(parents=True)
     _write_files(_in_their_layout(weights, a), directory, file_bytes)
     config = _config_of(a)

@@ -99,11 +99,11 @@ class ResNet50(Job):
             if found.get(name) != expected.get(name) and not name.endswith("num_batches_tracked")  # old files lack it
         )
         if differing:
-            name = differing[0]
+            name, more = differing[0], f", and {len(differing) - 1} more" if differing[1:] else ""
             raise ValueError(
-                f"job.weights={weights}: {len(differing)} tensors differ from the model's, the first is {name}: "
-                f"{found.get(name, 'none')} in the file, {expected.get(name, 'none')} in the model; "
-                "set job.num_classes, job.width and job.blocks to those of the file, or use another file"
+                f"job.weights={weights}: of another model: {name}: {found.get(name, 'none')} in the file, "
+                f"{expected.get(name, 'none')} in the model{more}; set job.num_classes, job.width "
+                "and job.blocks to those of the file, or use another file"
             )
 
 

@@ -53,7 +53,7 @@ def _stop(options: argparse.Namespace, search: RunSearch) -> int:
 
 def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
     if run_dir.driver_if_running() is None:
-        return refuse("stop", f"{run_dir.location} is not running: its state is {state_of(run_dir)}")
+        return refuse("stop", f"{run_dir.location} is not running; its state: {state_of(run_dir)}")
     request_stop(run_dir, by=who_asks())
 
     def is_running() -> bool:

@@ -25,12 +25,13 @@ import math
 import os
 import re
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.files.golden import Golden
+from helpers.files.golden import Golden, remove_old_texts
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
@@ -65,8 +66,16 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def golden(pytestconfig: pytest.Config) -> Golden:
-    return Golden(renew=pytestconfig.getoption("renew_golden"))
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.node, renew=request.config.getoption("renew_golden"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, bool | None, bool | None]:
+    passed = yield
+    if isinstance(golden := pyfuncitem.funcargs.get("golden"), Golden):
+        golden.end()
+    return passed
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
@@ -78,6 +87,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             option.markexpr = "fast"
         elif not any("::" in arg for arg in config.args):
             option.markexpr = "not campaign"
+    if option.renew_golden and getattr(option, "numprocesses", None):
+        option.dist = "loadfile"  # because each process writes the texts of whole modules
     shown = option.usepdb or option.capture == "no"
     in_one_process = chosen or shown or option.collectonly or option.markexpr == "campaign"
     is_worker = hasattr(config, "workerinput")
@@ -125,6 +136,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
     _take_turns(items)
+    is_first_process = getattr(config, "workerinput", {}).get("workerid", "gw0") == "gw0"
+    if config.option.renew_golden and is_first_process and not any("::" in arg for arg in config.args):
+        remove_old_texts(items)
     first = WHOLE if _whole_first(config) else LONGEST if config.option.markexpr == "fast" else ()
     order = [*first, *FOLDERS]
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)

@@ -93,7 +93,7 @@ def _job(run_dir: RunDir, format: str) -> Job:
     cls = find_class(spec.target, errors)
     if cls is not None and format not in cls.export_formats:
         known = did_you_mean(format, cls.export_formats) if cls.export_formats else "it defines no Job.export"
-        raise ValueError(f"--format={format}: {spec.target} cannot be written so; {known}")
+        raise ValueError(f"--format={format}: no format of {spec.target}; {known}")
     job = None if cls is None else build(cls, unmasked(spec, errors).fields, "job", errors)
     if job is None or errors:
         raise ValueError("; ".join(errors))

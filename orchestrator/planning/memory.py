@@ -194,4 +194,7 @@ def fewest_parts(sizes: Sequence[ParameterSize], limit: MemoryLimit) -> int | No
 
 def size_text(size_bytes: float) -> str:
     """Return a size as ``1.5 GiB`` or ``0.02 MiB``."""
-    return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.3g} MiB"
+    if size_bytes < GIB:
+        return f"{size_bytes / MIB:.3g} MiB"
+    number = size_bytes / GIB
+    return f"{number:.3g} GiB" if number < 999.5 else f"{number:,.0f} GiB"  # .3g would round more to 1e+03

@@ -102,7 +102,7 @@ class Outcomes:
 CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
 """The cause of a death as Ray reports it; "unknown" unless Ray killed the process or its node is lost."""
 
-_LESS_MEMORY = "lower the batch size or the model size"
+_LESS_MEMORY = "lower train.global_batch_size, or use a smaller model"
 _DEATHS: dict[CauseOfDeath, str] = {
     "out of memory": f"was killed by Ray, because the node ran out of memory; {_LESS_MEMORY}",
     "node lost": "was lost: the node is gone, no Ray answers there",

@@ -215,10 +215,11 @@ def check_built(saved: Mapping[str, int], built: Mapping[str, int]) -> None:
     """
     unlike = [name for name, value in saved.items() if built.get(name) != value]
     if unlike:
+        more = f", and {len(unlike) - 1} more" if unlike[1:] else ""
         raise FrozenError(
             "the job builds other frozen parameters than the checkpoint was trained with: "
-            f"{unlike[0]}, the first of {len(unlike)}; let it read the same weights as before, because the checkpoint "
-            "leaves these out (checkpoint.only_trained, or a hook of state_dict())"
+            f"{unlike[0]}{more}; let it read the same weights as before, because the checkpoint leaves these out "
+            "(checkpoint.only_trained, or a hook of state_dict())"
         )
 
 

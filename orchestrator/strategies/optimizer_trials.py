@@ -50,7 +50,7 @@ _PLACES = 4
 """The first dimension of a small parameter has at most so many places, and each further one may have one more."""
 _SCALES = (0.1, 10.0, 1000.0)
 """Those of the gradients of each step, because an optimizer may clip the norm of all of them."""
-_COUPLED = "makes another update of a tensor if it updates others with it"
+_COUPLED = "updates a tensor differently if it updates others with it"
 _TOLERANCE = 0.02
 """By how much of its largest change an update may differ: one of several tensors at once may round differently."""
 
@@ -321,7 +321,7 @@ def _tried_alone(config: Config, job: Job, model: nn.Module) -> Mapping[str, flo
                     return _COUPLED
             same = _rest(together.state()) == _rest(alone.state())
         except Exception as e:  # whatever the optimizer raises
-            return f"cannot update small tensors one at a time, which is tried ({type(e).__name__}: {e})"
+            return f"fails in a trial that updates small tensors one at a time ({type(e).__name__}: {e})"
     if not same:
         return _COUPLED
     return {name: _gathered(p, together.optimizer.state.get(p, {})) for name, p in together.parameters.items()}

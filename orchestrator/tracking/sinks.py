@@ -62,7 +62,7 @@ def load_sink(path: str) -> type[TrackingSink]:
             "such as my_package.Sink"
         ) from e
     if missing := [method for method in _METHODS if not callable(getattr(sink, method, None))]:
-        raise ValueError(f"tracking.sinks=[{path}]: has no {' and no '.join(missing)}; add what docs/tracking.md lists")
+        raise ValueError(f"tracking.sinks=[{path}]: lacks {', '.join(missing)}; add the methods of docs/tracking.md")
     loaded: type[TrackingSink] = sink
     return loaded
 

@@ -302,7 +302,7 @@ def test_the_checkpoint_of_another_model_names_the_parameters(refused: Refused) 
 
 def test_the_checkpoint_of_another_optimizer(refused: Refused) -> None:
     an_earlier_run(Adam())
-    assert "resume=auto: of another optimizer: Adam, the job has SGD" in refused("resume=auto")
+    assert "resume=auto: of another optimizer: Adam in the checkpoint, SGD in the job" in refused("resume=auto")
 
 
 def truncated(file: Path) -> None:

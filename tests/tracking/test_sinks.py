@@ -228,7 +228,7 @@ def test_the_sink_for_weights_and_biases_writes_an_offline_run(tmp_path: Path) -
             "Sink",
             "tracking.sinks=[Sink]: cannot be imported (ValueError: Empty module name); give the import path of a",
         ),
-        ("my_sinks.Partial", "tracking.sinks=[my_sinks.Partial]: has no log_sample and no close; add what docs/"),
+        ("my_sinks.Partial", "tracking.sinks=[my_sinks.Partial]: lacks log_sample, close; add the methods of docs/"),
     ],
 )
 def test_a_sink_that_cannot_be_used_is_named(path: str, words: str, on_path: None) -> None:

@@ -107,7 +107,10 @@ def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str,
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:
-        errors.append(f"of another optimizer: {meta['optimizer']}, the job has {optimizer}")
+        errors.append(
+            f"of another optimizer: {meta['optimizer']} in the checkpoint, {optimizer} in the job; let the job use the "
+            "optimizer of the checkpoint"
+        )
     if not errors and config.evaluate is None and (error := _schedule_error(config, job, model, made, state)):
         errors.append(error)
     return errors

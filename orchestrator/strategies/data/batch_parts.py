@@ -179,8 +179,8 @@ def by_keys(strategy: str, **numbers: int) -> str:
 def not_compared(division: BatchDivision, reason: str) -> str:
     """Return the warning about a comparison that could not be made."""
     return (
-        f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); one that sums or "
-        "compares samples would be another than with strategy=single"
+        f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); a loss that sums or "
+        "compares samples would differ from that of strategy=single"
     )
 
 

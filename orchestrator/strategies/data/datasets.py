@@ -59,7 +59,7 @@ def size_error(dataset: Any, meta: Mapping[str, Any], *, step: int, checkpoint: 
         return None
     return (
         f"job.dataset('train') has {now:,} samples, and had {before:,} at step {step} of this run, which would "
-        "repeat some samples and leave out others; give it the data of before, or let a new run go on from this "
+        "repeat some samples and leave out others; use the same data as before, or start a new run from this "
         f"checkpoint: start_from={checkpoint}"
     )
 

@@ -73,9 +73,9 @@ class MetricObjects:
         if sum(map(len, packed.values())) > most:
             name = max(packed, key=lambda name: len(packed[name]))
             raise JobError(
-                f"job.{_METHOD}: the state of {name!r} has {len(packed[name]) / 2**20:.0f} MiB on this worker, and "
-                f"one worker joins all: its states may have {most / 2**20:.0f} MiB; keep sums or bins instead of every "
-                "output, such as thresholds=200 in torchmetrics, or evaluate fewer samples"
+                f"job.{_METHOD}: the state of {name!r} has {len(packed[name]) / 2**20:.0f} MiB on this worker, "
+                f"and one worker joins those of all: each may have {most / 2**20:.0f} MiB of states; keep sums or "
+                "bins instead of every output, such as thresholds=200 in torchmetrics, or evaluate fewer samples"
             )
         return {n: torch.frombuffer(bytearray(d), dtype=torch.uint8) for n, d in packed.items() if self._updated}
 

@@ -83,13 +83,13 @@ def check_forward(
         )
     if names := named(uses.shared):
         raise JobError(
-            f"job.model: forward() gives the memory of {names} to NumPy, which is a copy there, gathered from all "
-            "workers, and is freed after it; compute with torch, or with a clone() of it, or use strategy=ddp"
+            f"job.model: forward() gives the memory of {names} to NumPy, and this memory, gathered from all workers, "
+            "is freed after the pass; compute with torch, or with a clone(), or use strategy=ddp"
         )
     if names := named(in_loss.used | in_loss.shared):
         raise JobError(
             f"job.loss uses {names}, which no worker has outside of the forward pass; let forward() of the model "
-            "return the term of the loss that depends on it, or use strategy=ddp"
+            "return this term of the loss, or use strategy=ddp"
         )
     remedy = (
         "set strategy.reshard_after_forward=false, with which the whole model is gathered for each step, or use "

@@ -51,16 +51,17 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
     replaced: dict[Tensor, nn.Parameter | None] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         replaced[parameter] = own.get(name, replaced.get(parameter))
+    lacking = "of which each worker has only a part"
     remedy = "let it depend on names and shapes alone, or use strategy=ddp"
     try:
         optimizer = optimizer_of(job, whole)
     except DataDependentOutputException as e:
-        raise JobError(f"job.optimizer reads values of parameters, which no worker has of the whole; {remedy}") from e
+        raise JobError(f"job.optimizer reads values of parameters, {lacking}; {remedy}") from e
     _take_part(optimizer, replaced)
     kept = pytree.tree_leaves([optimizer.param_groups, *optimizer.state.values()])
     if any(isinstance(value, FakeTensor) for value in kept):
-        what = f"{kind_of(optimizer)} that keeps values of parameters, which no worker has of the whole"
-        raise JobError(f"job.optimizer returns {what}; {remedy}")
+        what = f"{kind_of(optimizer)} that keeps values of parameters"
+        raise JobError(f"job.optimizer returns {what}, {lacking}; {remedy}")
     return optimizer
 
 

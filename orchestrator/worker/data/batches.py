@@ -99,7 +99,7 @@ class SampleOrder:
         if len(self._order) != self.n:
             raise datasets.DatasetError(
                 f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self.n}; return "
-                "as many batches in every epoch"
+                "the same number of batches in every epoch"
             )
 
 
@@ -217,7 +217,7 @@ def train_batches(
         if batches is not None and samples_consumed % global_batch_size:
             raise datasets.DatasetError(
                 f"train.global_batch_size={global_batch_size}: the run has read {samples_consumed} samples in batches "
-                "of job.batch_sampler, which is no whole number of these; continue with the batch size so far"
+                "of job.batch_sampler, not a multiple of this; continue with the batch size so far"
             )
         order = SampleOrder(n=n, seed=sampling.seed, weights=sampling.weights, batches=batches)
         for step in range(steps):

@@ -162,10 +162,8 @@ class StreamReader:
             else:
                 self.position += 1
                 return item
-        raise DataError(
-            f"{self._split} data: the stream ends without a sample after {self.position} samples; its __iter__ has to "
-            "begin again at each call"
-        )
+        found = f"no more than {self.position} samples" if self.position else "no samples"
+        raise DataError(f"{self._split} data: the stream gives {found}; its __iter__ has to begin again at each call")
 
     def _begin_epoch(self, state: Any) -> None:
         """Begin an iterator, at ``state`` if that is not None."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from helpers.conformance.cases import Case, config_of
+from helpers.files.golden import Golden
 from helpers.jobs.quick_jobs import digits
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.ending import RunEnding
@@ -62,7 +63,7 @@ def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: P
 
 @pytest.mark.parametrize("record", ["{}", "{"], ids=["without a driver", "damaged"])
 def test_a_last_run_whose_record_is_damaged_costs_only_the_upload_of_the_comparison(
-    record: str, tmp_path: Path
+    record: str, tmp_path: Path, golden: Golden
 ) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     run_dir.record_file.write_text(record)
@@ -72,5 +73,5 @@ def test_a_last_run_whose_record_is_damaged_costs_only_the_upload_of_the_compari
     candidate: Any = SimpleNamespace(config=SimpleNamespace(tracking=tracking), redactor=Redactor())
     last = RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, summary={"mlflow_page": "http://page"})
     _publish(sweep, candidate, last)
-    assert said[0].startswith(f"warning: the comparison is not uploaded: {run_dir.record_file} is damaged: ")
+    golden.says(said[0], RECORD=run_dir.record_file)
     assert said[1:] == ["next: mlflow ui --backend-store-uri sqlite:///runs.db", "charts: http://page"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from helpers.files.golden import Golden
 from helpers.machines.plans import notes_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.checked_runs import check_all
@@ -119,9 +120,9 @@ def new_notes(job: Job, *words: str) -> tuple[str, ...]:
         ("strategy=ddp_pipeline strategy.schedule=GPipe strategy.num_microbatches=1", 32, 64),
     ],
 )
-def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: int) -> None:
+def test_statistics_of_micro_batches_are_noted(words: str, rows: int, together: int, golden: Golden) -> None:
     (note,) = new_notes(Normed(), *words.split())
-    assert note.startswith("BatchNorm (0.1, 1.1, and 2 more) uses the statistics of micro-batches of")
+    golden.says(note)
     assert f"micro-batches of {rows} samples, with strategy=single those of {together}:" in note
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.files.golden import Golden
 from helpers.ranks.job_trials import accuracy, errors, one_thread, trained
 from jobs.names import Names, Speller, pad
 
@@ -141,11 +142,11 @@ def test_a_name_that_does_not_end_is_cut() -> None:
     assert job.sample(Endless(width=4, layers=1), torch.Generator()) == "zzzzzzz\nzzzzzzz"
 
 
-def test_a_file_with_too_few_names_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_too_few_names_is_refused(tmp_path: Path, golden: Golden) -> None:
     file = tmp_path / "names"
     file.write_bytes(b"\n".join(b"%d" % i for i in range(9)) + b"\n3\n")
     [error] = errors("jobs.names.Names", path=str(file))
-    assert "has 9 names, but at least 10 are needed" in error
+    golden.says(error)
     file.write_bytes(b"\n".join(b"%d" % i for i in range(10)))
     assert errors("jobs.names.Names", path=str(file)) == []
     assert len(small(path=str(file)).dataset("val")) == 1  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.files.golden import Golden
 from helpers.ranks.job_trials import accuracy, errors, trained
 from jobs.sparse import MatrixCompletion, SparseJob, SparseLogistic
 
@@ -127,7 +128,7 @@ def test_every_algorithm_learns(job: SparseJob, algorithm: Any, sparse: bool) ->
     assert losses[-1] < losses[0]
 
 
-def test_adam_with_sparse_gradients_is_refused_with_the_remedy() -> None:
+def test_adam_with_sparse_gradients_is_refused_with_the_remedy(golden: Golden) -> None:
     [error] = errors("jobs.sparse.SparseLogistic", algorithm="adam")
-    assert error.startswith("job.algorithm=adam: torch's Adam takes no sparse gradients; choose job.algorithm=adagrad")
+    golden.says(error)
     assert errors("jobs.sparse.SparseLogistic", algorithm="adam", sparse=False) == []

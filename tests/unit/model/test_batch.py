@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.files.golden import Golden
 from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import (
     NotJoined,
@@ -183,11 +184,11 @@ def test_what_each_replica_has_of_its_own_is_refused_when_used() -> None:
     assert isinstance(join([3, 4], CPU), NotJoined)
 
 
-def test_tensors_of_other_shapes_are_refused_when_they_are_used() -> None:
+def test_tensors_of_other_shapes_are_refused_when_they_are_used(golden: Golden) -> None:
     """Similarities of all samples of a replica to each other, as CLIP returns them."""
     joined = join([{"rows": torch.ones(2, 3), "pairs": torch.ones(n, n)} for n in (2, 1)], CPU)
     assert joined["rows"].shape == (4, 3)
-    with pytest.raises(ValueError, match=r"a tensor of shape \[2, 2\] or \[1, 1\] of each replica.*strategy=ddp"):
+    with golden.raises(ValueError):
         joined["pairs"].sum()
 
 

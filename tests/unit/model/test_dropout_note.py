@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from helpers.files.golden import Golden
 from orchestrator.model.modes import note_on_dropout
 
 
@@ -15,10 +16,9 @@ def wrapped(model: nn.Module) -> nn.Module:
     return nn.ModuleDict({"body": model, "head": nn.Linear(4, 2)})
 
 
-def test_a_pretrained_model_in_a_new_module_has_no_dropout() -> None:
+def test_a_pretrained_model_in_a_new_module_has_no_dropout(golden: Golden) -> None:
     note = note_on_dropout(wrapped(pretrained()))
-    assert "(body.1, body.2, and 1 more)" in note
-    assert "call .train() on the model in job.model()" in note
+    golden.says(note)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.files.golden import Golden
 from orchestrator.model.parameter_division import (
     ALIGNMENT_BYTES,
     ELEMENT_WISE,
@@ -63,8 +64,8 @@ def test_a_large_tensor_is_split() -> None:
     )
 
 
-def test_more_servers_than_numbers() -> None:
-    with pytest.raises(ValueError, match="4 servers need at least as many units; the parameters have 3"):
+def test_more_servers_than_numbers(golden: Golden) -> None:
+    with golden.raises(ValueError):
         cut([numbers("a", 2), table("t", 1, 40)], 4)
 
 

@@ -59,9 +59,3 @@ def test_an_elastic_run_keeps_the_parts_if_it_has_replicas(sizes: dict[str, Any]
     assert options is not None
     found = find_layout(replace(config, strategy=options), rules, NODES, oversubscribe_cpus=True).layout.mesh
     assert found.has_parts_of(largest)
-
-
-def test_a_dimension_of_another_strategy_is_a_key_of_mesh() -> None:
-    errors: list[str] = []
-    compose(["strategy=fsdp", "strategy.pipeline=2"], errors, registry.config_class)
-    assert errors == ["strategy.pipeline: no such key in strategy=fsdp; it belongs to strategy=mesh"]

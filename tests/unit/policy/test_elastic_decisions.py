@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
@@ -220,9 +221,9 @@ def test_the_micro_batches_of_replicas_keep_their_size() -> None:
     )
 
 
-def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size() -> None:
+def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size(golden: Golden) -> None:
     assert len(offered("strategy.num_workers=[2,4]", "recovery.chaos=[kill@3:3]")) == 3
-    with pytest.raises(ConfigError, match="no rank 4 among 4 workers"):
+    with golden.raises(ConfigError):
         offered("strategy.num_workers=[4,4]", "recovery.chaos=[kill@3:4]")
 
 

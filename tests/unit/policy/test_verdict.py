@@ -4,18 +4,16 @@ import signal
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator.policy.run_state import RESULT_LOST, Verdict, completed, refused, stopped
 from orchestrator.verb_options import BAD_INPUT
 
 
-def test_a_run_whose_last_checkpoint_is_missing_has_not_finished() -> None:
+def test_a_run_whose_last_checkpoint_is_missing_has_not_finished(golden: Golden) -> None:
     assert completed(10, checkpoint_missing=None) == Verdict("FINISHED", 0)
     lost = completed(10, checkpoint_missing="could not be written: the disk is full")
     assert (lost.status, lost.exit_code) == ("FAILED", RESULT_LOST)
-    assert lost.reason == (
-        "all 10 steps are done, but their result is lost: the checkpoint of step 10 could not be written: "
-        "the disk is full"
-    )
+    golden.says(lost.reason)
 
 
 def test_a_run_that_has_not_begun_is_refused_like_wrong_arguments() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator import logs
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.rank_log import LogLine, LogReader
@@ -66,11 +67,13 @@ def test_the_parts_of_a_log_are_one(run: RunDir, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "of part 9\nof part 10\n"
 
 
-def test_the_verb_names_a_wrong_run_and_a_wrong_rank(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_names_a_wrong_run_and_a_wrong_rank(
+    run: RunDir, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     assert logs.main([str(run.path / "nowhere")]) == 2
-    assert "no such run in outputs; `orchestrator runs` lists them" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err, RUN=run.path)
     assert logs.main([str(run.path), "--rank", "3"]) == 2
-    assert capsys.readouterr().err == f"logs: {run.path}: no log of rank 3; there are logs of ranks 0, 2, 10\n"
+    golden.says(capsys.readouterr().err, RUN=run.path)
 
 
 def test_the_verb_says_if_the_ranks_have_written_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

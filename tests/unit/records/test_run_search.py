@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator import compare, logs, runs
 from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
@@ -71,7 +72,7 @@ def test_a_directory_that_is_known_twice_is_searched_once(home: Path, monkeypatc
     assert list(RunSearch.of(None, [str(outputs)]).runs()) == [run_dir]
 
 
-def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path, golden: Golden) -> None:
     here = socket.gethostname()
     mine, shared, local = (tmp_path / name for name in ("mine", "shared", "local"))
     for folder in (mine, shared, local):
@@ -88,20 +89,17 @@ def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path) 
         )
     )
     assert directories == [str(mine), str(shared), str(local)]
-    assert notes == [
-        f"{local}/2026-05-02/12-30-01-b of host other is not on this one; is the directory shared?",
-        f"the runs in {tmp_path}/far of host other cannot be read: No such file or directory",
-    ]
+    golden.says(notes)
 
 
 def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     run = rundir.create(Path("outputs"), "digits-ddp")
     run.update_record(name="digits-ddp", state="finished")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
     assert runs.main([]) == 2
-    assert "runs: --address=http://127.0.0.1:1: no Ray dashboard answers there" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert runs.main(["--output-dir", "outputs"]) == 0
     assert logs.main([str(run.path)]) == 0
     assert runs.main(["--address="]) == 0

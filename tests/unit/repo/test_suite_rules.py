@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.files.golden import GOLDEN
+from helpers.files.golden import GOLDEN, TEXTS, function_of, functions_with_golden, read_texts
 
 TESTS = Path(__file__).resolve().parents[2]
 MODULES = sorted(TESTS.glob("*/**/*.py"))
@@ -54,5 +54,19 @@ def test_every_test_on_a_gpu_says_what_it_shows_if_it_fails() -> None:
 def test_every_golden_file_is_read_by_one_test_and_exists() -> None:
     call = re.compile(r"\bgolden(?:\.answers)?\(\s*\"([^\"]+)\"")
     read = [name for path in MODULES for name in call.findall(path.read_text())]
-    files = [path.relative_to(GOLDEN).with_suffix("").as_posix() for path in GOLDEN.rglob("*") if path.is_file()]
+    files = [path.relative_to(GOLDEN).with_suffix("").as_posix() for path in GOLDEN.rglob("*.txt")]
+    files = [name for name in files if not name.startswith("texts/")]
     assert sorted(read) == sorted(files)
+
+
+def test_every_golden_text_belongs_to_a_test() -> None:
+    texts = {path.relative_to(TEXTS).with_suffix(".py"): read_texts(path) for path in TEXTS.rglob("*.txt")}
+    missing = [str(module) for module in texts if not (TESTS / module).exists()]
+    assert missing == [], "remove the texts of these modules"
+    old = [
+        f"{module}: {test}"
+        for module, found in texts.items()
+        for test, _ in found
+        if function_of(test) not in functions_with_golden(TESTS / module)
+    ]
+    assert old == [], "pytest --renew-golden FILE removes the texts of tests that are gone"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn, optim
 
 from helpers.files.checkpoints import best_at, make_state, never
+from helpers.files.golden import Golden
 from orchestrator.state.checkpoint import list_checkpoints, load, prune, save, verify
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
@@ -76,9 +77,9 @@ def test_a_dtype_that_safetensors_lacks_is_kept_as_bytes(tmp_path: Path) -> None
         assert plain[name].shape == (*tensor.shape, tensor.dtype.itemsize), name
 
 
-def test_a_tensor_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_tensor_that_cannot_be_written_is_named(tmp_path: Path, golden: Golden) -> None:
     state = TrainState(model={"layer.w": torch.eye(3).to_sparse()}, optimizer={}, meta=make_state(3).meta)
-    with pytest.raises(ValueError, match=r"layer\.w is a tensor of the kind sparse_coo, which cannot be saved"):
+    with golden.raises(ValueError):
         save(tmp_path, state, run_uid="abc")
     assert list_checkpoints(tmp_path) == []
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from helpers.files.golden import Golden
 from orchestrator.planning.placement import Box, Ranges
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, dropped_names, saving_errors, total
@@ -171,12 +172,12 @@ def test_ranks_with_parts_take_only_models_that_say_what_they_are(kind: type[Pla
     assert all("use strategy=ddp" in error for error in errors)
 
 
-def test_what_cannot_be_saved_is_told_without_memory() -> None:
+def test_what_cannot_be_saved_is_told_without_memory(golden: Golden) -> None:
     with torch.device("meta"):
         (error,) = saving_errors(Objects(0), in_parts=False)
         (of_memory,) = saving_errors(Spread(0), in_parts=False)
-    assert error.startswith("job.model(): Objects: its state '_extra_state' has a value of type object; only tensors,")
-    assert of_memory == "job.model(): elements of gain share their memory, so it cannot be updated; clone() it"
+    golden.says(error)
+    golden.says(of_memory)
 
 
 def test_the_state_is_json(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_the_state_is_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 2), (5,), ()])
-def test_the_parts_of_a_tensor_give_the_checksum_of_the_whole(shape: tuple[int, ...]) -> None:
+def test_the_parts_of_a_tensor_give_the_checksum_of_the_whole(shape: tuple[int, ...], golden: Golden) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = checksum(whole, Box.whole(shape))
     assert expected == checksum(whole.double(), Box.whole(shape)), "whatever the dtype"
@@ -197,7 +198,7 @@ def test_the_parts_of_a_tensor_give_the_checksum_of_the_whole(shape: tuple[int, 
         assert checksum(whole.flip(0), Box.whole(shape)) != expected
     other = whole.clone()
     other.view(-1)[-1] += 1e-3
-    with pytest.raises(ValueError, match="parameters than the checkpoint was trained with: a, the first of 1;"):
+    with golden.raises(ValueError):
         check_built({"a": expected}, {"a": checksum(other, Box.whole(shape))})
 
 

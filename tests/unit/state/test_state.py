@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lr
 
+from helpers.files.golden import Golden
 from helpers.jobs.optimizers import KINDS, Unsavable
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.merge import merge
@@ -326,11 +327,11 @@ def assert_same_values(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_stages_with_different_hyperparameters_do_not_merge() -> None:
+def test_stages_with_different_hyperparameters_do_not_merge(golden: Golden) -> None:
     parts = stages_of(Net(0))
     rates = (0.1, 0.2)
     states = [snapshot(p, optim.SGD(p.parameters(), lr=r)) for p, r in zip(parts, rates, strict=True)]
-    with pytest.raises(ValueError, match=r"group 0: lr differs between stages \(0.1 and 0.2\)"):
+    with golden.raises(ValueError):
         merge(states, order=list(Net(0).state_dict()))
 
 
@@ -375,7 +376,7 @@ def test_tied_parameters_are_saved_under_both_names_and_load_under_either() -> N
     assert torch.equal(averages, state.optimizer["embed.weight/exp_avg"])
 
 
-def test_mismatches_name_the_parameters_and_the_nearest() -> None:
+def test_mismatches_name_the_parameters_and_the_nearest(golden: Golden) -> None:
     saved = {
         "fc_1.weight": torch.zeros(4, 2),
         "fc2.weight": torch.zeros(3, 4),
@@ -387,31 +388,20 @@ def test_mismatches_name_the_parameters_and_the_nearest() -> None:
         "ids": ((2,), torch.float32),
     }
     lines = mismatches(shapes, saved)
-    assert lines == [
-        "fc1.weight: not in the checkpoint (nearest: fc_1.weight)",
-        "fc_1.weight: not in the model (nearest: fc1.weight)",
-        "fc2.weight: [3, 4] in the checkpoint, [3, 8] in the model",
-        "ids: torch.int64 in the checkpoint, torch.float32 in the model",
-    ]
+    golden.says(lines)
     assert mismatches(shapes, saved, partial=True) == [lines[0], *lines[-2:]]
     assert mismatches({n: (tuple(t.shape), t.dtype) for n, t in saved.items()}, saved) == []
 
 
-def test_another_architecture_is_one_sentence() -> None:
+def test_another_architecture_is_one_sentence(golden: Golden) -> None:
     saved = {"head": torch.zeros(2), **{f"block{i}.qkv": torch.zeros(6, 2) for i in range(3)}}
     shapes = {
         "head": ((3,), torch.float32),
         **{f"block{i}.{n}": ((2, 2), torch.float32) for i in range(3) for n in "qkv"},
     }
-    advice = "use the fields and the code of the job that it was trained with"
-    assert mismatches(shapes, saved) == [
-        "the checkpoint has 3 tensors that the model lacks, such as block0.qkv; lacks 9 tensors of the model, such as "
-        "block0.q; has 1 of another shape or type, such as head: [2] in the checkpoint, [3] in the model; " + advice
-    ]
+    golden.says(mismatches(shapes, saved))
     del shapes["head"]
-    assert mismatches(shapes, saved, partial=True) == [
-        f"the checkpoint lacks 9 tensors of the model, such as block0.q; {advice}"
-    ]
+    golden.says(mismatches(shapes, saved, partial=True))
 
 
 @pytest.mark.parametrize(
@@ -440,21 +430,19 @@ def test_a_state_of_another_optimizer_is_refused_untouched(make: Callable[[Net],
         assert torch.equal(tensor, before[name]), name
 
 
-def test_what_cannot_be_saved_names_its_owner() -> None:
+def test_what_cannot_be_saved_names_its_owner(golden: Golden) -> None:
     net = Net(0)
     optimizer = optim.SGD(net.parameters(), lr=0.1)
     scheduler = lr.ExponentialLR(optimizer, 0.9)
     scheduler.shape = lambda epoch: epoch  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"ExponentialLR: its state 'shape' .* state_dict\(\)"):
+    with golden.raises(ValueError):
         snapshot(net, optimizer, scheduler)
 
     unsavable = Unsavable(net.parameters())
     train(net, unsavable, None, start=0, steps=1)
-    with pytest.raises(
-        ValueError, match=r"Unsavable: its state 'history' of scale has a value of type object; .*_dict\(\)"
-    ):
+    with golden.raises(ValueError):
         snapshot(net, unsavable)
-    with pytest.raises(ValueError, match="not a parameter of the model"):
+    with golden.raises(ValueError):
         snapshot(net, optim.SGD(Net(1).parameters()))
 
 

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from helpers.conformance.cases import having
+from helpers.files.golden import Golden
 from helpers.jobs.block_jobs import BlockDigits
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Toy
@@ -45,10 +46,10 @@ class Confident(TinyGPT):
         return super().loss(output, target) - 0.1 * output.softmax(dim=-1).square().mean()
 
 
-def test_a_loss_that_reads_all_outputs_gets_them() -> None:
+def test_a_loss_that_reads_all_outputs_gets_them(golden: Golden) -> None:
     errors, (note,) = said(Confident(layers=2, variant="llama", heads=4, kv_heads=2, hidden=40), 2)
     assert errors == []
-    assert note.endswith("head, whose outputs are gathered on each worker, because the loss reads all of them")
+    golden.says(note)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +104,16 @@ def test_pairs_by_hand_are_proven_too(pairs: tuple[str, ...], error: str) -> Non
     assert said(llama(), 2, (MLP, ATTENTION))[0] == []
 
 
-def test_tokens_are_divided_if_only_divided_layers_mix_them() -> None:
+def test_tokens_are_divided_if_only_divided_layers_mix_them(golden: Golden) -> None:
     def said(job: Job) -> tuple[list[str], tuple[str, ...]]:
         return tensor_errors(Outline(job, having()), job.dataset("train"), 2, sequence=True)
 
     errors, (_, note) = said(llama())
     assert errors == []
-    assert note == "strategy.sequence=true: each worker computes 1/2 of the tokens between the divided layers"
-    assert said(llama(dropout=0.1)) == (
-        [
-            "strategy.sequence=true: with a part of the tokens, a Block draws other random numbers, as for dropout "
-            "inside; set it to false"
-        ],
-        (),
-    )
+    golden.says(note)
+    errors, notes = said(llama(dropout=0.1))
+    assert notes == ()
+    golden.says(errors)
 
 
 def test_a_worker_has_less_of_the_model() -> None:

@@ -58,7 +58,7 @@ def test_what_does(checked: Any, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path) -> None:
+def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path, golden: Golden) -> None:
     job = ScheduledGAN()
     run = rundir.create(tmp_path, "gan")
     run.update_record(name="gan", uid="first", state="failed", driver=this_process())
@@ -66,7 +66,7 @@ def test_a_resume_compares_the_optimizers(checked: Any, tmp_path: Path) -> None:
     state = capture(model, joined(optimizers_of(job, model)), None, step=3, samples_consumed=192)
     save(run.checkpoints, state, run_uid="first")
     assert checked(ScheduledGAN, f"resume={run.path}").resume.step == 3
-    with pytest.raises(ConfigError, match=r"of another optimizer: SGD\+Adam, the job has Adam\+Adam"):
+    with golden.raises(ConfigError, RUN=run.path):
         checked(GAN, f"resume={run.path}")
 
 
@@ -113,13 +113,13 @@ def test_only_a_job_with_a_training_step_may_leave_out_loss_and_optimizer(job: t
     assert errors == ([] if missing is None else [f"job._target_={target}: the class has to define {missing}"])
 
 
-def test_a_job_without_a_loss_has_no_validation_set() -> None:
+def test_a_job_without_a_loss_has_no_validation_set(golden: Golden) -> None:
     assert has_loss(Toy())
     assert not has_loss(GAN())
     assert datasets_of(GAN(), ["val"]).evaluated == {}
-    with pytest.raises(ValueError, match=r"'val'\) returns data to evaluate; define Job\.loss, or return None from"):
+    with golden.raises(ValueError):
         datasets_of(WithStepAndOptimizers(), ["val"])
-    with pytest.raises(ValueError, match=r"'train'\) .* Job\.loss, or leave train out of train\.eval_splits"):
+    with golden.raises(ValueError):
         datasets_of(WithStepAndOptimizers(), ["train"])
     assert datasets_of(WithStepAndOptimizers(), []).evaluated == {}
     assert datasets_of(WithLoss(), ["val"]).evaluated.keys() == {"val"}
@@ -130,8 +130,8 @@ class WithoutOthers(WithLoss):
         return super().dataset(split) if split == "train" else None
 
 
-def test_only_the_validation_set_may_be_missing() -> None:
-    with pytest.raises(DatasetError, match=r"'test'\) returns None; .* leave test out of train\.eval_splits"):
+def test_only_the_validation_set_may_be_missing(golden: Golden) -> None:
+    with golden.raises(DatasetError):
         datasets_of(WithoutOthers(), ["val", "test"])
     datasets = datasets_of(WithoutOthers(), ["train", "val"])
     assert datasets.evaluated == {"train": datasets.train}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.files.golden import Golden
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.model.partial_init import build_fake
 from orchestrator.user_code.errors import JobError, error_text, exits_refused, readable
@@ -114,11 +115,11 @@ class Unreadable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_error_without_a_readable_text_has_one() -> None:
+def test_an_error_without_a_readable_text_has_one(golden: Golden) -> None:
     with pytest.raises(Unreadable) as failed:
         raise Unreadable
     error = readable(failed.value)
-    assert str(error) == "Unreadable, whose text cannot be read, because its __str__ raises RuntimeError"
+    golden.says(error)
     assert error.__traceback__ is failed.value.__traceback__
     plain = KeyError("a")
     assert readable(plain) is plain

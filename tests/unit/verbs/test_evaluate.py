@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from orchestrator import evaluate
@@ -100,9 +101,11 @@ def test_other_data_is_the_validation_set_of_the_job(
     assert f"job.path={trained_on[0]}: cannot be read" in capsys.readouterr().err
 
 
-def test_a_job_without_fields_for_data_is_refused(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_without_fields_for_data_is_refused(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     assert evaluate.main([str(run_dir.path), "--data", "mine.txt"]) == 2
-    assert "--data mine.txt: jobs.digits.Digits names no fields for its data" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
 
 
 def test_a_run_that_does_not_exist_and_a_cluster_are_refused(

@@ -36,11 +36,11 @@ def test_underscores_ranges_modules_and_overrides() -> None:
 
 
 def test_several_nodes_are_those_of_a_cluster() -> None:
-    words, _ = torchrun_overrides("--nnodes 4 --nproc-per-node 8 train.py".split())
+    words, _ = torchrun_overrides(["--nnodes", "4", "--nproc-per-node", "8", "train.py"])
     assert {"cluster=auto", "strategy.num_workers=32"} <= {*words}
-    words, _ = torchrun_overrides("--nnodes 4 --nproc-per-node 8 cluster=local train.py".split())
+    words, _ = torchrun_overrides(["--nnodes", "4", "--nproc-per-node", "8", "cluster=local", "train.py"])
     assert [word for word in words if word.startswith("cluster")] == ["cluster=local"]
-    assert "cluster=auto" not in torchrun_overrides("--nnodes 1:4 --nproc-per-node 8 train.py".split())[0]
+    assert "cluster=auto" not in torchrun_overrides(["--nnodes", "1:4", "--nproc-per-node", "8", "train.py"])[0]
 
 
 def test_another_program() -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from helpers.files.golden import Golden
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
@@ -35,8 +36,5 @@ def test_the_runs_of_a_sweep_share_their_name(tmp_path: Path) -> None:
     assert active_namesakes(run).keys() == {"of another"}
 
 
-def test_the_warning_says_what_to_do() -> None:
-    assert namesake_warning("gpt", "/my runs/1") == (
-        "another run named gpt has not ended: /my runs/1; name=... tells them apart, and "
-        "`orchestrator stop '/my runs/1'` ends the other one"
-    )
+def test_the_warning_says_what_to_do(golden: Golden) -> None:
+    golden.says(namesake_warning("gpt", "/my runs/1"))

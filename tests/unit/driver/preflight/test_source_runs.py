@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from helpers.files.golden import Golden
 from helpers.records.earlier_runs import JOB, an_earlier_run, config_of, refused, save_steps
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
@@ -100,40 +101,39 @@ def test_a_model_is_compared_with_the_checkpoint_in_another_process(tmp_path: Pa
     assert built_in != str(os.getpid())
 
 
-def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path, golden: Golden) -> None:
     run = an_earlier_run(tmp_path, steps=(5,))
     best = f"evaluate={run.path}/checkpoints/best"
-    with pytest.raises(ConfigError, match=r"evaluate=.*trained without checkpoint\.best; name another checkpoint"):
+    with golden.raises(ConfigError, RUN=run.path):
         source(tmp_path, best)
     save_steps(run, [6], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
-    with pytest.raises(ConfigError, match=r"step-00000003: no such directory; the run has the checkpoints .*-00000006"):
+    with golden.raises(ConfigError, RUN=run.path):
         source(tmp_path, best)
     with pytest.raises(ConfigError, match=r"evaluate=nothing: no run directory there"):
         source(tmp_path, "evaluate=nothing")
     empty = an_earlier_run(tmp_path, steps=())
-    with pytest.raises(ConfigError, match=r"it has no checkpoint$"):
+    with golden.raises(ConfigError, RUN=empty.path):
         source(tmp_path, f"evaluate={empty.path}")
     empty.config_file.write_text("evaluate: another\n")
-    with pytest.raises(ConfigError, match="it has no checkpoint, because it evaluated another; name that run"):
+    with golden.raises(ConfigError, RUN=empty.path):
         source(tmp_path, f"evaluate={empty.path}")
 
 
-def test_a_run_that_continues_from_another_one_is_told_what_differs_and_what_to_type(tmp_path: Path) -> None:
+def test_a_run_that_continues_from_another_one_is_told_what_differs_and_what_to_type(
+    tmp_path: Path, golden: Golden
+) -> None:
     run = an_earlier_run(tmp_path, steps=(5,))
     run.update_record(params={"job.lr": 0.5})
     warnings: list[str] = []
     assert source(tmp_path, f"start_from={run.path}", "train.steps=6", warnings=warnings) is not None
-    assert warnings == [
-        f"job.lr was 0.5 before; it is {JOB.lr} from now on",
-        "the optimizer keeps its settings from the checkpoint, including the learning rate",
-    ]
+    golden.says(warnings)
     run.update_record(params={"train.precision": "auto"}, precision="fp32")
     for precision, said in (("auto", []), ("bf16", ["train.precision was fp32 before; it is bf16 from now on"])):
         warnings = []
         source(tmp_path, f"start_from={run.path}", "train.steps=6", f"train.precision={precision}", warnings=warnings)
         assert warnings == said
-    with pytest.raises(ConfigError, match=r"train\.steps=5: start_from=.* already has 5 steps; raise it"):
+    with golden.raises(ConfigError, RUN=run.path):
         source(tmp_path, f"start_from={run.path}", "train.steps=5")
     named = f"{run.path}/checkpoints/step-00000005"
     (error,) = refused(config_of(tmp_path, f"resume={named}"))
-    assert error.endswith(f"set start_from={named}, and leave out resume")
+    golden.says(error, RUN=run.path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.servers.ports import free_port
 from orchestrator.driver.doctor_checks import GCS_PORT, RayTraces, check_traces, ray_traces
 
@@ -39,7 +40,7 @@ def test_what_a_dead_head_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert traces.taken_ports[port].endswith(f"(pid {os.getpid()})")
 
 
-def test_each_trace_that_hinders_a_start_is_a_warning_with_a_remedy() -> None:
+def test_each_trace_that_hinders_a_start_is_a_warning_with_a_remedy(golden: Golden) -> None:
     assert list(check_traces(NOTHING)) == []
     traces = replace(
         NOTHING,
@@ -49,13 +50,8 @@ def test_each_trace_that_hinders_a_start_is_a_warning_with_a_remedy() -> None:
         taken_ports={GCS_PORT: "redis-server (pid 12)"},
     )
     head, nodes, port, sessions = check_traces(traces)
-    assert head.text.startswith("/tmp/ray/ray_current_cluster names a head at 10.0.0.1:6379")
-    assert nodes.text == "nodes run here whose heads do not answer: 10.0.0.1:6379"
-    assert "used by redis-server (pid 12)" in port.text
-    assert "--port" in port.remedy
+    golden.says(f"{f.text}: {f.remedy}" for f in (head, nodes, port, sessions))
     assert [f.level for f in (head, nodes, port, sessions)] == ["warning"] * 3 + ["ok"]
-    assert sessions.text.startswith("3 sessions in /tmp/ray have ended: session_a, session_b, and 1 more")
-    assert all(f.remedy for f in (head, nodes, port, sessions))
 
 
 def test_a_ray_that_runs_may_use_its_ports() -> None:

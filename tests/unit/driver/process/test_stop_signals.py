@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.records.runs import wait_for
 from orchestrator import logs, stop
 from orchestrator.driver.process.signals import StopRequests, StopSignals
@@ -70,12 +71,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_request_stops_as_sigterm_does(run: RunDir) -> None:
+def test_a_request_stops_as_sigterm_does(run: RunDir, golden: Golden) -> None:
     signals = StopSignals()
     with StopRequests(run, signals):
         request_stop(run, by="ada on laptop")
         assert wait_for(lambda: signals.received, timeout_s=10) == signal.SIGTERM
-    assert signals.cause == "`orchestrator stop` of ada on laptop"
+    golden.says(signals.cause)
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_signal_before_the_request_remains_the_cause() -> None:
 
 @pytest.mark.slow
 def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+    run: RunDir, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     program = "import json, time; from orchestrator.records.lock import this_process; "
     program += "print(json.dumps(this_process()), flush=True); time.sleep(100)"
@@ -115,18 +116,20 @@ def test_a_driver_that_dies_before_it_has_stopped_is_no_stopped_run(
             run.remote.write(run.record_file.name, run.record_file.read_bytes())
         threading.Timer(1.0, driver.kill).start()
         assert stop.main([run.location, "--wait", "50"]) == 1
-        assert f"{run.location}: its driver has died; " in capsys.readouterr().out
+        golden.says(capsys.readouterr().out, RUN=run.location)
     assert logs.main([run.location, "--follow"]) == 0
-    assert f"logs: {run.location}: its driver has died; " in capsys.readouterr().err
+    golden.says(capsys.readouterr().err, RUN=run.location)
     assert stop.main([run.location]) == 2
-    assert "is not running: its state is died" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err, RUN=run.location)
 
 
-def test_what_does_not_run_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_run_cannot_be_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     run = RunDir(tmp_path)
     assert stop.main([str(run.path)]) == 2
-    assert "no such run in outputs" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     run.update_record(state="finished")
     assert stop.main([str(run.path)]) == 2
-    assert capsys.readouterr().err == f"stop: {run.path} is not running: its state is finished\n"
+    golden.says(capsys.readouterr().err, RUN=run.path)
     assert not run.stop_file.exists()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
 from helpers.records.recorder import Recorder
 from orchestrator.config.redact import Redactor
@@ -66,28 +67,24 @@ def test_a_wait_is_reported_every_few_seconds(parts: Parts) -> None:
     ]
 
 
-def test_a_wait_ends_after_its_timeout_and_says_why(parts: Parts) -> None:
+def test_a_wait_ends_after_its_timeout_and_says_why(parts: Parts, golden: Golden) -> None:
     parts.now = 61.0
-    with pytest.raises(NoWorkersError) as error:
+    with golden.raises(NoWorkersError):
         parts.wait.check()
-    assert f"no room for 3 workers within 61 s: {WHY}; free some" in str(error.value)
-    assert "cluster.pending_timeout_s" in str(error.value)
 
 
-def test_a_cluster_that_is_too_small_for_too_long_ends_a_wait(parts: Parts) -> None:
+def test_a_cluster_that_is_too_small_for_too_long_ends_a_wait(parts: Parts, golden: Golden) -> None:
     limit = UnfitLimit(10.0)
     for parts.now, is_unfit in ((0.0, True), (9.0, True), (9.5, False), (10.0, True), (20.0, True)):
         limit.check(is_unfit, str)
     parts.now = 20.5
     UnfitLimit(None).check(True, str)
-    with pytest.raises(
-        UnfitError, match=r"the cluster has been too small for 10 s \(cluster\.unfit_timeout_s\): need 8"
-    ):
+    with golden.raises(UnfitError):
         limit.check(True, lambda: "need 8")
 
 
 def test_a_wait_for_resources_ends_when_the_cluster_shrinks_and_adds_no_nodes(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     fixed, growing = parts.new_wait(), parts.new_wait("cluster.autoscaling=true")
     monkeypatch.setattr(waiting, "cluster_state", lambda **_: ClusterState(nodes=[]))
@@ -96,7 +93,7 @@ def test_a_wait_for_resources_ends_when_the_cluster_shrinks_and_adds_no_nodes(
         growing.check()
     parts.now = 15.0
     growing.check()
-    with pytest.raises(UnfitError, match="the cluster has room for 0 in all"):
+    with golden.raises(UnfitError):
         fixed.check()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator import launch
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.submit import restarts
@@ -121,11 +122,11 @@ def test_a_stop_before_the_driver_is_started_again_ends_the_launch(
     ]
 
 
-def test_a_driver_that_says_nothing_has_not_succeeded(driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_driver_that_says_nothing_has_not_succeeded(
+    driver: Path, capfd: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     assert launch_with_restarts(["silent"], 1, Redactor()) == 1
-    assert capfd.readouterr().err == (
-        "the driver ended with exit code 0, without a verdict: code of the job has ended its process\n"
-    )
+    golden.says(capfd.readouterr().err)
     assert (driver / "starts").read_text() == "afresh"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.redact import Redactor
@@ -194,8 +195,8 @@ def test_runs_are_left_out_only_if_the_sweep_says_so(tmp_path: Path, capsys: pyt
     assert f"- {line}\n" in sweep.directory.report.read_text()
 
 
-def test_equal_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two runs of the sweep are equal"):
+def test_equal_runs_are_refused(tmp_path: Path, golden: Golden) -> None:
+    with golden.raises(ConfigError):
         opened(tmp_path, strategies=("ddp", "ddp"))
 
 

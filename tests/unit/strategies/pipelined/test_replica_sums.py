@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.files.golden import Golden
 from helpers.models.blocks import Block
 from helpers.ranks.launches import recorded
 from orchestrator.compat.pipelining import computations, nodes_of
@@ -73,12 +74,14 @@ def test_a_parameter_of_two_stages_is_summed_once_after_both(group: dist.Process
     assert begun(sums, [3, 0]) == [0, 1, 1]
 
 
-def test_a_gradient_that_is_missing_is_named_before_the_replicas_wait_for_it(group: dist.ProcessGroup) -> None:
+def test_a_gradient_that_is_missing_is_named_before_the_replicas_wait_for_it(
+    group: dist.ProcessGroup, golden: Golden
+) -> None:
     used, unused, allowed = parameters(3)
     used.grad = torch.ones(2)
     sums = ReplicaSums(group, {0: [used, unused, allowed]}, {used: "layer.used", unused: "layer.unused"})
     sums.begin_step(passes=1)
-    with recorded() as launches, pytest.raises(ValueError, match=r"take no part in the loss: layer\.unused;"):
+    with recorded() as launches, golden.raises(ValueError):
         sums.passed(0)
     assert launches == []
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
+from helpers.files.golden import Golden
 from helpers.ranks.batches import Numbers, eval_batches, evaluate, train
 from helpers.records.runs import PYTHONPATH, wait_for
 from orchestrator.user_code.errors import JobError
@@ -100,8 +101,8 @@ def test_an_item_that_raises_is_named(kind: type[Broken], error: Exception, num_
         assert type(cause) is type(error)
 
 
-def test_the_split_is_named() -> None:
-    with pytest.raises(DataError, match=r"^val data, sample 5: OSError: gone$"):
+def test_the_split_is_named(golden: Golden) -> None:
+    with golden.raises(DataError):
         list(evaluate(Broken(9, 5, OSError("gone"))))
 
 

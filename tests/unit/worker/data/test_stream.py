@@ -11,6 +11,7 @@ import ray.data
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from helpers.files.golden import Golden
 from helpers.jobs.toys import Rows
 from helpers.ranks import batches
 from helpers.ranks.batches import LAYOUTS
@@ -202,11 +203,11 @@ class Failing(Plain):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_raises_is_named(num_workers: int) -> None:
+def test_a_stream_that_raises_is_named(num_workers: int, golden: Golden) -> None:
     batches = train(Failing(range(37)), num_workers=num_workers, global_batch_size=8)
     next(batches)
     next(batches)
-    with pytest.raises(DataError, match=r"^train data, sample 23 of the stream: OSError: shard 3 is torn$"):
+    with golden.raises(DataError):
         next(batches)
 
 
@@ -218,11 +219,11 @@ def test_a_stream_that_has_failed_does_not_look_as_if_it_had_ended() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_that_raises_is_named(num_workers: int) -> None:
+def test_a_collate_that_raises_is_named(num_workers: int, golden: Golden) -> None:
     def collate(items: list[int]) -> Any:
         raise ValueError("ragged")
 
-    with pytest.raises(DataError, match=r"^train data, collating samples 4 to 7 of the stream: ValueError: ragged$"):
+    with golden.raises(DataError):
         next(train(Plain(range(37)), collate=collate, num_workers=num_workers, global_batch_size=8,
                    data_parallel_size=2, dp_rank=1))  # fmt: skip
 
@@ -236,8 +237,8 @@ class Once(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("dataset", [Plain([]), Once()], ids=["empty", "once"])
-def test_a_stream_without_samples_is_an_error(dataset: Any) -> None:
-    with pytest.raises(DataError, match=r"ends without a sample after (0|20) samples; its __iter__ has to begin again"):
+def test_a_stream_without_samples_is_an_error(dataset: Any, golden: Golden) -> None:
+    with golden.raises(DataError):
         list(train(dataset))
 
 
@@ -270,10 +271,10 @@ def test_evaluation_counts_each_sample_of_a_stream_once(num_workers: int) -> Non
         assert len(numbers_of_batches) == 1
 
 
-def test_errors_of_an_evaluation_on_a_stream() -> None:
-    with pytest.raises(DataError, match=r"^val data, in the stream: OSError: shard 3 is torn$"):
+def test_errors_of_an_evaluation_on_a_stream(golden: Golden) -> None:
+    with golden.raises(DataError):
         list(evaluate(Failing(range(37))))
-    with pytest.raises(DataError, match=r"no samples; for no evaluation, return None from job\.dataset\('val'\)"):
+    with golden.raises(DataError):
         list(evaluate(Plain([])))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.policy.failure import death, describe_crash
 from orchestrator.records.rank_log import LogReader, crash_report, log_header, log_tail, newest_part
@@ -195,21 +196,16 @@ def test_text_that_utf_8_does_not_have_is_escaped_in_the_log(tmp_path: Path) -> 
     assert (lines[1], lines[-1]) == (r"of a file: \udcff", r"ValueError: \ud800")
 
 
-def test_the_message_names_what_is_known() -> None:
+def test_the_message_names_what_is_known(golden: Golden) -> None:
     def message(**known: object) -> str:
         return death("unknown", pid=7, hostname="here", time=0.0, **known).message  # type: ignore[arg-type]
 
-    assert message() == (
-        "its process 7 on here died without a report: killed by SIGKILL from outside or by the kernel's "
-        "out-of-memory killer, or ended by os._exit"
-    )
+    golden.says(message())
     lost = death("node lost", pid=7, hostname="there", time=0.0).message
-    assert lost == "its process 7 on there was lost: the node is gone, no Ray answers there"
-    assert "the kernel's out-of-memory killer ended a process on this node during this time" in message(
-        kernel_oom_kill=True
-    )
+    golden.says(lost)
+    golden.says(message(kernel_oom_kill=True))
     fatal = "Fatal Python error: deallocating None\nFatal Python error: Aborted"
-    assert message(crash_report=fatal) == "its process 7 on here crashed: deallocating None, SIGABRT (Aborted)"
+    golden.says(message(crash_report=fatal))
     assert death("unknown", pid=7, hostname="here", time=0.0, crash_report=fatal).log_tail == fatal
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.conformance.cases import TRAIN
+from helpers.files.golden import Golden
 from orchestrator.strategies.measure.device import TensorSize, sizes_of
 from orchestrator.worker.failures import explain_out_of_memory, is_out_of_memory
 
@@ -36,17 +37,9 @@ def message(error: str = OUT_OF_MEMORY, **changes: Any) -> str:
     return explain_out_of_memory(error, **(arguments | changes))
 
 
-def test_the_message_says_what_takes_the_memory_and_what_to_change() -> None:
-    assert message() == (
-        "CUDA out of memory: tried to allocate 20.00 GiB, with 60.00 GiB allocated and 69.50 GiB reserved of "
-        "79.11 GiB; training state: parameters 3.00 GiB, gradients 3.00 GiB, optimizer state 6.00 GiB; about "
-        "48.00 GiB of activations; about 1.00 GiB of communicators and others outside of torch's allocator; "
-        "largest tensors: head.weight (optimizer state, 6.00 GiB), head.weight (parameter, 3.00 GiB), "
-        "head.weight (gradient, 3.00 GiB), layer0.bias (parameter, 1.00 KiB), layer1.bias (parameter, 1.00 KiB). "
-        "To need less memory: raise train.grad_accumulation=1, or lower train.global_batch_size=64, or set "
-        "train.activation_checkpointing=blocks, or set train.precision=bf16, or divide the model with "
-        "strategy=fsdp or strategy=pipeline"
-    )
+def test_the_message_says_what_takes_the_memory_and_what_to_change(golden: Golden) -> None:
+    assert "about 48.00 GiB of activations; about 1.00 GiB of communicators" in message()
+    golden.says(message())
 
 
 @pytest.mark.parametrize(
