@@ -288,6 +288,27 @@ def test_nccl_is_the_backend_from_which_runs_recover_and_another_one_is_refused(
     assert "is 'fake', from which a run cannot recover, unlike nccl and nccl2: unset TORCH_DIST" in done.stderr
 
 
+IMPORTED_LATER = """
+import importlib, pkgutil, sys
+import torch.distributed as dist
+import orchestrator.strategies, orchestrator.worker.actor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+before = sys.getrefcount(dist.group.WORLD)
+for module in pkgutil.walk_packages(orchestrator.strategies.__path__, "orchestrator.strategies."):
+    importlib.import_module(module.name)
+for name in ("fsdp", "tensor", "nn", "checkpoint", "pipelining"):
+    importlib.import_module(f"torch.distributed.{name}")
+assert sys.getrefcount(dist.group.WORLD) == before
+"""
+
+
+@pytest.mark.slow
+def test_no_module_that_is_imported_later_keeps_the_default_group() -> None:
+    """Its connections would stay open after a failure, and ranks that wait in them would be taken for lost."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED_LATER], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.usefixtures("process_group")
 def test_ddp() -> None:
     replica = DistributedDataParallel(nn.BatchNorm1d(3))
