@@ -52,7 +52,7 @@ COPIES = "recovery.peer_copy_every=4"
 SHARDED_UPDATE = "strategy.shard_optimizer=true"
 STAGES = "strategy.pipeline_parallel_size=2"
 SHARDS = "strategy.shard_size=2"
-SLOWLY = "job.lr=0.05"
+SLOWLY = "job.lr=0.02"
 LAYOUTS = {
     "single": of("single", ranks=1),
     "ddp": of("ddp"),
