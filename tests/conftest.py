@@ -33,6 +33,8 @@ import pytest
 
 from helpers.files.golden import Golden, remove_old_texts
 
+pytest.register_assert_rewrite("helpers.faults.check")
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
 
 gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through

@@ -14,8 +14,9 @@ import ray
 from harness.arms import HERE, kill_tree
 
 from campaigns.trial import TRIAL_TIMEOUT_S, Ended, Setting, ended
+from helpers.records.runs import last_step as last_step_below
+from helpers.records.runs import run_dirs as run_dirs_below
 from helpers.records.runs import wait_for
-from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
 
 IMPORTS = f"{HERE}:{HERE.parent}"
@@ -123,9 +124,9 @@ def run_dir(setting: Setting) -> RunDir:
 
 def run_dirs(setting: Setting) -> list[RunDir]:
     """Return the runs of a setting."""
-    return [RunDir(record.parent) for record in setting.output_dir.glob("*/*/run.json")]
+    return [RunDir(path) for path in run_dirs_below(setting.folder)]
 
 
 def last_step(setting: Setting) -> int:
     """Return the last step that a setting has logged; 0 before the first."""
-    return max((step for run in run_dirs(setting) for step, _, _ in read_metrics(run)), default=0)
+    return last_step_below(setting.folder)

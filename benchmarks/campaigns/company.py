@@ -30,11 +30,11 @@ from campaigns.trial import (
     STOPPED,
     TRIAL_TIMEOUT_S,
     Ended,
-    Layout,
     Setting,
     ended,
     train,
 )
+from helpers.faults.layouts import Layout
 from helpers.machines.disks import require_mounts
 from helpers.machines.nodes import node_with_its_own
 from helpers.records.runs import wait_for

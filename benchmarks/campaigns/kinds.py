@@ -23,12 +23,12 @@ from campaigns.trial import (
     TRIAL_TIMEOUT_S,
     Ended,
     Kind,
-    Layout,
     Setting,
-    differences,
     train,
     wrong_upload,
 )
+from helpers.faults.layouts import Layout
+from helpers.faults.outcome import differences
 from helpers.machines.disks import freezable_disk, mounted
 from helpers.records.runs import events, wait_for
 from orchestrator.policy.recovery import GENERATIONS_WITHOUT_PROGRESS
@@ -86,7 +86,7 @@ def loader_processes(setting: Setting, drawn: list[str]) -> Ended:
     drawn += [f"data.num_workers={number}", *draw_faults(setting.rng, setting.layout)]
     words = (*FAULTY, drawn[0], f"recovery.chaos=[{','.join(drawn[1:])}]")
     run = train(setting, *words)
-    if setting.layout.tolerance is None or any("[" in word for word in setting.layout.overrides):
+    if setting.layout.tolerance is None or any("[" in word for word in setting.layout.words):
         return run
     noisy = ("job._target_=stalling_job.Stalling", "job.noise=0.1")
     here, there = (train(setting.part(name), *noisy, *more) for name, more in (("here", ()), ("there", words)))
@@ -169,15 +169,7 @@ def full_disk(setting: Setting, drawn: list[str]) -> Ended:
     """
     step = setting.rng.randrange(2 * STEPS // 3, STEPS + 1)
     drawn += [f"full after step {step}"]
-    setting.output_dir.mkdir()
-
-    def fill(over: threading.Event) -> None:
-        wait_for(lambda: over.is_set() or last_step(setting) >= step, f"step {step}")
-        with (setting.output_dir / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while not over.is_set():
-                file.write(bytes(4096))
-
-    with mounted(setting.output_dir, "-t", "tmpfs", "-o", FULL_DISK, "tmpfs"), beside(fill):
+    with filling_disk(setting, step, None):
         run = train(setting, *HEALTHY, "job.loss_s=0.05")
     contradiction = run.exit_code != 0 and run.outcome.weights is not None
     return replace(run, problems=(f"exit {run.exit_code}, but the last checkpoint is there",) * contradiction)
@@ -187,6 +179,13 @@ def full_for_one_write(setting: Setting, drawn: list[str]) -> Ended:
     """The file system of the run directory is full for a moment, in which a better checkpoint may be due."""
     step, pause_s = setting.rng.randrange(CHECKPOINT_EVERY - 1, STEPS - 2), setting.rng.uniform(0.3, 1.5)
     drawn += [f"full after step {step} for {pause_s:.1f} s"]
+    with filling_disk(setting, step, pause_s):
+        return with_best(setting, train(setting, *HEALTHY, *KEEPS_BEST, "job.loss_s=0.05"))
+
+
+@contextlib.contextmanager
+def filling_disk(setting: Setting, step: int, pause_s: float | None) -> Iterator[None]:
+    """Fill the file system of the run directory after ``step``, for ``pause_s``; None if until the end of the block."""
     setting.output_dir.mkdir()
 
     def fill(over: threading.Event) -> None:
@@ -199,7 +198,7 @@ def full_for_one_write(setting: Setting, drawn: list[str]) -> Ended:
         filler.unlink()
 
     with mounted(setting.output_dir, "-t", "tmpfs", "-o", FULL_DISK, "tmpfs"), beside(fill):
-        return with_best(setting, train(setting, *HEALTHY, *KEEPS_BEST, "job.loss_s=0.05"))
+        yield
 
 
 def death_in_save_of_best(setting: Setting, drawn: list[str]) -> Ended:

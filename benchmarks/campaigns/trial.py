@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import random
 import signal
@@ -13,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
-import torch
 
 import orchestrator
-from helpers.records.runs import losses
+from helpers.faults.layouts import LAYOUTS as FAULT_LAYOUTS
+from helpers.faults.layouts import Layout, Tolerance
+from helpers.faults.outcome import Outcome, differences, leftovers, outcome_of
 from orchestrator.records.run_dir import RunDir
-from orchestrator.state.checkpoint import load, path_of
 from orchestrator.tracking.uri import sqlite_path
 
 STEPS = 30
@@ -45,57 +43,11 @@ STOPPED = 128 + signal.SIGTERM
 """The exit code of a run that was stopped from elsewhere."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A strategy with its settings.
-
-    ``tolerance`` is the relative one for losses and weights; None if they vary between undisturbed runs.
-    """
-
-    overrides: tuple[str, ...]
-    ranks: int
-    spares: int = 0
-    tolerance: float | None = 1e-5
-
-
 OWN_OPTIMIZER = ("job._target_=stalling_job.Stalling", "job.fading=true")
-LAYOUTS = {
-    "single": Layout(overrides=("strategy=single",), ranks=1),
-    "ddp": Layout(overrides=("strategy=ddp",), ranks=2),
-    "ddp with a spare": Layout(overrides=("strategy=ddp", "recovery.spares=1"), ranks=2, spares=1),
-    "ddp, 1 to 3 workers": Layout(overrides=("strategy=ddp", "strategy.num_workers=[1,3]"), ranks=3, tolerance=1e-4),
-    "pipeline": Layout(overrides=("strategy=pipeline",), ranks=2),
-    "ddp, own optimizer": Layout(overrides=("strategy=ddp", *OWN_OPTIMIZER), ranks=2),
-    "pipeline with copies, own optimizer": Layout(
-        overrides=("strategy=pipeline", "recovery.peer_copy_every=4", *OWN_OPTIMIZER), ranks=2
-    ),
-    "pipeline with copies": Layout(overrides=("strategy=pipeline", "recovery.peer_copy_every=4"), ranks=2),
-    "ddp_pipeline": Layout(
-        overrides=("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"), ranks=4
-    ),
-    "ddp, divided optimizer": Layout(
-        overrides=("strategy=ddp", "strategy.shard_optimizer=true", "recovery.peer_copy_every=4"), ranks=2
-    ),
-    "fsdp": Layout(overrides=("strategy=fsdp",), ranks=2),
-    "fsdp with copies": Layout(overrides=("strategy=fsdp", "recovery.peer_copy_every=4"), ranks=2),
-    "hsdp": Layout(overrides=("strategy=hsdp", "strategy.num_workers=4", "strategy.shard_size=2"), ranks=4),
-    "fsdp_pipeline with copies": Layout(
-        overrides=("strategy=fsdp_pipeline", "strategy.num_workers=4", "recovery.peer_copy_every=4"), ranks=4
-    ),
-    "hogwild": Layout(overrides=("strategy=hogwild",), ranks=2, tolerance=None),
-    "parameter_server": Layout(overrides=("strategy=parameter_server", "strategy.consistency=sync"), ranks=3),
-    "parameter_server, stale": Layout(
-        overrides=("strategy=parameter_server", "strategy.consistency=stale"), ranks=3, tolerance=None
-    ),
+LAYOUTS = FAULT_LAYOUTS | {
+    f"{name}, own optimizer": replace(FAULT_LAYOUTS[name], words=(*FAULT_LAYOUTS[name].words, *OWN_OPTIMIZER))
+    for name in ("ddp", "pipeline with copies")
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run has computed: its training loss by step, and its final weights by name, None if they are not saved."""
-
-    losses: dict[int, float]
-    weights: dict[str, torch.Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +92,7 @@ class Setting:
                 f"tracking.experiment={self.experiment}",
                 "tracking.log_model=false",
             )
-        return (*self.layout.overrides, *OVERRIDES, *tracking, f"output_dir={self.location}")
+        return (*self.layout.words, *OVERRIDES, *tracking, f"output_dir={self.location}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +187,7 @@ def train(setting: Setting, *overrides: str) -> Ended:
 
 def ended(run_dir: RunDir, *, exit_code: int, reason: str) -> Ended:
     """Read what a finished run has left behind."""
-    last = path_of(run_dir.checkpoints, STEPS)
-    outcome = Outcome(
-        losses=losses(run_dir.path) if run_dir.metrics_file.exists() else {},
-        weights=dict(load(last).model) if last.is_dir() else None,
-    )
+    outcome = outcome_of(run_dir.path, STEPS)
     return Ended(exit_code=exit_code, reason=reason, record=run_dir.read_record(), outcome=outcome)
 
 
@@ -266,7 +214,7 @@ def run_trial(trial_id: TrialId, kind: Kind, setting: Setting, expected: Outcome
     for each in runs:
         problems += broken_promises(kind, each, expected, setting.layout.tolerance)
     problems = problems or wrong_upload(setting, runs)
-    problems += leaks()
+    problems += leftovers(timeout_s=10)
     problems += [f"it took {seconds:.0f} s"] * (seconds > TRIAL_TIMEOUT_S)
     summary = run.record.get("summary", {})
     return Trial(
@@ -280,7 +228,7 @@ def run_trial(trial_id: TrialId, kind: Kind, setting: Setting, expected: Outcome
     )
 
 
-def broken_promises(kind: Kind, run: Ended, expected: Outcome, tolerance: float | None) -> list[str]:
+def broken_promises(kind: Kind, run: Ended, expected: Outcome, tolerance: Tolerance | None) -> list[str]:
     """Describe where a run differs from what its kind of trouble allows."""
     if run.exit_code not in kind.exit_codes:
         return [f"exit {run.exit_code}: {run.reason}"]
@@ -331,41 +279,3 @@ def uploaded(setting: Setting) -> list[tuple[str, list[tuple[int, float]]]]:
         for run in found
         if SWEEP_TAG not in run.data.tags
     )
-
-
-def differences(found: Outcome, expected: Outcome, tolerance: float | None) -> list[str]:
-    """Describe the first three weights and losses that differ; none if ``tolerance`` is None."""
-    if tolerance is None:
-        return []
-    close = functools.partial(torch.allclose, rtol=tolerance, atol=tolerance / 100)
-    weights = expected.weights or {}
-    differing = [
-        f"{name} differs" for name, tensor in (found.weights or {}).items() if not close(tensor, weights[name])
-    ]
-    differing += [
-        f"loss of step {step}: {loss}, not {expected.losses[step]}"
-        for step, loss in found.losses.items()
-        if abs(loss - expected.losses[step]) > tolerance * abs(expected.losses[step])
-    ]
-    return differing[:3]
-
-
-def leaks() -> list[str]:
-    """Describe the placement groups and worker processes that a finished run left behind."""
-    from ray.util.placement_group import placement_group_table
-
-    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-    workers = [p for p in psutil.Process().children(recursive=True) if is_worker(p)]
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    return [f"{len(groups)} placement groups left"] * bool(groups) + [f"{len(alive)} processes left"] * bool(alive)
-
-
-def is_worker(process: psutil.Process) -> bool:
-    """Return whether a process runs one of our worker actors."""
-    with contextlib.suppress(psutil.Error):
-        return any(
-            t in word
-            for word in process.cmdline()
-            for t in ("ray::Worker", "ray::ScriptWorker", "/worker-", "ray::rank-")
-        )
-    return False

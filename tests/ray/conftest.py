@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
+
+from helpers.faults.outcome import leftovers
 
 HERE = Path(__file__).parent
 ENVIRONMENT = dict(os.environ)
@@ -58,18 +59,4 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def nothing_left() -> Iterator[None]:
     """No actor and no placement group outlives its run."""
     yield
-    from ray.util.placement_group import placement_group_table
-
-    held = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-    assert not held, held
-    workers = [p for p in psutil.Process().children(recursive=True) if _is_busy_worker(p)]
-    _, alive = psutil.wait_procs(workers, timeout=60)
-    assert not alive, alive
-
-
-def _is_busy_worker(process: psutil.Process) -> bool:
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    return any(title in command for title in ("/worker-", "ray::Worker", "ray::ScriptWorker", "ray::rank-"))
+    assert leftovers(timeout_s=60) == []

@@ -1,5 +1,6 @@
 """A rank that fails ends the run with its own reason, and leaves nothing behind."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,6 @@ def test_first_rank_and_its_traceback_are_named_and_all_listen_on_loopback(run: 
     for number in (0, 1):
         lines = (result.run_dir / "logs" / f"rank-{number}.log").read_text().splitlines()
         assert {line for line in lines if line.startswith("listens on")} == {"listens on ['127.0.0.1']"}
-
-
-@pytest.mark.campaign
-def test_death_of_a_process_is_named(run: Callable[..., Any]) -> None:
-    result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=kill")
-    assert (result.status, result.exit_code) == ("FAILED", 1)
-    assert result.reason.startswith("rank 1 failed at step")
-    assert "died without a report: killed by SIGKILL from outside" in result.reason
 
 
 def test_crash_names_the_signal_and_shows_both_stacks(run: Callable[..., Any]) -> None:
@@ -78,13 +71,29 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
     assert reason in events(result.run_dir, "worker_lost")[1]["reason"]
 
 
+KILLED = "rank 1 failed at step .* died without a report: killed by SIGKILL from outside"
+NO_DATA = r".*failed at step 0: job\.dataset\('train'\): the dataset is empty; give it at least one sample$"
+STALE = ("strategy=parameter_server", "strategy.num_shards=1", "strategy.consistency=stale", "strategy.max_staleness=3")
+DIVERGING = (*STALE, "job.lr=1e6", "job.hidden=64", "train.steps=50")
+
+
 @pytest.mark.campaign
-def test_a_dataset_that_cannot_be_used_is_explained_without_a_traceback(run: Callable[..., Any]) -> None:
-    result = run("strategy=ddp", "job._target_=helpers.jobs.faulty_jobs.NoData")
-    assert result.exit_code == 1
-    assert result.reason.endswith(
-        "failed at step 0: job.dataset('train'): the dataset is empty; give it at least one sample"
-    )
+@pytest.mark.parametrize(
+    ("words", "reason", "num_lost"),
+    [
+        ((*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=kill"), KILLED, 0),
+        (("job._target_=helpers.jobs.faulty_jobs.NoData",), NO_DATA, 0),
+        (DIVERGING, ".*lower strategy.max_staleness=3", 0),
+        (("recovery.chaos=[kill@13:1,kill@13:1,kill@13:1]",), ".*3 failures in a row without progress", 2),
+        (("recovery.chaos=[raise@13:1,raise@13:1]",), ".*the same error occurred twice at the same step", 1),
+    ],
+    ids=["a death", "no data", "a divergence", "a crash loop", "an error twice"],
+)
+def test_the_cause_is_said_once(run: Callable[..., Any], words: tuple[str, ...], reason: str, num_lost: int) -> None:
+    result = run("strategy.num_workers=2", *words)
+    assert (result.status, result.exit_code) == ("FAILED", 1)
+    assert re.match(reason, result.reason, re.DOTALL), result.reason
     (failure,) = events(result.run_dir, "worker_failed")
-    assert failure["traceback"] == ""
-    assert "Traceback" not in failure["log_tail"]
+    assert failure["rank"] in (0, 1)
+    assert "Traceback" not in failure["traceback"] + failure["log_tail"] or "dataset" not in reason
+    assert len(events(result.run_dir, "worker_lost")) == num_lost

@@ -40,9 +40,9 @@ def series(run_dir: Path, name: str) -> dict[int, float]:
     return dict(points)
 
 
-def events(run_dir: Path, kind: str) -> Sequence[dict[str, Any]]:
-    """The events of one kind, from ``events.jsonl``."""
-    return [line for line in _lines(run_dir / "events.jsonl") if line["event"] == kind]
+def events(run_dir: Path, *kinds: str) -> Sequence[dict[str, Any]]:
+    """The events of some kinds in their order, from ``events.jsonl``."""
+    return [line for line in _lines(run_dir / "events.jsonl") if line["event"] in kinds]
 
 
 def events_below(folder: Path, kind: str) -> Sequence[dict[str, Any]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.faults.table import ROWS
+
 ROOT = Path(__file__).resolve().parents[3]
 CITATION = re.compile(r"`(tests/[^`:]+)(?:::(\w+)(?:\[(.+?)\])?)?`(?: \(([^)]*)\))?")
 
@@ -40,6 +42,8 @@ def cases_of(test: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
     for decorator in test.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
             values = decorator.args[1]
+            if ast.unparse(values).endswith(" for row in ROWS]"):
+                yield from ((str(row), row.tier == "") for row in ROWS)
             for value in values.elts if isinstance(values, ast.List) else []:
                 if isinstance(value, ast.Starred) and isinstance(value.value, ast.Call):
                     yield from ((name_of(argument), True) for argument in value.value.args)

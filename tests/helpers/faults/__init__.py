@@ -1,0 +1,1 @@
+"""What runs promise under faults: the layouts, the table of faults, and the check of a run against its row."""
