@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401 # its defaults keep the default group of when it is imported
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_bindings
 from torch.distributed import _functional_collectives as functional_collectives
