@@ -282,11 +282,14 @@ def test_a_run_is_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     sent = submit(
         head, "--no-wait", "strategy=single", "name=far", "train.steps=1000000", "tracking=none",
         "job._target_=tests.helpers.jobs.faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
+        "job.pause_ms=100", "train.log_every=1",
         f"output_dir={tmp_path}/outputs",
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
-    run_dir = wait_for_step(tmp_path, 10)
+    run_dir = wait_for_step(tmp_path, 2)
     if listed:
+        refused = verb("stop", "last", address=head.gcs)
+        assert (refused.returncode, refused.stdout) == (2, "")
         found = verb("runs", "--state", "running", "--json")
         assert found.returncode == 0, found.stderr
         assert [(run["location"], run["state"]) for run in json.loads(found.stdout)] == [(str(run_dir), "running")]
@@ -296,8 +299,6 @@ def test_a_run_is_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
     env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
     followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)
     try:
-        refused = verb("stop", "last", address=head.gcs)
-        assert (refused.returncode, refused.stdout) == (2, "")
         stopped = verb("stop", run_dir.name)
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout.startswith(f"{run_dir}: stopped by `orchestrator stop` of ")

@@ -78,6 +78,7 @@ def test_all_survivors_of_a_large_gang_are_kept_and_one_pause_is_enough_for_thos
         assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 70, 150})
 
 
+@pytest.mark.campaign
 def test_ranks_train_on_if_one_cannot_be_held_and_those_that_fail_to_answer_are_replaced(
     simulation: Any, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_ranks_train_on_if_one_cannot_be_held_and_those_that_fail_to_answer_are_
         assert "a call to it failed: OSError: no port is free" in messages(watcher, WorkerLost, "reason")[-1]
 
 
+@pytest.mark.campaign
 def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
     simulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_heartbeat_may_fail_now_and_then(simulation: Any, tmp_path: Path) -> N
         assert failed.keys() == {1}
 
 
+@pytest.mark.campaign
 def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
     run, watcher = simulation.prepared_run(2, tmp_path)
     with run._workers.gang as gang:

@@ -68,6 +68,7 @@ def test_a_search_trains_with_the_values_that_it_chooses(
     assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
 
 
+@pytest.mark.campaign
 def test_a_search_ends_a_poor_run_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,7 @@ def test_stop_and_resume_is_the_same_run(
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("uninterrupted")
 def test_a_driver_keeps_its_lease_until_the_end_is_recorded(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

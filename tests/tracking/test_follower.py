@@ -10,6 +10,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import (
@@ -129,6 +130,7 @@ def one_busy_cpu():
             process.wait()
 
 
+@pytest.mark.campaign
 def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_training(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     with one_cpu():
@@ -239,6 +241,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.campaign
 def test_kill_minus_nine_of_the_driver_ends_as_killed_although_others_use_all_cpus(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     with one_cpu():

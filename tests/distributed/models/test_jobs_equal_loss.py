@@ -23,7 +23,7 @@ from orchestrator import batches_by_length
 
 @pytest.mark.parametrize(
     "options",
-    [DDP, pipeline("1F1B", 2, ("layer3",)), *in_campaign(pipeline("GPipe", 2))],
+    [DDP, *in_campaign(pipeline("1F1B", 2, ("layer3",)), pipeline("GPipe", 2))],
     ids=["ddp", "pipeline-layer3", "pipeline"],
 )
 def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang, options):
@@ -90,7 +90,7 @@ class NamesByLength(Names):
 
 @pytest.mark.parametrize(
     ("job", "grad_accumulation", "world_sizes"),
-    [(Names(width=8), 1, (2, 4)), (NamesByLength(width=8), 2, (3,))],
+    [(NamesByLength(width=8), 2, (3,)), *in_campaign((Names(width=8), 1, (2, 4)))],
 )
 def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     train = having(global_batch_size=25, grad_accumulation=grad_accumulation)
@@ -136,11 +136,11 @@ def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, t
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp-2x2"])
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", *in_campaign("hsdp-2x2")])
 @pytest.mark.parametrize(
     ("adapters", "sgd"),
-    [(False, True), (False, False), (True, True), (True, False)],
-    ids=["whole-sgd", "whole-adamw", "lora-sgd", "lora-adamw"],
+    [(True, False), (False, False), *in_campaign((True, True), (False, True))],
+    ids=["lora-adamw", "whole-adamw", "lora-sgd", "whole-sgd"],
 )
 def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters, sgd, layout):
     """The reference is a copy that is divided as the model is, or the model without its adapters."""
@@ -152,6 +152,7 @@ def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters,
     assert rewards[-1]["rewards/margins"] > rewards[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.campaign
 @passes_constants
 def test_preferences_are_learned_alike_in_stages(gang, tmp_path):
     test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters=False, sgd=False, layout="1F1B-2")

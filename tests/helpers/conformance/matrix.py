@@ -43,6 +43,7 @@ class Scenario:
         atol: the tolerance of the weights; AdamW makes whole updates from gradients that are nothing but rounding.
         constants: whether a stage receives a tensor without a gradient, which not every torch allows.
         layouts: the layouts that the rule is about; empty for all.
+        in_ci: the layout that CI runs, if those whose turn it is take long.
         want_grad_norm: whether the norm is formed although nothing is clipped.
         happened: whether the two replicas of ``ddp-2`` saw what the rule is about.
     """
@@ -53,6 +54,7 @@ class Scenario:
     atol: float = 0.0
     constants: bool = False
     layouts: tuple[str, ...] = ()
+    in_ci: str | None = None
     want_grad_norm: bool = True
     happened: Callable[[list[Steps], Seen], bool] = nothing_more
 
@@ -162,12 +164,14 @@ SCENARIOS = {
         rtol=5e-4,
         atol=2e-2,
         layouts=("fsdp-3", "fsdp-ZBVZeroBubble-2x2"),
+        in_ci="fsdp-3",
     ),
     "samples that use different parameters": Scenario(
         job=Uneven(adamw=True),
         train={"steps": 16, "grad_accumulation": 2, "clip_norm": 1.0, "global_batch_size": 16},
         rtol=ADAMW,
         layouts=("fsdp-2", "hsdp-2x2", "fsdp-ZBVZeroBubble-2x2"),
+        in_ci="fsdp-2",
     ),
     **{
         f"whole tensors, {kind.__name__}": Scenario(
@@ -220,7 +224,7 @@ def cells() -> list[Any]:
     for turn, (s, scenario) in enumerate(SCENARIOS.items(), 7):
         of_scenario = scenario.layouts or [name for name in SYNCHRONOUS if s in PLAIN or name not in VARIANTS]
         names = [name for name in of_scenario if (s, name) not in EXCEPTIONS]
-        kept = names if s == PLAIN[0] else in_turn(names, turn)
+        kept = names if s == PLAIN[0] else {scenario.in_ci} if scenario.in_ci else in_turn(names, turn)
         found += [pytest.param(s, name, marks=list(marks_of(s, name, kept))) for name in names]
     return found
 
