@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from helpers.records.runs import wait_for
+from helpers.records.runs import in_campaign, wait_for
 from helpers.records.tracked_runs import (
     end,
     ended_run,
@@ -146,7 +146,8 @@ def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_tra
     assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
 
 
-def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
+@pytest.mark.parametrize("twice", [False, *in_campaign(True)])
+def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri, twice):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
@@ -158,8 +159,9 @@ def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
     log(journal, range(4, 7))
     wait_for(lambda: read_cursor(run_dir).points == 12)
     assert uploader.problem() is None
-    wait_for(lambda: follower_of(run_dir)).kill()
-    wait_for(lambda: follower_of(run_dir) is None)
+    if twice:
+        wait_for(lambda: follower_of(run_dir)).kill()
+        wait_for(lambda: follower_of(run_dir) is None)
     end(journal, run_dir)
     journal.close()
     upload = uploader.finish(200)
@@ -193,6 +195,7 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
     assert (upload.missing, upload.complete) == (20, False)
 
 
+@pytest.mark.campaign
 def test_a_follower_that_died_too_often_is_started_again_later(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
     uploader = Uploader.start(ended_run(tmp_path, uri := "http://127.0.0.1:9"), tracking(uri))

@@ -42,6 +42,7 @@ def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, 
     assert sum(c for c in counts if c is not None) == expected.get_total_flops()
 
 
+@pytest.mark.campaign
 def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path) -> None:
     """With 257 words and one head of keys, only the layers of the MLP are divided."""
     job = TinyGPT(layers=2, variant="llama", kv_heads=1, vocabulary=257)

@@ -133,7 +133,7 @@ SCENARIOS = {
         train={"grad_accumulation": 2, "clip_norm": 0.2, "global_batch_size": 8},
         happened=one_has_none,
     ),
-    "language model": Scenario(job=TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True), train={}, rtol=ADAMW),
+    "language model": Scenario(job=TinyGPT(layers=2, variant="llama", kv_heads=1, tied=True), train={}, rtol=ADAMW),
     "frozen, by train()": Scenario(job=Toy(build=of.freezes_in_train), train={"global_batch_size": 16}, constants=True),
     "skipped step": Scenario(
         job=of.Marked(marked=(BAD,)),
@@ -145,7 +145,7 @@ SCENARIOS = {
         job=BlockDigits(hidden=24, dropout=0.0, normed=False), train={"activation_checkpointing": "blocks"}
     ),
     "fp16": Scenario(
-        job=TinyGPT(layers=3),
+        job=TinyGPT(layers=2),
         train={"precision": "fp16", "grad_accumulation": 2, "clip_value": 0.01},
         rtol=1e-4,
         atol=1e-2,
@@ -159,7 +159,7 @@ SCENARIOS = {
         happened=rounded,
     ),
     "bf16, gathered, adamw, tied": Scenario(
-        job=TinyGPT(layers=3, variant="llama", kv_heads=1, tied=True),
+        job=TinyGPT(layers=2, variant="llama", kv_heads=1, tied=True),
         train={"precision": "bf16", "grad_accumulation": 2, "activation_checkpointing": "blocks"},
         rtol=5e-4,
         atol=2e-2,
