@@ -71,15 +71,18 @@ def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
     assert other.failure is None or other.failure.collateral
 
 
-def test_a_hanging_script_shows_where_it_is_and_may_save_if_it_is_stopped(tmp_path: Path) -> None:
+def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path: Path) -> None:
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")
-        stacks = [rank.run.stacks() for rank in ranks]
         ranks[1].gate.hold(1)
         ranks[1].gate.finish_step(1, 0, save=True)
         assert ranks[1].ends.result(timeout=SOON_S) == Outcome(status="stopped", step=0)
         ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
+    with running("silent.py", tmp_path) as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+        stacks = [rank.run.stacks() for rank in ranks]
     assert [stack.waiting for stack in stacks] == [True, False]
     enqueued = {rank: stack.flight.enqueued for rank, stack in enumerate(stacks) if stack.flight is not None}
     assert awaited(enqueued) == (1, "operation 2 of group 0 (gloo:all_reduce)")

@@ -38,6 +38,9 @@ def observe(rank: int, case: Case) -> Seen:
     return Seen(spans=spans, live={stage.stage_index: stage.live for stage in strategy.timed_stages})
 
 
+IN_CI = ("GPipe", "1F1B", "ZBVZeroBubble")
+
+
 @cache
 def workers(gang: Gang, schedule: str, *, forward_ms: float, n: int = 2, grad_accumulation: int = 1) -> list[Seen]:
     """``forward_ms``: how long a worker sleeps for a micro-batch, over all of its stages; ``n`` steps."""
@@ -63,7 +66,7 @@ def test_spans_of_hosts_with_other_clocks_are_put_in_order(gang: Gang, schedule:
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("grad_accumulation", [1, 2])
-@pytest.mark.parametrize("schedule", STAGES_PER_WORKER)
+@pytest.mark.parametrize("schedule", [*IN_CI, *in_campaign(*(name for name in STAGES_PER_WORKER if name not in IN_CI))])
 def test_actions(gang: Gang, schedule: str, grad_accumulation: int) -> None:
     seen = workers(gang, schedule, forward_ms=1, grad_accumulation=grad_accumulation)
     spans = [s.spans[-1] for s in seen]
