@@ -80,7 +80,7 @@ def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path
     assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-@pytest.mark.campaign  # ``test_from_python.py`` finds what a run itself writes there
+@pytest.mark.campaign  # ``test_notebook.py`` finds what a run itself writes there
 @pytest.mark.timeout(100)
 def test_a_run_writes_nothing_to_standard_error(tmp_path: Path) -> None:
     # Models of others import triton too, which reports leaks when the process ends.

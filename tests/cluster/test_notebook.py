@@ -123,6 +123,7 @@ def test_interrupts_end_the_run_and_not_the_kernel(tmp_path: Path) -> None:
             moments = [lambda: kernel.has(1, "generation_started"), lambda: kernel.has(1, "stop_requested")]
             twice = await kernel.run(LONG.replace("PAUSE_S", "600"), interrupt_when=moments)
             assert [o.ename for o in twice.outputs if o.output_type == "error"] == ["KeyboardInterrupt"]
+            assert {o.name for o in twice.outputs if o.output_type == "stream"} == {"stdout"}
 
             after = "import json, ray; from pathlib import Path; from orchestrator.records.run_dir import RunDir"
             after += "; (record,) = Path('outputs').glob('*/*/run.json')"

@@ -82,6 +82,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
     assert pending_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
 
 
+@pytest.mark.campaign
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))

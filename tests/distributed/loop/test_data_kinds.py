@@ -161,7 +161,7 @@ def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path, nam
 
 
 @pytest.mark.parametrize(
-    "layout", ["ddp-2", "GPipe-2x2", *in_campaign("single", "model_parallel-2", "parameter_server-2+2")]
+    "layout", ["ddp-2", *in_campaign("GPipe-2x2", "single", "model_parallel-2", "parameter_server-2+2")]
 )
 def test_no_validation_set_no_evaluation(gang, tmp_path, layout):
     options, world_size = LAYOUTS[layout].options, LAYOUTS[layout].world_size

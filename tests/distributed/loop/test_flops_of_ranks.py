@@ -26,7 +26,7 @@ def flops(ranks: list[Ran]) -> list[float | None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["parameter_server-2+2", "ZBVZeroBubble-2", "1F1B-2x2", *in_campaign("single", "ddp-4", "model_parallel-2")]
+    "name", ["parameter_server-2+2", "ZBVZeroBubble-2", *in_campaign("1F1B-2x2", "single", "ddp-4", "model_parallel-2")]
 )
 def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, name: str) -> None:
     job, layout = digits(depth=3), LAYOUTS[name]

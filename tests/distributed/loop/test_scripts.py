@@ -71,7 +71,7 @@ def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
     assert other.failure is None or other.failure.collateral
 
 
-def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path: Path) -> None:
+def test_a_stopped_script_may_save(tmp_path: Path) -> None:
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")
@@ -79,6 +79,10 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
         ranks[1].gate.finish_step(1, 0, save=True)
         assert ranks[1].ends.result(timeout=SOON_S) == Outcome(status="stopped", step=0)
         ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
+
+
+@pytest.mark.campaign
+def test_a_hanging_script_shows_where_it_is(tmp_path: Path) -> None:
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")

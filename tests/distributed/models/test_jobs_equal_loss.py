@@ -57,8 +57,12 @@ MATRIX = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
 @pytest.mark.parametrize("grad_accumulation", [1, 3])
 @pytest.mark.parametrize(
     "job",
-    [LOGISTIC, replace(LOGISTIC, algorithm="sgd", lr=0.02), replace(LOGISTIC, sparse=False), MATRIX],
-    ids=["logistic-adagrad", "logistic-sgd", "logistic-dense", "matrix"],
+    [
+        LOGISTIC,
+        MATRIX,
+        *in_campaign(replace(LOGISTIC, algorithm="sgd", lr=0.02), replace(LOGISTIC, sparse=False)),
+    ],
+    ids=["logistic-adagrad", "matrix", "logistic-sgd", "logistic-dense"],
 )
 def test_sparse_gradients(gang, job, grad_accumulation):
     train = having(global_batch_size=101, grad_accumulation=grad_accumulation)
@@ -98,7 +102,7 @@ def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))
 
 
-@pytest.mark.campaign  # ``test_ports.py`` trains adapters, and ``test_preferences`` in parts
+@pytest.mark.campaign  # ``test_model_zoo.py`` trains adapters, and ``test_preferences`` in parts
 def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, tmp_path):
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     pytest.importorskip("peft")

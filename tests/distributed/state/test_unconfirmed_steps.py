@@ -393,7 +393,7 @@ class Ended:
 def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
     """Run one rank, whose generation ends at a confirmation. How often it confirmed, and how much it has reported."""
     (tmp_path / "checkpoints").mkdir(parents=True)
-    case = Case(job=digits(val_size=8), train=having(steps=4, global_batch_size=8, eval_every=2))
+    case = Case(job=digits(val_size=8), train=having(steps=2, global_batch_size=8, eval_every=2))
     orders = assignment(
         rank=0, world_size=1, generation=1, store_port=0, run_dir=str(tmp_path), case=case, checkpoint_every=2
     )
@@ -412,6 +412,6 @@ def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
 def test_each_report_and_checkpoint_has_its_own_confirmation(tmp_path: Path) -> None:
     calls, everything = run_until_ended(tmp_path / "whole", at=1000)
     reported = [run_until_ended(tmp_path / str(at), at=at)[1] for at in range(1, calls + 1)]
-    assert everything == 4 + 2 + 2, "points, evaluations and checkpoints"
-    assert calls == 4 + everything + 3, "the updates, the reports, the initial state, the trial and the end"
+    assert everything == 2 + 1 + 1, "points, evaluations and checkpoints"
+    assert calls == 2 + everything + 3, "the updates, the reports, the initial state, the trial and the end"
     assert {after - before for before, after in itertools.pairwise([0, *reported, everything])} == {0, 1}

@@ -36,9 +36,9 @@ EVERY = {
     **CONTEXT,
     "mesh-tensor-in-stages-4x2": mesh(Mesh(pipeline=4, tensor=2), num_microbatches=4),
 }
-TRACED = ("hsdp-2x2", "Interleaved1F1B-2")
+TRACED = ("hsdp-2x2",)
 PRODUCTS = (
-    "ddp-2", "sharded-ddp-2", "fsdp-3", "mesh-zero1-in-stages-2x2", "mesh-sharded-tensor-2x2",
+    "Interleaved1F1B-2", "ddp-2", "sharded-ddp-2", "fsdp-3", "mesh-zero1-in-stages-2x2", "mesh-sharded-tensor-2x2",
     "mesh-sharded-context-2x2", "1F1B-2x2-replicas-close",
     "mesh-hsdp-in-stages-2x2x2", "mesh-tensor-in-stages-2x2", "mesh-sharded-sequence-2x2",
 )  # fmt: skip

@@ -98,7 +98,7 @@ def test_a_bad_gradient_on_one_stage_skips_the_step_on_all_ranks(gang: Gang, nam
             torch.testing.assert_close(tensor, model[tensor_name], rtol=0.02, atol=0.002)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-true", *in_campaign("fp32")])
 def test_an_evaluation_has_one_value_in_slices_of_any_size(gang: Gang, precision: str) -> None:
     train_config = having(global_batch_size=32, precision=precision)
     case = Case(job=digits(depth=3, val_size=45), train=train_config)
@@ -114,7 +114,7 @@ def test_an_evaluation_has_one_value_in_slices_of_any_size(gang: Gang, precision
         assert sum(point.sums.get("accuracy", 0.0) for _, point in ranks) == expected.sums["accuracy"]
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", *in_campaign("bf16-true")])
 def test_dp_has_the_losses_of_one_device(gang: Gang, precision: str) -> None:
     case = Case(job=TinyGPT(), train=having(precision=precision, grad_accumulation=2))
     (alone,) = gang.run(train, case, world_size=1)
