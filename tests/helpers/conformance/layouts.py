@@ -163,14 +163,19 @@ def kind_of(name: str) -> tuple[object, ...]:
 def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
     """A layout of each kind, and another one of the kind at the next turn.
 
-    Of the kinds that divide a model, those of one dimension and those of several take turns too, if there are both.
+    Of the kinds that divide a model, those of one dimension and those of several take turns too, if there are both, and
+    one of them is left out in turn.
     """
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
     lengths = sorted({len(kind) for kind in kinds if len(kind) > 1})  # with whether the optimizer is sharded
     now = lengths[(turn + 1) % len(lengths)] if lengths else 1
-    return {of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now)}
+    divided = [kind for kind in kinds if len(kind) == now > 1]
+    left_out = divided[(turn // len(lengths) + 1) % len(divided)] if len(divided) > 1 else None
+    return {
+        of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now) and kind != left_out
+    }
 
 
 def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()) -> list[Any]:
