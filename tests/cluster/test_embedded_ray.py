@@ -31,16 +31,17 @@ def is_worker(process):
 
 
 with contextlib.ExitStack() as stack:
-    if sys.argv[1] == "early":
+    if sys.argv[1] == "refused first":
         with started_early(num_workers=2):
             everyone = psutil.Process().children(recursive=True)
         _, alive = psutil.wait_procs(everyone, timeout=30)
         print("refused:", len(everyone) >= 2, alive, *session_folder().glob(f"session_*_{os.getpid()}"))
+    if sys.argv[1] != "late":
         stack.enter_context(started_early(num_workers=2))
         (early,) = (child for child in psutil.Process().children() if child.name() == "raylet")
     with embedded(CLUSTER, num_cpus=2 * 4, num_gpus=0, num_processes=2):
         (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
-        if sys.argv[1] == "early":
+        if sys.argv[1] != "late":
             print("adopted:", raylet == early)
         deadline = time.monotonic() + 60
         while sum(map(is_worker, raylet.children())) < 2 and time.monotonic() < deadline:
@@ -57,7 +58,7 @@ with contextlib.ExitStack() as stack:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("begun", ["early", *in_campaign("late")])
+@pytest.mark.parametrize("begun", ["early", *in_campaign("refused first", "late")])
 def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path, begun: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, begun],
@@ -69,7 +70,8 @@ def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     *early, in_advance, heaps, services, listening = done.stdout.splitlines()
-    assert early == (["refused: True []", "adopted: True"] if begun == "early" else [])
+    expected = {"refused first": ["refused: True []", "adopted: True"], "early": ["adopted: True"], "late": []}
+    assert early == expected[begun]
     assert in_advance == "started in advance: 2"
     assert heaps == "heaps of each: 1 1"
     assert services == "services: gcs_server raylet 2"  # the agents of runtime environments, and of no dashboard
@@ -78,7 +80,7 @@ def test_it_starts_only_what_workers_need_and_listens_on_loopback(tmp_path: Path
     assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-@pytest.mark.campaign  # ``test_from_python.py`` finds what a run itself writes there
+@pytest.mark.campaign  # ``test_notebook.py`` finds what a run itself writes there
 @pytest.mark.timeout(100)
 def test_a_run_writes_nothing_to_standard_error(tmp_path: Path) -> None:
     # Models of others import triton too, which reports leaks when the process ends.

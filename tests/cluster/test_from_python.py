@@ -138,6 +138,7 @@ def run_script(text: str, *words: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.campaign
 def test_a_script_with_a_job_of_its_own_stays_as_it_is(tmp_path: Path) -> None:
     output = run_script(SCRIPT, folder=tmp_path)
     assert "another orchestrator.run is in progress in this process" in output

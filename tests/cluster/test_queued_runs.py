@@ -262,7 +262,8 @@ def test_a_run_makes_room_for_a_more_urgent_one_and_continues_where_it_was(
     start: Callable[..., Command],
     tmp_path: Path,
 ) -> None:
-    first = start("first", "train.steps=60", "job.pause_ms=200", f"job.until={tmp_path / 'until'}")
+    one = ("strategy.num_workers=1", "strategy=single")
+    first = start("first", *one, "train.steps=60", "job.pause_ms=200", f"job.until={tmp_path / 'until'}")
     first.wait_for_step(5)
     with place(entry("urgent", priority=1, workers=2)) as urgent:
         first.wait_for(lambda: states(queue).get("first") in ("yielding", "waiting"), "the pause")

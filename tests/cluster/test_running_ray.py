@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -22,7 +23,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from helpers.records.runs import PYTHONPATH, ROOT, events, in_campaign, last_step, wait_for, wait_for_step
+from helpers.records.runs import PYTHONPATH, ROOT, TESTS, events, in_campaign, last_step, wait_for, wait_for_step
 from helpers.servers.ports import free_port
 
 BIN = Path(sys.executable).parent
@@ -166,8 +167,8 @@ def test_a_node_without_the_token_does_not_join(head: Head, tmp_path: Path) -> N
     )
 
 
-def submit(head: Head, *words: str) -> subprocess.CompletedProcess[str]:
-    program = ("python", "-m", "orchestrator.submit", "--working-dir", str(ROOT), "--address", head.dashboard)
+def submit(head: Head, *words: str, working_dir: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    program = ("python", "-m", "orchestrator.submit", "--working-dir", str(working_dir), "--address", head.dashboard)
     return command(head, *program, *words, cwd=ROOT)
 
 
@@ -270,8 +271,10 @@ def test_a_submitted_run_is_shown_started_again_stopped_and_continued(head: Head
 @pytest.mark.parametrize("listed", [False, *in_campaign(True)])
 def test_a_run_is_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: Path, listed: bool) -> None:
     """By a person with another home and directory, who has the address and the token. No job of a verb remains."""
-    laptop = tmp_path / "laptop"
+    laptop, code = tmp_path / "laptop", tmp_path / "code"
     laptop.mkdir()
+    code.mkdir()
+    shutil.copy(TESTS / "helpers" / "jobs" / "faulty_jobs.py", code)
     token = (head.home / ".ray" / "auth_token").read_text().strip()
     elsewhere = {"HOME": str(laptop), "RAY_AUTH_TOKEN": token}
 
@@ -281,31 +284,32 @@ def test_a_run_is_listed_read_and_stopped_from_elsewhere(head: Head, tmp_path: P
 
     sent = submit(
         head, "--no-wait", "strategy=single", "name=far", "train.steps=1000000", "tracking=none",
-        "job._target_=tests.helpers.jobs.faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
-        f"output_dir={tmp_path}/outputs",
+        "job._target_=faulty_jobs.Environed", "job.variables=[LANG]", "cluster.env.LANG=C.utf8",
+        "job.pause_ms=100", "train.log_every=1",
+        f"output_dir={tmp_path}/outputs", working_dir=code,
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr
-    run_dir = wait_for_step(tmp_path, 10)
+    run_dir = wait_for_step(tmp_path, 2)
     if listed:
+        refused = verb("stop", "last", address=head.gcs)
+        assert (refused.returncode, refused.stdout) == (2, "")
         found = verb("runs", "--state", "running", "--json")
         assert found.returncode == 0, found.stderr
         assert [(run["location"], run["state"]) for run in json.loads(found.stdout)] == [(str(run_dir), "running")]
         queued = verb("queue", "list")
         assert (queued.returncode, run_dir.name in queued.stdout) == (0, True), queued.stdout + queued.stderr
-    program = (sys.executable, "-m", "orchestrator.logs", run_dir.name, "--rank", "0", "--follow")
-    env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
-    followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)
-    try:
-        refused = verb("stop", "last", address=head.gcs)
-        assert (refused.returncode, refused.stdout) == (2, "")
+    with contextlib.ExitStack() as stack:
+        if listed:
+            program = (sys.executable, "-m", "orchestrator.logs", run_dir.name, "--rank", "0", "--follow")
+            env = {**head.env, **elsewhere, "RAY_API_SERVER_ADDRESS": head.dashboard}
+            followed = subprocess.Popen(program, cwd=laptop, env=env, text=True, stdout=subprocess.PIPE)
+            stack.callback(followed.kill)
         stopped = verb("stop", run_dir.name)
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout.startswith(f"{run_dir}: stopped by `orchestrator stop` of ")
-        log, _ = followed.communicate(timeout=60)
-    finally:
-        followed.kill()
-    assert followed.returncode == 0
-    assert "LANG=C.utf8" in log.splitlines()
+        log = followed.communicate(timeout=60)[0] if listed else (run_dir / "logs" / "rank-0.log").read_text()
+        assert not listed or followed.returncode == 0
+    assert any(line.endswith("LANG=C.utf8") for line in log.splitlines())
     assert json.loads((run_dir / "run.json").read_text())["state"] == "killed"
     assert not [job for job in dashboard(head, "/api/jobs/") if "verb_in_job" in job["entrypoint"]]
 
@@ -329,8 +333,9 @@ def test_runs_of_a_sweep_side_by_side(head: Head, tmp_path: Path) -> None:
     assert ", 2 runs |" in report.read_text()
 
 
-def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head: Head) -> None:
-    words = ("ray", "job", "submit", "--address", head.dashboard, "--submission-id=failing", "--working-dir", str(ROOT),
+def test_a_submitted_job_whose_training_fails_has_failed_and_says_why_last(head: Head, tmp_path: Path) -> None:
+    words = ("ray", "job", "submit", "--address", head.dashboard, "--submission-id=failing",
+             "--working-dir", str(tmp_path),
              "--", "python", "-m", "orchestrator.launch", "strategy=single", "train.steps=20", "tracking=none",
              "name=failing", "recovery.max_failures=0", "recovery.chaos=[kill@5:0]")  # fmt: skip
     done = command(head, *words, cwd=head.home)

@@ -134,6 +134,7 @@ def read_until(closing: threading.Event, terminal: int) -> None:
             os.read(terminal, 1 << 16)
 
 
+@pytest.mark.campaign
 def test_second_signal_ends_at_once(launch: Callable[..., Any], tmp_path: Path) -> None:
     """The run would otherwise wait for the end of its step, longer than this test does."""
     process = launch("strategy=single", SLOW[1], *SLOW[3:], "cluster.stop_grace_s=60", "job.pause_ms=60000")

@@ -43,6 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.shutdown()
 
 
+@pytest.mark.campaign
 def test_a_node_with_another_torch_is_refused_by_its_name_or_left_out(cluster: Cluster, tmp_path: Path) -> None:
     words = (*RUN, f"cluster.address={cluster.address}")
     refused = commands.run(*words, cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
@@ -82,6 +83,7 @@ def test_a_node_that_is_slow_to_answer_is_waited_for(
     assert run.returncode == 0, output
 
 
+@pytest.mark.campaign
 def test_a_node_that_never_answers_is_refused(cluster: Cluster, stopped: psutil.Process, tmp_path: Path) -> None:
     words = (*RUN, f"cluster.address={cluster.address}", f"cluster.exclude_nodes=[{OTHER}]")
     refused = commands.run(*words, "cluster.pending_timeout_s=8", cwd=tmp_path, timeout_s=100, RAY_AUTH_MODE="disabled")
@@ -110,6 +112,7 @@ def test_a_cluster_with_other_versions_is_refused_with_both_and_the_remedy(clust
     assert "Traceback" not in refused.stdout
 
 
+@pytest.mark.campaign
 def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tmp_path: Path) -> None:
     words = [
         sys.executable,

@@ -40,6 +40,7 @@ def on_other_node(folder: Path) -> list[bool]:
     return [OTHER in worker for worker in started["workers"]]
 
 
+@pytest.mark.campaign
 def test_a_run_on_gpus_is_refused_and_one_on_any_device_warns(
     launch: Callable[..., subprocess.Popen[str]], cluster: Cluster, tmp_path: Path
 ) -> None:

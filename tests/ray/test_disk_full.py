@@ -21,6 +21,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.campaign
 def test_training_goes_on(run: Callable[..., Any], small_disk: Path) -> None:
     """Two checkpoints of 2.4 MB do not fit; the run completes its steps and says that the last checkpoint is lost.
 

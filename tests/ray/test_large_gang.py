@@ -15,6 +15,7 @@ import ray
 import ray.cloudpickle as cloudpickle
 
 from helpers.records.runs import wait_for
+from orchestrator.driver.gang import members
 from orchestrator.driver.gang.members import HEARTBEAT_ATTEMPTS
 from orchestrator.driver.gang.spares import START_ATTEMPTS
 from orchestrator.policy.run_state import RESULT_LOST
@@ -61,10 +62,11 @@ def healed(watcher: Any) -> Any:
 
 
 def test_all_survivors_of_a_large_gang_are_kept_and_one_pause_is_enough_for_those_that_leave(
-    simulation: Any, tmp_path: Path
+    simulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that leave together are in different thirds of the gang, each of which is asked in another round."""
-    with training(simulation, 192, tmp_path) as watcher:
+    monkeypatch.setattr(members, "HEARTBEATS_PER_ROUND", 16)
+    with training(simulation, 48, tmp_path) as watcher:
         workers = dict(simulation.SimulatedSlots.workers)
         for slot in (1, 5):
             workers[slot].die()
@@ -73,11 +75,12 @@ def test_all_survivors_of_a_large_gang_are_kept_and_one_pause_is_enough_for_thos
         assert set(recovered.replaced) == {1, 5}
         anew = {slot for slot, worker in simulation.SimulatedSlots.workers.items() if worker is not workers[slot]}
         assert anew == {1, 5}
-        simulation.change([3, 70, 150], leaving=True)
+        simulation.change([3, 18, 38], leaving=True)
         recovered = healed(watcher)
-        assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 70, 150})
+        assert (recovered.planned, set(recovered.replaced)) == ("preempted", {3, 18, 38})
 
 
+@pytest.mark.campaign
 def test_ranks_train_on_if_one_cannot_be_held_and_those_that_fail_to_answer_are_replaced(
     simulation: Any, tmp_path: Path
 ) -> None:
@@ -104,6 +107,7 @@ def test_ranks_train_on_if_one_cannot_be_held_and_those_that_fail_to_answer_are_
         assert "a call to it failed: OSError: no port is free" in messages(watcher, WorkerLost, "reason")[-1]
 
 
+@pytest.mark.campaign
 def test_a_stop_in_a_pause_after_the_last_step_does_not_make_the_run_incomplete(
     simulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +145,7 @@ def test_a_heartbeat_may_fail_now_and_then(simulation: Any, tmp_path: Path) -> N
         assert failed.keys() == {1}
 
 
+@pytest.mark.campaign
 def test_workers_that_die_as_they_start_are_not_started_for_ever(simulation: Any, tmp_path: Path) -> None:
     run, watcher = simulation.prepared_run(2, tmp_path)
     with run._workers.gang as gang:

@@ -11,17 +11,37 @@ from helpers.records.runs import wait_for
 from orchestrator import compare, launch
 from orchestrator.records.run_dir import RunDir
 
+WORDS = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "profile=true"]
+
 
 def test_the_runs_of_a_sweep_are_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["-m", "strategy=single,ddp", "train.steps=40", "job.hidden=32", "tracking.flush_timeout_s=200"]
-    assert launch.main([*words, "profile=true", "tracking.log_model=false", "tracking.log_dataset=false"]) == 0
+    assert launch.main([*WORDS, "tracking=none"]) == 0
+    records = [RunDir(p.parent).read_record() for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
+    assert [r["strategy"] for r in records] == ["single", "ddp"]
+    printed = capsys.readouterr().out
+    assert re.search(r"run 2 of 2: strategy=ddp; about (\d+m)?\d+s left\n", printed)
+    assert re.search(r"fastest[^:]*: \w+ x\d with .* samples/s", printed)
+    assert f"profile: {records[1]['summary']['profile']} (open in" in " ".join(printed.split())
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
+    assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
+    table = capsys.readouterr().out
+    for word in ("single", "ddp", "samples/s"):
+        assert word in table
+
+
+@pytest.mark.campaign  # ``test_tracked_sweeps.py`` has the sweep in MLflow
+def test_the_runs_of_a_sweep_are_side_by_side_in_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracking = ["tracking.flush_timeout_s=200", "tracking.log_model=false", "tracking.log_dataset=false"]
+    assert launch.main([*WORDS, *tracking]) == 0
     run_dirs = [RunDir(p.parent) for p in sorted(tmp_path.glob("outputs/*/*/run.json"))]
     records = [run_dir.read_record() for run_dir in run_dirs]
-    assert [r["strategy"] for r in records] == ["single", "ddp"]
-
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     runs = [client.get_run(r["mlflow_run_id"]) for r in records]
     (sweep_id,) = {run.data.tags["sweep_id"] for run in runs}
@@ -33,21 +53,12 @@ def test_the_runs_of_a_sweep_are_side_by_side(
     page = f"charts: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=sweep-{sweep_id[:8]}"
     assert printed.splitlines()[-1].startswith(page)
     assert "run 1 of 2: strategy=single\n" in printed
-    assert re.search(r"run 2 of 2: strategy=ddp; about (\d+m)?\d+s left\n", printed)
-    assert re.search(r"fastest[^:]*: \w+ x\d with .* samples/s", printed)
     assert re.findall("next: .*", printed) == [f"next: mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"]
-    assert "| strategy | workers | samples/s |" in (sweep / "report.md").read_text()
     assert (sweep / "compare.png").stat().st_size > 10_000
     wait_for(lambda: "mlflow.note.content" in client.get_run(own.info.run_id).data.tags, "the report in MLflow")
 
-    assert f"profile: {records[1]['summary']['profile']} (open in" in " ".join(printed.split())
     artifacts = {file.path for file in client.list_artifacts(runs[1].info.run_id, "profile")}
     assert artifacts == {f"profile/{name}" for name in ("rank-0.json", "rank-1.json")}
-
-    assert compare.main(["--sweep", sweep.name[:8], "--no-picture"]) == 0
-    table = capsys.readouterr().out
-    for word in ("single", "ddp", "samples/s"):
-        assert word in table
 
 
 @pytest.mark.campaign
@@ -68,6 +79,7 @@ def test_a_search_trains_with_the_values_that_it_chooses(
     assert (tmp_path / "outputs" / "sweeps" / sweep_id / "report.md").is_file()
 
 
+@pytest.mark.campaign
 def test_a_search_ends_a_poor_run_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

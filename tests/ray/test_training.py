@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import ray
 
+from helpers.conformance.reference import plain_losses
+from helpers.jobs.leisurely_job import Leisurely
 from helpers.records.runs import events, in_campaign, losses, series, wait_for, wait_for_step
 from orchestrator.records import lease
 from orchestrator.records.json_file import read_json
@@ -113,38 +115,40 @@ def stop_at(step: int, number: signal.Signals, *, below: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    from orchestrator import run as orchestrator_run
-
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    result = orchestrator_run([*TO_BE_STOPPED, "job.pause_ms=0", "tracking=none", f"output_dir={folder}"])
-    return {name: series(result.run_dir, name) for name in ("train/loss", "val/loss", "train/lr")}
-
-
 TO_BE_STOPPED = (
-    "strategy=ddp", "train.steps=100", "train.log_every=1", "train.eval_every=25",
+    "train.steps=100", "train.log_every=1", "train.eval_every=25",
     "job._target_=helpers.jobs.leisurely_job.Leisurely", "job.frozen=true", "name=stopped",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "only_trained", "tracking"),
-    [(signal.SIGINT, 130, True, "none"), *in_campaign((signal.SIGTERM, 143, False, "default"))],
+    ("strategy", "number", "code", "only_trained", "tracking"),
+    [
+        ("single", signal.SIGINT, 130, True, "none"),
+        *in_campaign(
+            ("ddp", signal.SIGINT, 130, True, "none"),
+            ("ddp", signal.SIGTERM, 143, False, "default"),
+        ),
+    ],
 )
 def test_stop_and_resume_is_the_same_run(
     run: Callable[..., Any],
-    uninterrupted: dict[str, dict[int, float]],
+    strategy: str,
     number: signal.Signals,
     code: int,
     only_trained: bool,
     tracking: str,
 ) -> None:
     words = (
+        f"strategy={strategy}",
         *TO_BE_STOPPED,
         f"checkpoint.only_trained={only_trained}",
         f"tracking.uri=sqlite:///{Path.cwd()}/mlflow.db",
     )
+    uninterrupted = {"train/loss": pytest.approx(plain_losses(Leisurely(frozen=True, pause_ms=0), batch=64, steps=100))}
+    if strategy != "single":
+        whole = run(*words, "job.pause_ms=0", f"output_dir={Path.cwd()}/uninterrupted")
+        uninterrupted = {name: series(whole.run_dir, name) for name in ("train/loss", "val/loss", "train/lr")}
     stop_at(10, number, below=Path.cwd())
     stopped = run(*words, "job.pause_ms=200", tracking=tracking)
     assert (stopped.status, stopped.exit_code) == ("KILLED", code)
@@ -168,7 +172,7 @@ def test_stop_and_resume_is_the_same_run(
     assert sorted(points) == sorted(uninterrupted["train/loss"].items())
 
 
-@pytest.mark.usefixtures("uninterrupted")
+@pytest.mark.campaign
 def test_a_driver_keeps_its_lease_until_the_end_is_recorded(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

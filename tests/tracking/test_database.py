@@ -59,6 +59,7 @@ def test_two_runs_that_start_together_20_times(tmp_path):
         race(tmp_path / str(number))
 
 
+@pytest.mark.campaign
 def test_a_process_killed_while_it_creates_the_database_leaves_none_and_two_that_start_then_both_work(tmp_path):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     victim = opener(uri, "a")

@@ -10,8 +10,9 @@ import sys
 import time
 
 import psutil
+import pytest
 
-from helpers.records.runs import wait_for
+from helpers.records.runs import in_campaign, wait_for
 from helpers.records.tracked_runs import (
     end,
     ended_run,
@@ -81,6 +82,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
     assert pending_runs(OutputDir(tmp_path / "outputs")) == [run_dir]
 
 
+@pytest.mark.campaign
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
@@ -129,6 +131,7 @@ def one_busy_cpu():
             process.wait()
 
 
+@pytest.mark.campaign
 def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_training(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     with one_cpu():
@@ -144,7 +147,8 @@ def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_tra
     assert (upload.uploaded, upload.missing, upload.complete) == (6, 0, True)
 
 
-def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
+@pytest.mark.parametrize("twice", [False, *in_campaign(True)])
+def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri, twice):
     run_dir = new_run(tmp_path, uri)
     uploader = Uploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
@@ -156,8 +160,9 @@ def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri):
     log(journal, range(4, 7))
     wait_for(lambda: read_cursor(run_dir).points == 12)
     assert uploader.problem() is None
-    wait_for(lambda: follower_of(run_dir)).kill()
-    wait_for(lambda: follower_of(run_dir) is None)
+    if twice:
+        wait_for(lambda: follower_of(run_dir)).kill()
+        wait_for(lambda: follower_of(run_dir) is None)
     end(journal, run_dir)
     journal.close()
     upload = uploader.finish(200)
@@ -191,6 +196,7 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
     assert (upload.missing, upload.complete) == (20, False)
 
 
+@pytest.mark.campaign
 def test_a_follower_that_died_too_often_is_started_again_later(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
     uploader = Uploader.start(ended_run(tmp_path, uri := "http://127.0.0.1:9"), tracking(uri))
@@ -239,6 +245,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.campaign
 def test_kill_minus_nine_of_the_driver_ends_as_killed_although_others_use_all_cpus(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     with one_cpu():

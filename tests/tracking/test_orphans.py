@@ -5,6 +5,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from helpers.records.runs import events, wait_for
 from helpers.records.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
@@ -38,6 +39,7 @@ def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_backgrou
     assert (run.info.status, len(history(uri, run.info.run_id))) == ("KILLED", 3)
 
 
+@pytest.mark.campaign
 def test_an_orphan_whose_server_does_not_answer_holds_up_no_other(tmp_path, uri):
     nowhere = {"uri": "http://127.0.0.1:9", "experiment": "tests", "request_timeout_s": 5.0, "flush_timeout_s": 1.0}
     before = set(psutil.Process().children())

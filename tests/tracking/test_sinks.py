@@ -102,7 +102,7 @@ ALL = [
 ]
 
 
-def test_a_sink_that_raises_or_dies_costs_neither_the_others_nor_mlflow_anything(
+def test_a_sink_that_raises_costs_neither_the_others_nor_mlflow_anything(
     tmp_path: Path, uri: str, on_path: None
 ) -> None:
     run_dir, upload = finished(tmp_path, tracking(uri, "my_sinks.Raising", "my_sinks.Plain"))
@@ -110,6 +110,10 @@ def test_a_sink_that_raises_or_dies_costs_neither_the_others_nor_mlflow_anything
     assert lines(run_dir, "plain") == ALL
     assert sink_problem(run_dir) == "my_sinks.Raising: ValueError: password=*** is wrong"
     assert history(uri, run_of(uri, run_dir).info.run_id) == expected(run_dir)
+
+
+@pytest.mark.campaign
+def test_a_sink_that_ends_its_process_costs_mlflow_nothing(tmp_path: Path, uri: str, on_path: None) -> None:
     run_dir, upload = finished(tmp_path, tracking(uri, "my_sinks.Dying"))
     assert upload.complete
     assert sink_problem(run_dir) == "sinks: their process has died (exit code 3)"
@@ -137,6 +141,7 @@ def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice
     assert sink_problem(run_dir) is None
 
 
+@pytest.mark.campaign
 def test_a_follower_whose_upload_dies_is_replaced_with_its_sinks(tmp_path: Path, uri: str, on_path: None) -> None:
     run_dir = new_run(tmp_path, uri, params={"job.password": "hunter2"})
     uploader = Uploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.machines.disks import mounted
 from helpers.records.recorder import Recorder
-from helpers.records.runs import wait_for
+from helpers.records.runs import in_campaign, wait_for
 from helpers.records.tracked_runs import (
     client_of,
     end,
@@ -95,6 +95,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     assert run.data.metrics["summary/steps"] == 15
 
 
+@pytest.mark.campaign
 def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
     (tmp_path / "outputs").mkdir()
     with mounted(tmp_path / "outputs", "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
@@ -130,7 +131,7 @@ def terminal(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize(("waits", "flush_timeout_s"), [("elsewhere", 0.5), ("terminal", 600)])
+@pytest.mark.parametrize(("waits", "flush_timeout_s"), [("elsewhere", 0.5), *in_campaign(("terminal", 600))])
 def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
     tmp_path, uri, request, waits, flush_timeout_s
 ):

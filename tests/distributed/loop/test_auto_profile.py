@@ -4,6 +4,8 @@ import json
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from helpers.conformance.cases import CLUSTER, TRAIN, options_of
 from helpers.jobs.normed_job import Normed
 from helpers.ranks.gang import Gang
@@ -66,6 +68,7 @@ def profile_of(texts: list[Any]) -> Profile:
     return profile
 
 
+@pytest.mark.campaign  # ``test_auto_runs.py`` measures two workers too
 def test_two_workers_measure_passes_alone_and_at_once_but_no_batch_too_small_for_the_model(gang: Gang) -> None:
     """BatchNorm refuses to train with one sample."""
     profile = profile_of(gang.run(measured, Normed(), 2, 8, world_size=2))

@@ -69,7 +69,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp-2", "fsdp-2", "1F1B-2", "hogwild-2", *in_campaign("single", "dp-2", "parameter_server-2+2")]
+    "name", ["fsdp-2", "1F1B-2", *in_campaign("ddp-2", "hogwild-2", "single", "dp-2", "parameter_server-2+2")]
 )
 def test_all_is_told_in_order_and_nothing_changes(gang: Gang, tmp_path: Path, name: str) -> None:
     (tmp_path / "notes").mkdir()

@@ -15,7 +15,7 @@ from helpers.ranks.discarded import built_three_times
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 
-SHORT = ("ddp", "hsdp", "ddp_pipeline", "hogwild", "parameter_server sync")
+SHORT = ("hsdp", "parameter_server sync")
 
 
 @pytest.mark.parametrize("name", [*SHORT, *in_campaign(*(name for name in STRATEGIES if name not in SHORT))])

@@ -26,7 +26,7 @@ def flops(ranks: list[Ran]) -> list[float | None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["parameter_server-2+2", "ZBVZeroBubble-2", "1F1B-2x2", *in_campaign("single", "ddp-4", "model_parallel-2")]
+    "name", ["parameter_server-2+2", "ZBVZeroBubble-2", *in_campaign("1F1B-2x2", "single", "ddp-4", "model_parallel-2")]
 )
 def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, name: str) -> None:
     job, layout = digits(depth=3), LAYOUTS[name]
@@ -42,6 +42,7 @@ def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, 
     assert sum(c for c in counts if c is not None) == expected.get_total_flops()
 
 
+@pytest.mark.campaign
 def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path) -> None:
     """With 257 words and one head of keys, only the layers of the MLP are divided."""
     job = TinyGPT(layers=2, variant="llama", kv_heads=1, vocabulary=257)

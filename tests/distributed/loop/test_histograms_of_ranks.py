@@ -33,7 +33,7 @@ def histograms(gang: Gang, layout: str, folder: Path) -> tuple[list[Ran], dict[s
 
 
 @pytest.mark.parametrize(
-    "layout", ["ddp-2", "sharded-ddp-2", "fsdp-3", "fsdp-1F1B-2x2", *in_campaign("hsdp-2x2", "1F1B-2x2")]
+    "layout", ["ddp-2", "fsdp-1F1B-2x2", *in_campaign("sharded-ddp-2", "fsdp-3", "hsdp-2x2", "1F1B-2x2")]
 )
 def test_every_entry_of_the_model_and_of_its_gradient_is_counted_once(gang: Gang, layout: str, tmp_path: Path) -> None:
     _, alone = histograms(gang, "single", tmp_path / "alone")

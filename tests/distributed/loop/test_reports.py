@@ -38,7 +38,7 @@ def layout(name: str, case: Case) -> tuple[Case, int]:
     return LAYOUTS[name].of(case), LAYOUTS[name].world_size
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2", "parameter_server-2+2", "hogwild-2"])
+@pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", *in_campaign("single", "parameter_server-2+2", "hogwild-2")])
 def test_train_metrics_are_logged_at_logged_steps_and_measured_at_no_others(gang, tmp_path, name):
     case, world_size = layout(name, Case(job=MeasuredDigits(hidden=24), train=having(SEVEN, log_every=3)))
     ranks = run(gang, tmp_path, case, world_size)
@@ -60,7 +60,7 @@ class Scored(Toy):
         return self.metrics(output, target)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["ddp-2", *in_campaign("single", "1F1B-2")])
 def test_a_metric_that_is_no_sum_is_told_once(gang, tmp_path, name):
     case, world_size = layout(name, Case(job=Scored(build=plain), train=having(SEVEN, eval_every=3)))
     told = [text for ran in run(gang, tmp_path, case, world_size) for text in ran.warnings if "not a sum" in text]
@@ -100,7 +100,7 @@ def seen(ranks: list[Ran]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp-2", "fsdp-2", "1F1B-2x2", "parameter_server-2+2", *in_campaign("single", "sharded-ddp-2", "1F1B-2")]
+    "name", ["fsdp-2", "1F1B-2x2", *in_campaign("ddp-2", "parameter_server-2+2", "single", "sharded-ddp-2", "1F1B-2")]
 )
 def test_training_is_the_same_bit_for_bit_and_one_rank_samples(gang, tmp_path, name):
     train = having(SEVEN, global_batch_size=16)
@@ -212,7 +212,7 @@ def tell(folder: Path, info: StepEnd) -> None:
         file.write(f"{info.step}/{info.steps} {info.samples_seen} {float(info.loss):.6f} {info.lr} {has}\n")
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2", "parameter_server-2+2", "hogwild-2"])
+@pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", *in_campaign("single", "parameter_server-2+2", "hogwild-2")])
 def test_rank_0_reports_each_step_to_the_job(gang, tmp_path, name):
     job = Calling(function=functools.partial(tell, tmp_path))
     case, world_size = layout(name, Case(job=job, train=having(SEVEN, global_batch_size=16)))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
-from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
@@ -28,18 +27,17 @@ SOON_S = 20
 """Less than the time between two looks at the CPU time of a script, so that something else has woken its worker."""
 
 
-@pytest.mark.parametrize("compared", [False, *in_campaign(True)])
-def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path, compared: bool) -> None:
+@pytest.mark.campaign
+def test_a_script_does_what_it_does_under_torchrun(tmp_path: Path) -> None:
     with running("torch_ddp.py", tmp_path, args="--lr 0.1") as ranks:
         assert {rank: outcome.status for rank, outcome in outcomes(ranks).items()} == {0: "done", 1: "done"}
         lines = [line for rank in ranks for line in rank.outbox.collect({}).lines if line.startswith("rank")]
     for rank, line in zip((0, 1), lines, strict=True):
         assert re.fullmatch(rf"rank {rank} of 2: loss \d\.\d+, lr 0\.1, attempt 0", line)
-    if compared:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
-        done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        assert lines == sorted(re.findall(r"rank .*?attempt \d+", done.stdout))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPTS / "torch_ddp.py"]
+    done = subprocess.run([sys.executable, *command, "--lr", "0.1"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert lines == sorted(re.findall(r"rank .*?attempt \d+", done.stdout))
 
 
 @pytest.mark.campaign
@@ -73,7 +71,7 @@ def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:
     assert other.failure is None or other.failure.collateral
 
 
-def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path: Path) -> None:
+def test_a_stopped_script_may_save(tmp_path: Path) -> None:
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")
@@ -81,6 +79,10 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
         ranks[1].gate.finish_step(1, 0, save=True)
         assert ranks[1].ends.result(timeout=SOON_S) == Outcome(status="stopped", step=0)
         ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
+
+
+@pytest.mark.campaign
+def test_a_hanging_script_shows_where_it_is(tmp_path: Path) -> None:
     with running("silent.py", tmp_path) as ranks:
         for rank in ranks:
             rank.heartbeats("formed")
@@ -91,6 +93,7 @@ def test_a_stopped_script_may_save_and_a_hanging_one_shows_where_it_is(tmp_path:
     assert "silent.py" in stacks[1].text
 
 
+@pytest.mark.campaign
 def test_the_cpu_time_of_a_rank_that_waits_for_another_is_no_progress(tmp_path: Path) -> None:
     look_s = 0.2
     words = ("recovery.hang_min_s=1", f"recovery.hang_max_s={look_s * WORK_CHECKS}")

@@ -18,6 +18,7 @@ from helpers.conformance.training import close_strategies, make
 from helpers.jobs.quick_jobs import QuickDigits
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator import Evaluation, Steering
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.strategies.trainer import Trainer
@@ -87,9 +88,6 @@ def expected_rate(step: int, *, made: int) -> float:
     return LR * (1 - 0.5 * step / (STEPS + 4)) * 0.25**made
 
 
-LAYOUTS_TO_STEER = ["single", "ddp-2", "sharded-ddp-2", "fsdp-2", "1F1B-2", "parameter_server-2+2"]
-
-
 def run(gang: Gang, job: Any, name: str, run_dir: Path, *, checkpoint: str | None = None, steps: int = STEPS) -> Any:
     layout = LAYOUTS[name]
     case = layout.of(Case(job=job, train=replace(TRAIN, steps=steps)))
@@ -97,7 +95,9 @@ def run(gang: Gang, job: Any, name: str, run_dir: Path, *, checkpoint: str | Non
     return gang.run(run_loop, case, layout.world_size, str(run_dir), path, EVERY, world_size=layout.world_size)
 
 
-@pytest.mark.parametrize("name", LAYOUTS_TO_STEER)
+@pytest.mark.parametrize(
+    "name", ["ddp-2", "1F1B-2", *in_campaign("single", "sharded-ddp-2", "fsdp-2", "parameter_server-2+2")]
+)
 def test_rates_fields_and_the_end_follow_in_every_layout_and_after_a_resume_in_another(
     gang: Gang, tmp_path: Path, name: str
 ) -> None:
@@ -115,7 +115,7 @@ def test_rates_fields_and_the_end_follow_in_every_layout_and_after_a_resume_in_a
     assert rates(rest) == pytest.approx({step: rates(whole)[step] for step in after})
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["1F1B-2", *in_campaign("single", "ddp-2")])
 def test_a_scheduler_that_follows_a_metric_is_stepped_after_each_evaluation(
     gang: Gang, tmp_path: Path, name: str
 ) -> None:

@@ -23,7 +23,7 @@ from orchestrator import batches_by_length
 
 @pytest.mark.parametrize(
     "options",
-    [DDP, pipeline("1F1B", 2, ("layer3",)), *in_campaign(pipeline("GPipe", 2))],
+    [DDP, *in_campaign(pipeline("1F1B", 2, ("layer3",)), pipeline("GPipe", 2))],
     ids=["ddp", "pipeline-layer3", "pipeline"],
 )
 def test_resnet50_on_two_workers_is_one_worker_with_two_micro_batches(gang, options):
@@ -57,8 +57,12 @@ MATRIX = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
 @pytest.mark.parametrize("grad_accumulation", [1, 3])
 @pytest.mark.parametrize(
     "job",
-    [LOGISTIC, replace(LOGISTIC, algorithm="sgd", lr=0.02), replace(LOGISTIC, sparse=False), MATRIX],
-    ids=["logistic-adagrad", "logistic-sgd", "logistic-dense", "matrix"],
+    [
+        LOGISTIC,
+        MATRIX,
+        *in_campaign(replace(LOGISTIC, algorithm="sgd", lr=0.02), replace(LOGISTIC, sparse=False)),
+    ],
+    ids=["logistic-adagrad", "matrix", "logistic-sgd", "logistic-dense"],
 )
 def test_sparse_gradients(gang, job, grad_accumulation):
     train = having(global_batch_size=101, grad_accumulation=grad_accumulation)
@@ -90,7 +94,7 @@ class NamesByLength(Names):
 
 @pytest.mark.parametrize(
     ("job", "grad_accumulation", "world_sizes"),
-    [(Names(width=8), 1, (2, 4)), (NamesByLength(width=8), 2, (3,))],
+    [(NamesByLength(width=8), 2, (3,)), *in_campaign((Names(width=8), 1, (2, 4)))],
 )
 def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     train = having(global_batch_size=25, grad_accumulation=grad_accumulation)
@@ -98,7 +102,7 @@ def test_names_of_unequal_length(gang, job, grad_accumulation, world_sizes):
     assert all(len(set(at_step)) > 1 for at_step in zip(*(r.weights for r in ranks), strict=True))
 
 
-@pytest.mark.campaign  # ``test_ports.py`` trains adapters, and ``test_preferences`` in parts
+@pytest.mark.campaign  # ``test_model_zoo.py`` trains adapters, and ``test_preferences`` in parts
 def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, tmp_path):
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     pytest.importorskip("peft")
@@ -136,11 +140,11 @@ def test_adapters_of_a_small_llama_train_alike_in_parts_and_are_exported(gang, t
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "hsdp-2x2"])
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", *in_campaign("hsdp-2x2")])
 @pytest.mark.parametrize(
     ("adapters", "sgd"),
-    [(False, True), (False, False), (True, True), (True, False)],
-    ids=["whole-sgd", "whole-adamw", "lora-sgd", "lora-adamw"],
+    [(True, False), (False, False), *in_campaign((True, True), (False, True))],
+    ids=["lora-adamw", "whole-adamw", "lora-sgd", "whole-sgd"],
 )
 def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters, sgd, layout):
     """The reference is a copy that is divided as the model is, or the model without its adapters."""
@@ -152,6 +156,7 @@ def test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters,
     assert rewards[-1]["rewards/margins"] > rewards[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.campaign
 @passes_constants
 def test_preferences_are_learned_alike_in_stages(gang, tmp_path):
     test_preferences_are_learned_alike_in_every_layout(gang, tmp_path, adapters=False, sgd=False, layout="1F1B-2")

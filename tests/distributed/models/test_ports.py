@@ -129,12 +129,12 @@ def text_files(tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("port", [digits, vit_cut_automatically, gan, *in_campaign(vit, lora)])
+@pytest.mark.parametrize("port", [digits, gan, *in_campaign(vit_cut_automatically, vit, lora)])
 def test_a_port_has_the_losses_of_one_worker(gang: Gang, port: Callable[..., tuple[Job, Any]]) -> None:
     assert_equal_losses(gang, *port())
 
 
-@pytest.mark.parametrize("port", [nanogpt, causal_lm])
+@pytest.mark.parametrize("port", [nanogpt, *in_campaign(causal_lm)])
 def test_the_port_of_a_language_model_has_the_losses_of_one_worker(
     gang: Gang, tmp_path: Path, port: Callable[[Path], Job]
 ) -> None:
@@ -276,6 +276,7 @@ def test_pretrained_weights_are_those_of_the_folder(
     assert_equal_losses(gang, job, split)
 
 
+@pytest.mark.campaign  # ``test_model_zoo.py`` trains adapters
 def test_adapters_are_saved_from_a_checkpoint(gang: Gang, hub: Path, tmp_path: Path) -> None:
     job, split = lora(pretrained=str(hub / "gpt2"))
     from peft import PeftModel

@@ -96,7 +96,11 @@ WHOLE_TENSORS = Case(job=OfTall(kind=Preconditioned), train=having(steps=STEPS, 
 
 @pytest.mark.parametrize(
     ("saved_by", "continued_by"),
-    [("fsdp-2", "single"), ("fsdp-2", "fsdp-4"), ("fsdp-2", "mesh-zero1-in-stages-2x2"), ("single", "sharded-ddp-3")],
+    [
+        ("fsdp-2", "single"),
+        ("single", "sharded-ddp-3"),
+        *in_campaign(("fsdp-2", "fsdp-4"), ("fsdp-2", "mesh-zero1-in-stages-2x2")),
+    ],
 )
 def test_state_for_updates_of_whole_tensors_is_read_by_all(
     gang: Gang, saved_by: str, continued_by: str, root: Path
@@ -162,7 +166,7 @@ class HandCut(ScheduledChain):
         return [nn.Sequential(model.first, nn.Tanh()), nn.Sequential(model.second, nn.Tanh(), model.head)]
 
 
-@pytest.mark.parametrize("saved_by", ["GPipe-2", "1F1B-2x2"])
+@pytest.mark.parametrize("saved_by", ["GPipe-2", *in_campaign("1F1B-2x2")])
 def test_tensors_that_no_stage_uses_are_saved_too(gang: Gang, saved_by: str, root: Path) -> None:
     case = Case(job=ScheduledChain(build=Named), train=having(steps=STEPS, global_batch_size=32))
     alone, end = uninterrupted(gang, case)

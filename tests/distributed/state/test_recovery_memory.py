@@ -90,7 +90,7 @@ def observed(rank: int, case: Case, sources: Sequence[int], new: Sequence[int]) 
     ("name", "sources", "new"),
     [
         ("hsdp-2x2", (0, 1, 0, 1), (2,)),
-        ("sharded-ddp-2", (0, 1), ()),
+        *in_campaign(("sharded-ddp-2", (0, 1), ())),
         *in_campaign(("ddp-4", (0, 0, 2, 0), (1,)), ("GPipe-2x2", (0, 1, 0, 1), (2,))),
         *in_campaign(("fsdp-3", (0, 1, 2), ()), ("fsdp-1F1B-2x2", (0, 1, 2, 3), ()), ("1F1B-2", (0, 1), ())),
     ],

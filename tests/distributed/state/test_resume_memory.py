@@ -11,7 +11,6 @@ from helpers.conformance.layouts import LAYOUTS
 from helpers.conformance.training import assert_same_state, close_strategies, make, model_of, piece
 from helpers.jobs.quick_jobs import AdamDigits
 from helpers.ranks.gang import Gang
-from helpers.records.runs import in_campaign
 from orchestrator.state.checkpoint import load, save
 from orchestrator.state.train_state import TrainState
 from orchestrator.worker.measure.step_metrics import peak_memory_mb
@@ -43,7 +42,8 @@ def resumed(rank: int, case: Case, checkpoint: str) -> tuple[float, TrainState |
     return peak_mb - before_mb - TRAINING * parameters_mb, strategy.capture(step=1, samples_consumed=32, into=None)
 
 
-@pytest.mark.parametrize("name", ["single", *in_campaign("1F1B-2", "ddp-2")])
+@pytest.mark.campaign  # ``test_parts.py`` measures a rank that loads its part
+@pytest.mark.parametrize("name", ["single", "1F1B-2", "ddp-2"])
 def test_the_peak_of_a_resume_is_that_of_training(gang: Gang, tmp_path: Path, name: str) -> None:
     case = LAYOUTS[name].of(Case(job=LARGE, train=having(steps=2, global_batch_size=32)))
     world_size = LAYOUTS[name].world_size

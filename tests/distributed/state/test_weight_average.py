@@ -17,6 +17,7 @@ from helpers.jobs.quick_jobs import AdamDigits, QuickDigits, digits
 from helpers.jobs.toys import TwoHeads
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
 from orchestrator.strategies.trainer import Trainer
@@ -106,7 +107,7 @@ def last_evaluation(ran: Ran) -> EvalPoint:
     return next(p for p in reversed(ran.points) if isinstance(p, EvalPoint))
 
 
-@pytest.mark.parametrize("name", ["single", "sharded-ddp-2", "fsdp-2", "1F1B-2"])
+@pytest.mark.parametrize("name", ["fsdp-2", "1F1B-2", *in_campaign("single", "sharded-ddp-2")])
 def test_it_is_evaluated_and_sampled_with_the_weights_swapped_in_and_back(
     gang: Gang, tmp_path: Path, name: str
 ) -> None:

@@ -63,7 +63,7 @@ def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [LOCKED, LOCKED_UPDATE], ids=["step", "update"])
 def test_a_lock_loses_no_update(gang: Gang, options: schema.StrategyConfig) -> None:
-    case = Case(job=Toy(), train=having(global_batch_size=20, steps=200), options=options)
+    case = Case(job=Toy(), train=having(global_batch_size=20, steps=60), options=options)
     ranks = gang.run(train_to_the_end, case, world_size=4)
     assert ranks[0]["figures"]["hogwild/lost_updates_pct"] == 0
     if options is LOCKED:

@@ -31,6 +31,7 @@ from helpers.conformance.training import (
 from helpers.jobs.quick_jobs import AdamDigits, ScheduledDigits, digits
 from helpers.jobs.toys import Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
@@ -162,11 +163,10 @@ SPARSE = SparseLogistic(features=200, samples=600, words=20, lr=0.1)
     ("job", "clip_norm"),
     [
         (SPARSE, 0.5),
-        (replace(SPARSE, algorithm="sgd"), None),
-        (replace(SPARSE, features=140_000), None),
         (MatrixCompletion(size=60, rank=3, observed=600), 0.5),
+        *in_campaign((replace(SPARSE, algorithm="sgd"), None), (replace(SPARSE, features=140_000), None)),
     ],
-    ids=["adagrad", "sgd", "long table", "two tables"],
+    ids=["adagrad", "two tables", "sgd", "long table"],
 )
 def test_sparse_gradients(gang: Gang, job: Any, clip_norm: float | None) -> None:
     case = Case(job=job, train=having(global_batch_size=24, clip_norm=clip_norm, steps=30))

@@ -16,6 +16,7 @@ from helpers.conformance.training import losses, piece, train
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.gang import Gang
+from helpers.records.runs import in_campaign
 from jobs.sparse import MatrixCompletion
 from orchestrator.strategies.update.gradients import norm_over
 
@@ -45,7 +46,7 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("name", [SHARED, HALVED, "1F1B-2x2-replicas-close"])
+@pytest.mark.parametrize("name", [SHARED, HALVED, *in_campaign("1F1B-2x2-replicas-close")])
 @pytest.mark.parametrize(
     "job",
     [
@@ -54,7 +55,7 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
     ],
 )
 def test_tied_weights(gang: Gang, job: Toy, name: str) -> None:
-    assert_as_alone(gang, case(job, steps=20), name, want_grad_norm=True)
+    assert_as_alone(gang, case(job, steps=8), name, want_grad_norm=True)
 
 
 def frozen_in_the_middle() -> torch.nn.Module:
@@ -132,7 +133,7 @@ def test_evaluation_is_exact(gang: Gang, job: Toy, name: str) -> None:
     assert_evaluated_exactly(gang, case(job, steps=2), name)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [HALVED, *in_campaign(*(name for name in EACH if name != HALVED))])
 def test_dropout(gang: Gang, name: str) -> None:
     dropping = case(Toy(build=of.dropped, lr=0.02), steps=30)
     ranks, _ = assert_evaluated_exactly(gang, dropping, name)
@@ -140,7 +141,7 @@ def test_dropout(gang: Gang, name: str) -> None:
     assert curve[-5:].mean() < 0.9 * curve[:5].mean(), "nothing was learned"
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [PLAIN, *in_campaign(*(name for name in EACH if name != PLAIN))])
 def test_the_same_seed_and_cut_drop_the_same(gang: Gang, name: str) -> None:
     layout = LAYOUTS[name]
     cut = layout.of(case(Toy(build=of.dropped), steps=3), split=("second", "third", "head"))
@@ -150,7 +151,7 @@ def test_the_same_seed_and_cut_drop_the_same(gang: Gang, name: str) -> None:
     assert not torch.equal(losses(other), losses(first))
 
 
-@pytest.mark.parametrize("build", [of.normed, of.averaging])
+@pytest.mark.parametrize("build", [of.normed, *in_campaign(of.averaging)])
 def test_running_statistics_of_micro_batches_are_those_of_slices(gang: Gang, build) -> None:
     """What a stage sees is the same as with accumulation on one worker, in the same order."""
     slices = case(Toy(build=build), grad_accumulation=4)

@@ -10,6 +10,7 @@ from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.stage_toys import Answers, Lengths, NestedBatches
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import SOON_S, Gang
+from helpers.records.runs import in_campaign
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 """A stage a worker; backward passes in halves, neighbours on one worker; replicas."""
@@ -22,7 +23,8 @@ def case(job, **changes):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", [PLAIN, HALVED, "DualPipeV-2"])
 @pytest.mark.parametrize(
-    "build", [pytest.param(of.pairs, marks=passes_constants), of.skips, of.nested, of.same_twice, of.views]
+    "build",
+    [pytest.param(of.pairs, marks=passes_constants), of.nested, of.views, *in_campaign(of.skips, of.same_twice)],
 )
 def test_tensors_of_every_sort_in_any_structure(gang: Gang, build, name: str) -> None:
     assert_as_alone(gang, case(Toy(build=build)), name)
@@ -38,8 +40,8 @@ def test_inputs_targets_and_outputs_of_any_structure(gang: Gang, job, name: str)
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("name", [HALVED, PLAIN, SHARED])
-@pytest.mark.parametrize("build", [of.used_twice, of.table_used_twice, of.frozen_in_between])
+@pytest.mark.parametrize("name", [HALVED, PLAIN, *in_campaign(SHARED)])
+@pytest.mark.parametrize("build", [of.used_twice, of.frozen_in_between, *in_campaign(of.table_used_twice)])
 def test_layers_used_twice_or_frozen(gang: Gang, build, name: str) -> None:
     assert_as_alone(gang, case(Toy(build=build)), name, want_grad_norm=True)
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from helpers.conformance.cases import DDP, SINGLE, Case, config_of, options_of, plan_of
+from helpers.conformance.reference import trained_plainly
 from helpers.conformance.training import Steps, losses, train
 from helpers.jobs.quick_jobs import digits
 from helpers.ranks.gang import Gang
+from helpers.ranks.job_trials import one_thread
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
@@ -161,14 +163,19 @@ def kind_of(name: str) -> tuple[object, ...]:
 def in_turn(names: Iterable[str], turn: int = 0) -> set[str]:
     """A layout of each kind, and another one of the kind at the next turn.
 
-    Of the kinds that divide a model, those of one dimension and those of several take turns too, if there are both.
+    Of the kinds that divide a model, those of one dimension and those of several take turns too, if there are both, and
+    one of them is left out in turn.
     """
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
     lengths = sorted({len(kind) for kind in kinds if len(kind) > 1})  # with whether the optimizer is sharded
     now = lengths[(turn + 1) % len(lengths)] if lengths else 1
-    return {of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now)}
+    divided = [kind for kind in kinds if len(kind) == now > 1]
+    left_out = divided[(turn // len(lengths) + 1) % len(divided)] if len(divided) > 1 else None
+    return {
+        of_kind[turn % len(of_kind)] for kind, of_kind in kinds.items() if len(kind) in (1, now) and kind != left_out
+    }
 
 
 def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()) -> list[Any]:
@@ -206,17 +213,41 @@ def whole_model(ranks: list[Steps]) -> dict[str, Tensor]:
 
 
 @cache
-def _alone(gang: Gang, case: Case, want_grad_norm: bool) -> Steps:
+def _alone(gang: Gang, case: Case, want_grad_norm: bool, plain: bool) -> Steps:
+    if plain:
+        with one_thread():
+            return trained_plainly(case).steps
     (alone,) = gang.run(train, case, want_grad_norm, world_size=1)
     return alone
 
 
 def assert_as_alone(
-    gang: Gang, case: Case, *layouts: str | Layout, rtol: float = SGD, want_grad_norm: bool = False, **changes: Any
+    gang: Gang,
+    case: Case,
+    *layouts: str | Layout,
+    rtol: float = SGD,
+    norm_rtol: float | None = None,
+    want_grad_norm: bool = False,
+    plain: bool = False,
+    **changes: Any,
 ) -> dict[str | Layout, list[Steps]]:
-    """Train in each of the layouts, with these ``changes`` to its options, and compare losses, norms and model with
-    one worker; what the ranks saw."""
-    alone = _alone(gang, replace(case, options=DDP), want_grad_norm)
+    """Train in each layout and compare losses, norms and model with one worker.
+
+    Args:
+        gang: the processes.
+        case: the job and how it is trained.
+        layouts: the layouts, or their names.
+        rtol: the tolerance of the losses.
+        norm_rtol: the tolerance of the norms; None for 100 times that of the losses.
+        want_grad_norm: whether the norm is formed although nothing is clipped.
+        plain: whether the worker is a loop in plain torch, which costs less; it knows neither precisions nor dropout.
+        changes: changes to the options of the layouts.
+
+    Returns:
+        What the ranks saw.
+    """
+    alone = _alone(gang, replace(case, options=DDP), want_grad_norm, plain)
+    norm_rtol = 100 * rtol if norm_rtol is None else norm_rtol
     expected = losses([alone])
     assert expected[-1] < expected[0], "nothing was learned, so nothing is compared"
     seen = {}
@@ -232,6 +263,6 @@ def assert_as_alone(
             assert rank.skipped == alone.skipped
             assert [n is None for n in rank.norms] == [n is None for n in alone.norms]
             if None not in rank.norms:
-                torch.testing.assert_close(rank.norms, alone.norms, rtol=100 * rtol, atol=0, equal_nan=True)
+                torch.testing.assert_close(rank.norms, alone.norms, rtol=norm_rtol, atol=0, equal_nan=True)
         seen[name] = ranks
     return seen

@@ -1,10 +1,12 @@
 """A bare training loop, to run a case on a rank, and comparisons of what it trained."""
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,11 @@ from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies import registry
+from orchestrator.strategies import registry, trainer
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.pipelined import stage_builder
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
@@ -89,10 +92,17 @@ def built(
     return strategy
 
 
-def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False) -> Strategy:
+def make(
+    case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False, compares_parts: bool = True
+) -> Strategy:
     """The strategy of ``case`` on this rank of the default group, set up.
 
-    ``refused_by_one``: whether a rank may refuse what others would go on with; then all end, as the driver ends them.
+    Args:
+        case: the job and how it is trained.
+        rank: the rank of this process.
+        peer_copy_every: the steps between copies in the memory of a neighbour.
+        refused_by_one: whether a rank may refuse what others would go on with; then all end, as the driver ends them.
+        compares_parts: whether rank 0 compares a batch with its halves for a note, which takes long.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(case, world_size)
@@ -113,7 +123,8 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: boo
     made.append(strategy)
     error: Exception | None = None
     try:
-        strategy.setup(case.job.dataset("train"))
+        with comparing(compares_parts):
+            strategy.setup(case.job.dataset("train"))
     except Exception as e:
         error = e
     failed = [error is not None]
@@ -124,9 +135,18 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: boo
         raise error
     if any(failed):
         raise ConnectionError("another rank has refused")
-    strategy.attach()
+    with comparing(compares_parts):
+        strategy.attach()
     strategy.sync_initial_state()
     return strategy
+
+
+@contextlib.contextmanager
+def comparing(compares: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module in () if compares else (trainer, stage_builder):
+            stack.enter_context(patch.object(module, "warning_about_parts", return_value=None))
+        yield
 
 
 def close_strategies() -> None:
@@ -172,7 +192,7 @@ def batches_in(job: Job, seed: int, share: Share, steps: range, *, read: bool = 
 
 def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
     """Train ``case`` on this rank from the first step to the last."""
-    strategy = make(case, rank)
+    strategy = make(case, rank, compares_parts=False)
     return watched(strategy, steps(strategy, want_grad_norm=want_grad_norm))
 
 
@@ -220,7 +240,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[Steps, TrainState | None]:
     """Train from ``state``, which rank 0 alone looks at, to step ``stop``; what rank 0 would save."""
-    strategy, done = make(case, rank), 0
+    strategy, done = make(case, rank, compares_parts=False), 0
     if state is not None:
         meta = strategy.restore(state if rank == 0 else None, source=0)
         assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
@@ -237,7 +257,7 @@ def default_store() -> dist.Store | None:
 def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, TrainState | None]:
     """Train from the first step to step ``stop`` and save a checkpoint in ``root``, as the ranks of a run do; what rank
     0 would save alone."""
-    strategy = make(case, rank)
+    strategy = make(case, rank, compares_parts=False)
     seen = watched(strategy, steps(strategy, last=stop))
     position = {"step": stop, "samples_consumed": stop * case.train.global_batch_size}
     own = strategy.capture_part(**position, into=None)
@@ -264,7 +284,7 @@ def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, Tr
 
 def restored(rank: int, case: Case, checkpoints: dict[str, Path]) -> dict[str, list[str]]:
     """Load each of the checkpoints in turn; on rank 0, what differs in the state that it would save then."""
-    strategy, found = make(case, rank), {}
+    strategy, found = make(case, rank, compares_parts=False), {}
     for name, path in checkpoints.items():
         state = load(path)
         if len(strategy.writers) > 1:

@@ -106,13 +106,18 @@ class SlowToBuild(Digits):
 
 @dataclass(frozen=True, kw_only=True)
 class Environed(Digits):
-    """Prints environment variables where the model is built."""
+    """Prints environment variables where the model is built, and sleeps in each step."""
 
     variables: tuple[str, ...] = ()
+    pause_ms: float = 0.0
 
     def model(self) -> nn.Module:
         print(" ".join(f"{name}={os.environ.get(name)}" for name in self.variables))
         return super().model()
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        time.sleep(self.pause_ms / 1e3)
+        return super().loss(output, target)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ import os
 import signal
 import time
 
-import mlflow
-
 import orchestrator
 
 saved = orchestrator.checkpoint_dir() / "step.txt"
@@ -14,8 +12,11 @@ begin = int(saved.read_text()) if saved.exists() else 0
 for step in range(begin + 1, 21):
     orchestrator.report(step=step, steps=20, loss=1 / step + rank, samples=8, accuracy=step / 20)
     if rank == 0 and step == 10:
-        with mlflow.start_run():
-            mlflow.log_metric("own", attempt, step=step)
+        if "MLFLOW_RUN_ID" in os.environ:
+            import mlflow
+
+            with mlflow.start_run():
+                mlflow.log_metric("own", attempt, step=step)
         saved.write_text("10")
     while attempt == 0 and step == 10 and not saved.exists():
         time.sleep(0.01)

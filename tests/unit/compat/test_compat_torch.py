@@ -37,7 +37,7 @@ def test_the_bytes_of_a_tensor_are_its_memory_whatever_its_strides() -> None:
     assert rows[2, 1] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_warning_about_the_memory_of_fake_tensors_is_hidden() -> None:
     """In a process of its own, because torch warns once in each."""
     script = (

@@ -31,7 +31,7 @@ def stages_allowed(schedule: Schedule) -> tuple[int, ...]:
     return (least, least + 1, least + 2) if schedule.more_stages else (least,)
 
 
-@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4))])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_the_numbers_of_microbatches_are_those_that_torch_accepts(schedule: Schedule, workers: int) -> None:
     for stages_per_rank in stages_allowed(schedule):

@@ -76,7 +76,7 @@ def test_every_probe_exists_and_takes_its_arguments() -> None:
         inspect.signature(asked.load()).bind(on_cpu=True, **asked.arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_command_saves_its_table_and_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_model_that_raises_while_it_is_cut_is_refused_by_the_strategies_that_c
     assert all("fails with tensors that have a shape and no values" in c.refused for c in contenders)
 
 
+@pytest.mark.campaign
 def test_layouts_that_divide_layers_or_tokens_are_predicted_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     job = GPT(variant="llama", layers=2, width=32, heads=4, hidden=64, context=16)
     found = chooser(job, "strategy.candidates=[single,mesh]")

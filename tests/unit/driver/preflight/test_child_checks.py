@@ -64,7 +64,7 @@ def test_a_child_that_dies_is_a_sentence(function: Callable[[], None], timeout_s
         in_child(function, timeout_s=timeout_s)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_backward_pass_that_no_fork_can_run_runs_in_a_new_process() -> None:
     """In a CUDA build, fake tensors and a backward pass start the threads that a GPU has."""
     script = """

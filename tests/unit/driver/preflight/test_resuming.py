@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from helpers.files.golden import Golden
 from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
+from helpers.records.runs import in_campaign
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
@@ -144,12 +145,13 @@ for folder in map(Path, tries):
 
 
 @pytest.mark.slow
-def test_of_two_that_resume_at_once_one_gets_the_run(tmp_path: Path) -> None:
-    """Ten races: for a run to continue, and for the first run of a name."""
-    folders = [tmp_path / f"{number}" for number in range(10)]
+@pytest.mark.parametrize("races", [2, *in_campaign(10)])
+def test_of_two_that_resume_at_once_one_gets_the_run(tmp_path: Path, races: int) -> None:
+    """Half of the races are for a run to continue, and half for the first run of a name."""
+    folders = [tmp_path / f"{number}" for number in range(races)]
     for folder in folders:
         folder.mkdir()
-    for folder in folders[:5]:
+    for folder in folders[: races // 2]:
         an_earlier_run(folder, state="running", driver=NOBODY)
     path = os.pathsep.join(filter(None, sys.path))
     racers = [

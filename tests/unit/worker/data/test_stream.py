@@ -47,6 +47,7 @@ def order_of(kind: type[Plain], n: int, *, epochs: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Plain, Epochs, Counting, Stateful])
 def test_all_ranks_together_read_the_stream(kind: type[Plain], num_workers: int) -> None:
