@@ -46,6 +46,7 @@ def test_too_little_memory_is_explained_although_no_group_can_be_destroyed(run: 
     assert "train.grad_accumulation=1" in result.reason
 
 
+@pytest.mark.campaign
 def test_a_worker_that_lives_is_not_reported_as_dead(run: Callable[..., Any]) -> None:
     result = run(*SHORT, "job._target_=helpers.jobs.faulty_jobs.Secretive", "job.hidden=16")
     assert result.exit_code == 1

@@ -86,6 +86,7 @@ def test_a_rank_that_hangs_at_the_same_step_again_gets_twice_the_time(run: Any) 
     assert "in phase eval (recovery.hang_max_s): " in lost["reason"]
 
 
+@pytest.mark.campaign
 def test_a_spare_has_loaded_the_job_before_it_is_needed(run: Any, tmp_path: Path) -> None:
     enrolled = tmp_path / "enrolled"
     enrolled.mkdir()

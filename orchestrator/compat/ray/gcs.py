@@ -5,6 +5,7 @@ Ray also keeps the metadata of submitted jobs among these values."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
 
 from orchestrator.compat.ray.connection import is_own_ray, known_nodes
 from orchestrator.compat.ray.internals import Internal, find_internal
@@ -25,6 +27,8 @@ ANSWER_TIMEOUT_S = 10.0
 """After this, an answer of the GCS server counts as lost; a busy one takes less."""
 ATTEMPTS = 6
 """How often the GCS server is asked."""
+CREATION_UNANSWERED = "timeout in creating the placement group"
+"""Part of the message of the exception, which has no type of its own."""
 NODE_HAS_DIED = "its node has died"
 """Part of the message by which the GCS server explains the death of an actor. The exception has no field for it."""
 
@@ -45,6 +49,23 @@ def draining_nodes() -> Collection[str]:
     """Return the ids of the nodes that have been told to drain. Blocks while the GCS server does not answer."""
     ids: Collection[str] = find_internal(Internal.DRAINING_NODES)()
     return ids
+
+
+def create_placement_group(bundles: list[dict[str, float]], *, name: str, **options: Any) -> PlacementGroup:
+    """Create a placement group with a name that no other one of this driver has.
+
+    Ray waits a minute for an answer of the GCS server. If that is lost, the group may exist all the same.
+    """
+    create: Callable[[], PlacementGroup] = functools.partial(placement_group, bundles, name=name, **options)
+    find: Callable[[], PlacementGroup] = functools.partial(get_placement_group, name)
+    try:
+        return create()
+    except Exception as e:
+        if CREATION_UNANSWERED not in str(e):
+            raise
+    with contextlib.suppress(ValueError):  # none has this name
+        return _answer(find)
+    return create()
 
 
 def all_nodes() -> Sequence[Any]:

@@ -15,12 +15,12 @@ import ray
 import ray.exceptions
 from ray.util.placement_group import (
     PlacementGroup,
-    placement_group,
     placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from orchestrator.compat.ray.gcs import create_placement_group
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GATHER_S, GangError, check_ray, completed, describe_error
 from orchestrator.driver.process.waiting import MESSAGE_EVERY_S, ResourceWait, WaitMonitor
@@ -172,7 +172,7 @@ class Slots:
     def _reserve(self, count: int, strategy: str, *, avoid: Collection[str]) -> list[int]:
         slots = list(range(self._reserved, self._reserved + count))
         avoided = ",".join(sorted(avoid))
-        group: PlacementGroup = placement_group(
+        group = create_placement_group(
             [dict(self.resources) for _ in slots],
             strategy=strategy,
             name=f"{self._label}/{self._reserved}",

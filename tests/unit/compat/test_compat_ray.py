@@ -65,6 +65,30 @@ def test_a_question_whose_answer_is_lost_is_asked_again(monkeypatch: pytest.Monk
         gcs.free_resources()
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_placement_group_whose_answer_is_lost_is_found_or_created_again(
+    monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    asked = []
+
+    def create(bundles: object, *, name: str, strategy: str) -> str:
+        asked.append((bundles, name, strategy))
+        if len(asked) == 1:
+            raise ray.exceptions.GetTimeoutError("There was timeout in creating the placement group of id 1a.")
+        return "created"
+
+    def find(name: str) -> str:
+        if not exists:
+            raise ValueError(f"Failed to look up placement group with name: {name}")
+        return f"found {name}"
+
+    monkeypatch.setattr(gcs, "placement_group", create)
+    monkeypatch.setattr(gcs, "get_placement_group", find)
+    group = gcs.create_placement_group([{"CPU": 1}], name="run/0", strategy="PACK")
+    assert (group, len(asked)) == (("found run/0", 1) if exists else ("created", 2))
+    assert {name for _, name, _ in asked} == {"run/0"}
+
+
 def test_a_server_that_is_started_again_is_waited_for_and_not_for_ever() -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConnectionError, match="unavailable"):
