@@ -43,7 +43,7 @@ for script in sorted(folder.glob("**/[a-z]*.py")):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_benchmark_imports() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE_IMPORTS, str(ROOT)], capture_output=True, text=True, timeout=100, check=False
