@@ -138,7 +138,7 @@ def test_only_data_is_loaded(golden: Golden) -> None:
     found = unpickled(own, names, module=__name__)
     assert [type(item) for item in found] == [Few, Counter, np.ndarray, Tensor, set, type(len)]
     assert found[3].shape == (2, 0)
-    for value in (os.system, Few, print):
+    for value in (os.system, Few, eval):
         with golden.raises(UnpicklingError):
             unpickled(pickled(value)[0], [], module="os")
     scalars = [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(True), np.int64(3), deque([1])]
