@@ -32,7 +32,7 @@ class Seen:
 
 
 def observe(rank: int, case: Case) -> Seen:
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     assert isinstance(strategy, Pipeline)
     spans = [strategy.spans() for _ in steps(strategy)]
     return Seen(spans=spans, live={stage.stage_index: stage.live for stage in strategy.timed_stages})

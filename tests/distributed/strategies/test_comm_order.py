@@ -36,7 +36,7 @@ GRIDS: dict[str, Callable[[str], Layout]] = {
 def everything(rank: int, case: Case) -> list[Launch]:
     """Set up, train, evaluate if there is a validation set, save, load, and recover from the first replica."""
     with recorded() as launches:
-        strategy = make(case, rank, compares_parts=False)
+        strategy = make(case, rank)
         for _ in steps(strategy):
             pass
         if (val_set := case.job.dataset("val")) is not None:
@@ -165,7 +165,7 @@ def until_refused(rank: int, case: Case) -> None:
     """Rank 0 may enqueue one more operation after its first step, as if its groups were aborted then."""
     gate = CountingGate()
     with recorded(gate):
-        remaining = steps(make(case, rank, compares_parts=False))
+        remaining = steps(make(case, rank))
         next(remaining)
         if rank == 0:
             gate.closes_after = gate.passed + 1

@@ -149,7 +149,7 @@ def test_checkpoints_go_to_and_from_other_layouts(gang: Gang, layout: str, other
 
 def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int, dict[str, Metric]]:
     """The first values of a rank's replica, how many elements the rank itself trains, and its metrics of a step."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     assert isinstance(strategy, Trainer)
     return snapshot(model_of(strategy)), sum(p.numel() for p in strategy.trained.parameters), {**strategy.metrics()}
 

@@ -60,9 +60,9 @@ def case_of(layout: Layout, job: GPT = JOB, **changes: Any) -> Case:
     return layout.of(case, split=tuple(f"block{block}" for block in range(each, job.layers, each)))
 
 
-def begun(rank: int, case: Case, *, compares_parts: bool = False) -> Trainer:
+def begun(rank: int, case: Case) -> Trainer:
     """The strategy of a rank. On a fake group, whose operations have no results, DDP does not await them."""
-    strategy = make(case, rank, compares_parts=compares_parts)
+    strategy = make(case, rank)
     assert isinstance(strategy, Trainer)
     replica = getattr(strategy.passes, "forward_model", None)
     if isinstance(replica, DistributedDataParallel) and dist.get_backend() == "fake":
@@ -82,7 +82,7 @@ def second_step(rank: int, case: Case) -> Communicated:
 def largest_bytes(rank: int, case: Case) -> int:
     """The most that the tensors of a rank take at once in its second step."""
     with Allocations() as allocated:
-        results = steps(begun(rank, case, compares_parts=True))
+        results = steps(begun(rank, case))
         next(results)
         allocated.peak_bytes = 0
         next(results)

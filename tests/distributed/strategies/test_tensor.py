@@ -103,7 +103,7 @@ def test_tokens_divided_between_layers(gang: Gang, layout: str, case: Case) -> N
 
 def initial(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
     """The first values of a rank's replica, and how many elements the rank itself trains."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     assert isinstance(strategy, Trainer)
     return snapshot(model_of(strategy)), sum(p.numel() for p in strategy.trained.parameters)
 
@@ -149,7 +149,7 @@ def test_checkpoints_go_to_and_from_other_layouts(
 
 
 def evaluated(rank: int, case: Case, checkpoint: Path) -> EvalPoint:
-    strategy, state = make(case, rank, compares_parts=False), load(checkpoint)
+    strategy, state = make(case, rank), load(checkpoint)
     if len(strategy.writers) > 1:
         strategy.restore_part(state)
     else:

@@ -23,7 +23,7 @@ from orchestrator.worker.data.batches import EvalBatches
 
 def evaluated_in_slices(rank: int, case: Case) -> tuple[int, EvalPoint]:
     """How many samples this rank evaluates at once, and the sums over its samples."""
-    strategy, val_set = make(case, rank, compares_parts=False), case.job.dataset("val")
+    strategy, val_set = make(case, rank), case.job.dataset("val")
     assert val_set is not None
     return strategy.eval_batch_size, validated(strategy, rank, val_set)
 
@@ -32,7 +32,7 @@ def trained_and_evaluated(
     rank: int, case: Case, state: TrainState | None
 ) -> tuple[Steps, TrainState | None, list[EvalSums]]:
     """Train ``case``, or take the ``state`` that another layout has come to, and evaluate it twice."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     if state is not None:
         strategy.restore(state if rank == 0 else None, source=0)
     seen = watched(strategy, steps(strategy) if state is None else [])
@@ -77,7 +77,7 @@ def assert_evaluated_exactly(gang: Gang, case: Case, name: str, *, rtol: float =
 
 
 def _scored(rank: int, case: Case) -> EvalPoint:
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     point = validated(strategy, rank, strategy.job.dataset("val"))
     assert strategy.own_model is None or strategy.own_model.training
     return point

@@ -27,7 +27,7 @@ class Seen:
 
 def trained(rank: int, case: Case, want_grad_norm: bool) -> Seen:
     """Train ``case`` on this rank."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     seen = watched(strategy, steps(strategy, want_grad_norm=want_grad_norm))
     state = strategy.capture(step=0, samples_consumed=0, into=None)
     return Seen(steps=seen, averages={} if state is None else averages(state.optimizer))

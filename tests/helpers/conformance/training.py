@@ -1,12 +1,10 @@
 """A bare training loop, to run a case on a rank, and comparisons of what it trained."""
 
-import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,11 +23,10 @@ from orchestrator.state.checkpoint_uploader import Written
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies import registry, trainer
+from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import StepResult, Strategy
-from orchestrator.strategies.pipelined import stage_builder
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.optimizer_shards import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
@@ -92,9 +89,7 @@ def built(
     return strategy
 
 
-def make(
-    case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False, compares_parts: bool = True
-) -> Strategy:
+def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: bool = False) -> Strategy:
     """The strategy of ``case`` on this rank of the default group, set up.
 
     Args:
@@ -102,7 +97,6 @@ def make(
         rank: the rank of this process.
         peer_copy_every: the steps between copies in the memory of a neighbour.
         refused_by_one: whether a rank may refuse what others would go on with; then all end, as the driver ends them.
-        compares_parts: whether rank 0 compares a batch with its halves for a note, which takes long.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(case, world_size)
@@ -123,8 +117,7 @@ def make(
     made.append(strategy)
     error: Exception | None = None
     try:
-        with comparing(compares_parts):
-            strategy.setup(case.job.dataset("train"))
+        strategy.setup(case.job.dataset("train"))
     except Exception as e:
         error = e
     failed = [error is not None]
@@ -135,18 +128,9 @@ def make(
         raise error
     if any(failed):
         raise ConnectionError("another rank has refused")
-    with comparing(compares_parts):
-        strategy.attach()
+    strategy.attach()
     strategy.sync_initial_state()
     return strategy
-
-
-@contextlib.contextmanager
-def comparing(compares: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for module in () if compares else (trainer, stage_builder):
-            stack.enter_context(patch.object(module, "warning_about_parts", return_value=None))
-        yield
 
 
 def close_strategies() -> None:
@@ -192,7 +176,7 @@ def batches_in(job: Job, seed: int, share: Share, steps: range, *, read: bool = 
 
 def train(rank: int, case: Case, want_grad_norm: bool = False) -> Steps:
     """Train ``case`` on this rank from the first step to the last."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     return watched(strategy, steps(strategy, want_grad_norm=want_grad_norm))
 
 
@@ -240,7 +224,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[Steps, TrainState | None]:
     """Train from ``state``, which rank 0 alone looks at, to step ``stop``; what rank 0 would save."""
-    strategy, done = make(case, rank, compares_parts=False), 0
+    strategy, done = make(case, rank), 0
     if state is not None:
         meta = strategy.restore(state if rank == 0 else None, source=0)
         assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
@@ -257,7 +241,7 @@ def default_store() -> dist.Store | None:
 def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, TrainState | None]:
     """Train from the first step to step ``stop`` and save a checkpoint in ``root``, as the ranks of a run do; what rank
     0 would save alone."""
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     seen = watched(strategy, steps(strategy, last=stop))
     position = {"step": stop, "samples_consumed": stop * case.train.global_batch_size}
     own = strategy.capture_part(**position, into=None)
@@ -284,7 +268,7 @@ def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, Tr
 
 def restored(rank: int, case: Case, checkpoints: dict[str, Path]) -> dict[str, list[str]]:
     """Load each of the checkpoints in turn; on rank 0, what differs in the state that it would save then."""
-    strategy, found = make(case, rank, compares_parts=False), {}
+    strategy, found = make(case, rank), {}
     for name, path in checkpoints.items():
         state = load(path)
         if len(strategy.writers) > 1:

@@ -76,7 +76,7 @@ def recovered_by(
         By how much the version counters of this rank's parameters have grown; the operators that have copied tensors;
         and the model.
     """
-    strategy = make(case, rank, compares_parts=False)
+    strategy = make(case, rank)
     assert isinstance(strategy, Trainer)
     for result in steps(strategy, last=2):
         result.loss_sum.item()
