@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:
-    # Imported here because --help must not wait seconds for torch and Ray.
     from orchestrator.config.compose import compose
-    from orchestrator.driver.doctor_checks import examine
     from orchestrator.strategies import registry
 
     errors: list[str] = []
@@ -69,6 +67,8 @@ def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) ->
     if config is None or errors:
         raise ConfigError(errors)
     redactor.learn(config)
+    from orchestrator.driver.doctor_checks import examine  # --help and errors must not wait seconds for torch and Ray
+
     findings = []
     for finding in examine(config):
         findings.append(finding)

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.compose import refuse_wrong_keys
 from orchestrator.config.redact import Redactor
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
+from orchestrator.strategies import registry
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, finite
 
@@ -110,11 +112,13 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
 
         tables = with_cpus(tables)
     cluster = parse_cluster(options.cluster, tables, link=options.link)
+    words = [*file_words(options), *options.words]
+    refuse_wrong_keys([words], redactor, registry.config_class)
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.forecasts import answer
 
     answered = answer(
-        [*file_words(options), *options.words],
+        words,
         cluster,
         redactor,
         tokens=options.tokens,

@@ -49,12 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _schema(words: Sequence[str], section: str | None = None) -> dict[str, object]:
     from orchestrator.config.compose import compose
     from orchestrator.config.files import choices
-    from orchestrator.config.job_loader import find_class
     from orchestrator.config.json_schema import json_schema
     from orchestrator.strategies import registry
 
     errors: list[str] = []
     config, job = compose(words, errors, registry.config_class)
+    if errors:
+        raise ConfigError(errors)
+    from orchestrator.config.job_loader import find_class  # imports torch
+
     cls = None if job is None else find_class(job.target, errors)
     if errors or config is None:
         raise ConfigError(errors)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestrator.compat.hydra import write_yaml, yaml_value
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import StrategyConfigs, compose, composed_data
 from orchestrator.config.files import GROUPS, Files, choices, summary
+from orchestrator.config.job_source import fields_in_source
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import did_you_mean, format_override
@@ -97,18 +96,10 @@ def _keys(section: Any, prefix: str) -> Iterator[str]:
 
 
 def _job_fields(config: Config) -> Iterator[str]:
-    """Read the fields from the source, because importing a job imports torch."""
-    module, _, name = config.job.target.rpartition(".")
     yield _entry("job.<field>", f"fields of {config.job.target}:")
-    try:
-        spec = importlib.util.find_spec(module)
-        tree = ast.parse(Path(spec.origin or "").read_text() if spec else "")
-    except (ImportError, OSError, ValueError, SyntaxError):
-        return
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.ClassDef) and statement.name == name:
-            fields = [f for f in statement.body if isinstance(f, ast.AnnAssign)]
-            yield _wrapped("  ".join(_job_field(f, config.job.fields) for f in fields))
+    fields = fields_in_source(config.job.target)
+    if fields is not None:
+        yield _wrapped("  ".join(_job_field(field, config.job.fields) for field in fields.values()))
 
 
 def _job_field(field: ast.AnnAssign, given: Mapping[str, Any]) -> str:

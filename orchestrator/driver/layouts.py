@@ -18,7 +18,7 @@ from orchestrator.planning.plan import Node, find_layout
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
-from orchestrator.strategies.presets.product import MeshConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.traced_job import TracedJob
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}

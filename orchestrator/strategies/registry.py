@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from orchestrator.compat import deferred_dynamo
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.keys import BY_STRATEGY
+
+if TYPE_CHECKING:
+    from orchestrator.strategies.rules import Rules
 
 MODULES: Mapping[str, str] = {
     "single": "presets.replicas",
@@ -29,15 +31,16 @@ MODULES: Mapping[str, str] = {
 }
 """The module of each strategy. What is in the others is not imported for it."""
 
-S = TypeVar("S", bound=type[Rules[Any]])
+S = TypeVar("S", bound="type[Rules[Any]]")
 
 _STRATEGIES: dict[str, type[Rules[Any]]] = {}
 
 
 def register(name: str) -> Callable[[S], S]:
-    """Register the decorated class as the strategy ``name``, which ``MODULES`` has too."""
+    """Register the decorated class as the strategy ``name``, which ``MODULES`` and ``BY_STRATEGY`` have too."""
 
     def add(cls: S) -> S:
+        cls.config_class = BY_STRATEGY[name]
         _STRATEGIES[name] = cls
         return cls
 
@@ -46,6 +49,8 @@ def register(name: str) -> Callable[[S], S]:
 
 def load(name: str) -> type[Rules[Any]]:
     """Return the strategy ``name``. Raises LookupError if there is none."""
+    from orchestrator.compat import deferred_dynamo  # imports torch, which the keys alone do not need
+
     deferred_dynamo.install()  # otherwise an optimizer or a pipeline would import torch._dynamo
     if name not in _STRATEGIES:
         if name not in MODULES:
@@ -55,5 +60,5 @@ def load(name: str) -> type[Rules[Any]]:
 
 
 def config_class(name: str) -> type[StrategyConfig]:
-    """Return the dataclass of the keys of the strategy ``name``. Raises like :func:`load`."""
-    return load(name).config_class
+    """Return the dataclass of the keys of the strategy ``name``. Raises KeyError if there is none."""
+    return BY_STRATEGY[name]

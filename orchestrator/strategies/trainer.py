@@ -39,6 +39,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
+from orchestrator.strategies.keys import ReplicatedConfig
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -49,7 +50,7 @@ from orchestrator.strategies.measure.job_metrics import (
 )
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, option_errors
+from orchestrator.strategies.replicated.ddp_options import option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import check_gradient_hooks

@@ -38,8 +38,9 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.keys import AutoConfig
 from orchestrator.strategies.traced_job import TracedJob
-from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS, AutoConfig
+from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
 from orchestrator.tuning.predict import DividedSamples, memory_error, predict

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -43,6 +42,7 @@ from orchestrator.state.transport import broadcast_state, receive_state, send_st
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.keys import HogwildConfig, LockedSGDConfig
 from orchestrator.strategies.optimizer_trials import trial_of
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
@@ -54,18 +54,10 @@ PROBES = 1024
 """The number of counters that every update increments without a lock, to estimate how many updates are lost."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HogwildConfig(StrategyConfig):
-    """The keys of ``hogwild``."""
-
-    name: Literal["hogwild"]
-
-
 @register("hogwild")
 class HogwildRules(Rules[HogwildConfig]):
     """The rules of workers that update one model in the memory of a machine."""
 
-    config_class: ClassVar[type[StrategyConfig]] = HogwildConfig
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {
@@ -299,21 +291,9 @@ def share_state(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
         optimizer.state[parameters[int(number)]][name] = shared[path]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LockedSGDConfig(HogwildConfig):
-    """The keys of ``locked_sgd``."""
-
-    name: Literal["locked_sgd"]  # type: ignore[assignment]
-    lock: Literal["step", "update"] = option(
-        "step: one worker at a time reads, computes and updates; update: one at a time updates"
-    )
-
-
 @register("locked_sgd")
 class LockedRules(HogwildRules):
     """Workers with a lock."""
-
-    config_class: ClassVar[type[StrategyConfig]] = LockedSGDConfig
 
     @classmethod
     def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:

@@ -7,20 +7,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, NoReturn
 
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.user_code.errors import JobError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptConfig(StrategyConfig):
-    """The keys of ``script``."""
-
-    name: Literal["script"]
-
-    elastic: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,14 @@ The training is the script's own: ``worker/script/`` starts it in a process of i
 
 from __future__ import annotations
 
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.external.job import Script, ScriptConfig
+from orchestrator.strategies.external.job import Script
+from orchestrator.strategies.keys import ScriptConfig
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 
@@ -20,7 +21,6 @@ from orchestrator.strategies.rules import Rules
 class ScriptRules(Rules[ScriptConfig]):
     """Layout rules alone: a rank is a process of the script, and no model is known."""
 
-    config_class: ClassVar[type[StrategyConfig]] = ScriptConfig
     runs_script = True
 
     @classmethod

@@ -27,12 +27,13 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_options import ShardedConfig, check_shards
+from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
@@ -56,7 +57,7 @@ class FSDPPipeline(Pipeline):
         options = ShardedConfig.of(config.strategy)
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if options.reshard_after_forward:
-            return options.gathered_bytes(model, share=share)
+            return gathered_at_once(options, model, share=share)
         return share * sum(p.nbytes for p in model.parameters()) / mesh.pipeline
 
     def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:

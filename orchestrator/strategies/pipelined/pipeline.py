@@ -41,13 +41,13 @@ from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
+from orchestrator.strategies.keys import StagedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
 from orchestrator.strategies.pipelined.stage_checks import check_stages
-from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction

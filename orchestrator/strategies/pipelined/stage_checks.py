@@ -27,9 +27,9 @@ from orchestrator.planning.schedules import SCHEDULES, note_on_size
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
+from orchestrator.strategies.keys import StagedConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
-from orchestrator.strategies.pipelined.stage_layout import StagedConfig
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 SAMPLES_OF_SHAPES = 8

@@ -5,43 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from orchestrator.config.build import option
 from orchestrator.config.schema import TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.transforms.options import ContextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedConfig(ContextConfig):
-    """The keys of every strategy that cuts the model into stages."""
-
-    elastic = True
-    size_key: ClassVar[str] = "strategy.num_workers"
-    """The key that says how many workers a pipeline has."""
-
-    split: Literal["auto"] | tuple[str, ...] = option(
-        "where to cut the model; auto: into stages of equal measured time; or the first layer of each stage after the "
-        "first, as in [layer2,layer4]"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelinedConfig(StagedConfig):
-    """The further keys of a strategy with micro-batches."""
-
-    schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = option("schedule of the forward and backward passes")
-    num_microbatches: int | Literal["auto"] = option(
-        "micro-batches per slice of the batch; auto: about two per stage", minimum=1
-    )
-    stages_per_rank: int | Literal["auto"] = option("stages per worker; auto: as many as the schedule needs", minimum=1)
-
+from orchestrator.strategies.keys import PipelinedConfig, StagedConfig
 
 P = TypeVar("P", bound=PipelinedConfig)
 

@@ -8,59 +8,23 @@ on other samples and have a shard of each tensor of the stage.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.schema import TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, StagedConfig, at_other_size
+from orchestrator.strategies.keys import (
+    DDPPipelineConfig,
+    FSDPPipelineConfig,
+    GridConfig,
+    ModelParallelConfig,
+    PipelineConfig,
+    StagedConfig,
+)
+from orchestrator.strategies.pipelined.stage_layout import at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelParallelConfig(StagedConfig):
-    """The keys of ``model_parallel``."""
-
-    name: Literal["model_parallel"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig(PipelinedConfig):
-    """The keys of ``pipeline``."""
-
-    name: Literal["pipeline"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridConfig(PipelinedConfig):
-    """The further keys of a strategy with several workers for each stage."""
-
-    pipeline_parallel_size: int = option("number of workers of each pipeline", minimum=2)
-
-    size_key: ClassVar[str] = "strategy.pipeline_parallel_size"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPPipelineConfig(GridConfig):
-    """The keys of ``ddp_pipeline``."""
-
-    name: Literal["ddp_pipeline"]
-    close: Literal["stages", "replicas"] = option(
-        "ranks to place on one node if not all fit: the stages of a pipeline, or the replicas of a stage"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPPipelineConfig(GridConfig, ShardedConfig):
-    """The keys of ``fsdp_pipeline``."""
-
-    name: Literal["fsdp_pipeline"]
-
 
 S = TypeVar("S", bound=StagedConfig)
 G = TypeVar("G", bound=GridConfig)
@@ -89,14 +53,10 @@ class _OnePipeline(Synchronous[S], Generic[S]):
 class ModelParallel(_OnePipeline[ModelParallelConfig]):
     """Stages of one micro-batch."""
 
-    config_class: ClassVar[type[StrategyConfig]] = ModelParallelConfig
-
 
 @register("pipeline")
 class OnePipeline(_OnePipeline[PipelineConfig]):
     """Stages that compute at the same time, on micro-batches."""
-
-    config_class: ClassVar[type[StrategyConfig]] = PipelineConfig
 
 
 class _Grid(Synchronous[G], Generic[G]):
@@ -120,8 +80,6 @@ class _Grid(Synchronous[G], Generic[G]):
 @register("ddp_pipeline")
 class Pipelines(_Grid[DDPPipelineConfig]):
     """Replicas of a pipeline."""
-
-    config_class: ClassVar[type[StrategyConfig]] = DDPPipelineConfig
 
     @classmethod
     def mesh(cls, options: DDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
@@ -152,8 +110,6 @@ class Pipelines(_Grid[DDPPipelineConfig]):
 @register("fsdp_pipeline")
 class ShardedStages(_Grid[FSDPPipelineConfig]):
     """Stages of which each worker has a shard."""
-
-    config_class: ClassVar[type[StrategyConfig]] = FSDPPipelineConfig
 
     @classmethod
     def mesh(cls, options: FSDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:

@@ -3,70 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, at_other_size
+from orchestrator.strategies.keys import MeshConfig
+from orchestrator.strategies.pipelined.stage_layout import at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
-from orchestrator.strategies.transforms.options import ContextConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig(ReplicatedConfig, PipelinedConfig, ContextConfig, ShardedConfig):
-    """The keys of ``mesh``. Raises ValueError for sizes that make no mesh."""
-
-    name: Literal["mesh"]
-    pipeline: int | Literal["auto"] = option("workers that the layers of the model are divided over", minimum=1)
-    replicate: int | Literal["auto"] = option("copies of the model; auto: as many as the other sizes leave", minimum=1)
-    shard: int | Literal["auto"] = option("workers that each tensor is divided over", minimum=1)
-    expert: int = option("workers that the experts of a layer are divided over; 1 for now", minimum=1)
-
-    size_key: ClassVar[str] = "strategy.pipeline"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        automatic = [name for name, size in self.sizes.items() if size == "auto"]
-        if len(automatic) > 1:
-            raise ValueError(
-                f"{' and '.join(f'strategy.{name}=auto' for name in automatic)}: one size follows from the others and "
-                "strategy.num_workers; give a number for all but one"
-            )
-        if self.expert > 1:
-            raise ValueError(
-                f"strategy.expert={self.expert}: this dimension comes with a later version; set it to 1, and use "
-                f"strategy.shard={self.expert} to divide the model over as many workers"
-            )
-
-    @property
-    def sizes(self) -> dict[str, int | Literal["auto"]]:
-        """The sizes by the names of their dimensions."""
-        outer = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
-        return {**outer, **self.group_sizes}
-
-    @property
-    def known_size(self) -> int:
-        """The product of the sizes that are numbers."""
-        return math.prod(size for size in self.sizes.values() if size != "auto")
-
-    @property
-    def gathers(self) -> bool:
-        return (self.shard != 1 or self.context > 1) and not self.shard_optimizer
 
 
 @register("mesh")
 class Product(Synchronous[MeshConfig]):
     """Any product of stages, replicas, shards, parts of samples and parts of layers."""
-
-    config_class: ClassVar[type[StrategyConfig]] = MeshConfig
 
     @classmethod
     def replica_size(cls, options: MeshConfig) -> int:

@@ -7,44 +7,21 @@ gradients of each shard are summed over its replicas. A lost worker is replaced 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import replace
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.keys import FSDPConfig, HSDPConfig
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
-from orchestrator.strategies.transforms.options import ContextConfig
 
 LEAST_SIZE = 2
 """The least number of workers that a tensor is divided over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ContextConfig, ShardedConfig):
-    """The keys of ``fsdp``."""
-
-    elastic = True
-
-    name: Literal["fsdp"]
-    cpu_offload: bool = option(
-        "keep shards, their gradients and their optimizer state in host memory, where updates are made; a GPU has only "
-        "what it has gathered, and activations"
-    )
-
-    @property
-    def offloads(self) -> bool:
-        return self.cpu_offload
-
-
 @register("fsdp")
 class Shards(Synchronous[FSDPConfig]):
     """A shard of each tensor on every worker."""
-
-    config_class: ClassVar[type[StrategyConfig]] = FSDPConfig
 
     @classmethod
     def replica_size(cls, options: FSDPConfig) -> int:
@@ -66,24 +43,9 @@ class Shards(Synchronous[FSDPConfig]):
         return Mesh(shard=shards, context=options.context, tensor=options.tensor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HSDPConfig(ContextConfig, ShardedConfig):
-    """The keys of ``hsdp``."""
-
-    elastic = True
-
-    name: Literal["hsdp"]
-    shard_size: int | Literal["auto"] = option(
-        "number of workers that each tensor is divided over; the replicas have as many each; auto: those of a node",
-        minimum=LEAST_SIZE,
-    )
-
-
 @register("hsdp")
 class ShardsOfReplicas(Synchronous[HSDPConfig]):
     """A shard of each tensor of one of the replicas of the model on every worker."""
-
-    config_class: ClassVar[type[StrategyConfig]] = HSDPConfig
 
     @classmethod
     def replica_size(cls, options: HSDPConfig) -> int:

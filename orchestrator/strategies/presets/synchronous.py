@@ -18,10 +18,9 @@ from orchestrator.planning.layout import Keys, Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipelined.stage_layout import PipelinedConfig, StagedConfig, reshard_errors, staged
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
+from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig
+from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
 
 
 class Synchronous(Rules[Keys]):

@@ -25,10 +25,11 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.keys import ReplicatedConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig, bucket_arguments, bucket_notes
+from orchestrator.strategies.replicated.ddp_options import bucket_arguments, bucket_notes
 from orchestrator.strategies.replicated.optimizer_shards import (
     OptimizerSharding,
     OptimizerShards,

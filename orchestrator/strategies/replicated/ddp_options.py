@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from orchestrator.config.build import option
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.transforms.options import TensorConfig
+from orchestrator.strategies.keys import ReplicatedConfig
 
 SMALLEST_COMPILED_BUCKET_MB = 1.0
 """The size of the first bucket of ``DistributedDataParallel``, in MiB."""
@@ -22,25 +20,6 @@ BUCKETS = 8
 """The buckets of a model that is large enough. Few large messages use the network best, but the exchange overlaps with
 the backward pass only from the first complete bucket on; see Li et al., VLDB 2020, "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicatedConfig(TensorConfig):
-    """How gradients of replicas are averaged, and what is divided over them."""
-
-    bucket_mb: float | Literal["auto"] = option(
-        "size of the gradient buckets, in MiB; auto: 25 on CPUs, on GPUs an eighth of the gradients, from 25 to 200",
-        above=0,
-    )
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("compression of the gradients that are exchanged")
-    powersgd_rank: int = option("rank of the approximation with comm_hook=powersgd", minimum=1)
-    find_unused_parameters: bool = option("allow parameters that do not contribute to the loss of every step")
-    static_graph: bool = option("every step uses the same parameters in the same order, which DDP then does not check")
-    shard_optimizer: bool = option(
-        "each worker keeps the optimizer's state of a shard of the parameters alone, and updates that shard; the "
-        "workers then exchange what they have updated"
-    )
-    sync_batchnorm: bool = option("BatchNorm uses the statistics of all workers' samples, not of each worker's own")
 
 
 def option_errors(options: ReplicatedConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import replicate
 
 from orchestrator.compat.modules import data_parallel_replica, own_buffers, own_children, own_parameters
-from orchestrator.config.build import option
-from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import join, map_tensors, num_rows, rows_between, tensors_in, to_device
@@ -32,6 +30,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
+from orchestrator.strategies.keys import DPConfig
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
@@ -129,17 +128,6 @@ def _copy_of(model: nn.Module, *, clone_buffers: bool) -> nn.Module:
     return copies[model]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPConfig(StrategyConfig):
-    """The keys of ``dp``."""
-
-    name: Literal["dp"]
-    loss_on: Literal["device0", "replicas"] = option(
-        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
-    )
-    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
-
-
 class Scattered(WholeModel):
     """Passes through replicas of the model, one per device.
 
@@ -234,8 +222,6 @@ class Scattered(WholeModel):
 @register("dp")
 class DPRules(Rules[DPConfig]):
     """One process for all devices."""
-
-    config_class: ClassVar[type[StrategyConfig]] = DPConfig
 
     @classmethod
     def trainer(cls, options: DPConfig, mesh: Mesh, job: Job) -> type[DP]:

@@ -29,10 +29,10 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import StepResult
+from orchestrator.strategies.keys import ReplicatedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated import gather
-from orchestrator.strategies.replicated.ddp_options import ReplicatedConfig
 from orchestrator.strategies.replicated.sync_batchnorm import synchronize
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer

@@ -21,9 +21,9 @@ from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
 from orchestrator.strategies.group_reduction import Sums
+from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.update.gradients import found_anywhere
 

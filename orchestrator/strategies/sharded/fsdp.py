@@ -28,6 +28,7 @@ from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
 from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
@@ -35,7 +36,7 @@ from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_options import ShardedConfig, check_shards
+from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.context import check_context
@@ -128,7 +129,7 @@ class FSDP(PartTrainer):
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        return ShardedConfig.of(config.strategy).gathered_bytes(model, share=share)
+        return gathered_at_once(ShardedConfig.of(config.strategy), model, share=share)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._train_set: Dataset[Any] | None = train_set  # until the first attach()

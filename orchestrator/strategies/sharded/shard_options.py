@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import has_gradient_hooks
-from orchestrator.config.build import option
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.model.modes import note_on_dropout
@@ -18,51 +15,22 @@ from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import gathered_bytes, size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.sharded.wrapping import Group, bytes_by_group, groups_of, parameters_together
-from orchestrator.strategies.transforms.options import TensorConfig
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardedConfig(TensorConfig):
-    """How tensors are gathered."""
+def gathered_at_once(options: ShardedConfig, model: nn.Module, *, share: float) -> float:
+    """Return the bytes that a worker has gathered at the same time.
 
-    wrap: Literal["auto"] | tuple[str, ...] = option(
-        "modules that are gathered one by one; auto: the repeated blocks of the model; or the names of their classes, "
-        "as in [Block]"
-    )
-    reshard_after_forward: bool = option(
-        "free what the forward pass has gathered, and gather it again in the backward pass; false: keep it up to the "
-        "end of the step, which takes memory for the whole model"
-    )
-    prefetch: int = option(
-        "how many of the modules that are gathered one by one are gathered ahead of the one that runs; each takes "
-        "memory for one more, and 0 takes least",
-        minimum=0,
-    )
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    @property
-    def offloads(self) -> bool:
-        """Whether shards, their gradients and their optimizer state are in host memory."""
-        return False
-
-    def gathered_bytes(self, model: nn.Module, *, share: float) -> float:
-        """Return the bytes that a worker has gathered at the same time, of a model without memory.
-
-        Args:
-            model: the model.
-            share: the part of the bytes of its parameters that is gathered.
-        """
-        return gathered_bytes(
-            bytes_by_group(model, self.wrap),
-            keep_whole=not self.reshard_after_forward,
-            ahead=self.prefetch,
-            share=share,
-        )
+    Args:
+        options: what is gathered together, and how far ahead.
+        model: the model, which may be of fake tensors.
+        share: the part of the bytes of its parameters that is gathered.
+    """
+    keep_whole = not options.reshard_after_forward
+    groups = bytes_by_group(model, options.wrap)
+    return gathered_bytes(groups, keep_whole=keep_whole, ahead=options.prefetch, share=share)
 
 
 def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:

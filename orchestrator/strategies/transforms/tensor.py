@@ -28,9 +28,9 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import opened_dataset
 from orchestrator.strategies.groups import check_equal
+from orchestrator.strategies.keys import Pairs, TensorConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 from orchestrator.strategies.transforms.tensor_plan import TensorPlan, found_plan, is_in, parsed
 
 LEAST_SHARE = 0.5

@@ -26,8 +26,8 @@ from orchestrator.model.tensor.vocabulary import ROWS, DirectUses, divide_rows, 
 from orchestrator.planning.placement import AxisCut, Placement, Shape
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.keys import Pairs
 from orchestrator.strategies.transforms.loss_proof import loss_divides
-from orchestrator.strategies.transforms.options import Pairs
 
 SAMPLES, PLACES = 2, 16
 """The samples, and the places along their second dimension, such as tokens, with which a division is proven."""

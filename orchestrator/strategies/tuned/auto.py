@@ -11,24 +11,20 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.model.parity import free_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.keys import AutoConfig, DDPConfig, FSDPConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
-from orchestrator.strategies.presets.replicas import DDPConfig
-from orchestrator.strategies.presets.shards import FSDPConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.replicated.ddp import DDP
@@ -36,7 +32,7 @@ from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.tuned import passes
 from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
-from orchestrator.tuning.choice import StrategyName, server_counts, stage_counts, worker_counts
+from orchestrator.tuning.choice import server_counts, stage_counts, worker_counts
 from orchestrator.tuning.predict import step_in_parts_ms, step_of_replicas_ms
 from orchestrator.tuning.profile import NO_COST, GroupCost, Profile
 
@@ -46,52 +42,9 @@ PROFILE_KEY = "profile"
 """The entry of a checkpoint's metadata that holds the profile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AutoConfig(StrategyConfig):
-    """The keys of ``auto``."""
-
-    name: Literal["auto"]
-    candidates: tuple[StrategyName, ...] = option("the strategies to choose from")
-    schedules: tuple[
-        Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
-        ...,
-    ] = option("the pipeline schedules to choose from")
-    measured: int = option(
-        "candidates to measure at least, those with the best predictions; then each one that is predicted to be faster "
-        "than the best of them; 0: trust the prediction",
-        minimum=0,
-    )
-    measured_steps: int = option("steps for which each of them is measured", minimum=1)
-    profile: Literal["reuse", "fresh"] = option(
-        "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"
-    )
-
-    @property
-    def with_servers(self) -> bool:
-        """Whether a candidate has parameter servers, which are measured too then."""
-        return "parameter_server" in self.candidates
-
-    @property
-    def with_parts(self) -> bool:
-        """Whether a candidate divides tensors over workers, which is measured too then."""
-        return any("fsdp" in name or name in ("hsdp", "mesh") for name in self.candidates)
-
-    @property
-    def with_pipelines(self) -> bool:
-        """Whether a candidate has stages, whose passes are measured too then."""
-        return any("pipeline" in name or name == "model_parallel" for name in self.candidates)
-
-    @property
-    def with_devices(self) -> bool:
-        """Whether a candidate trains on several devices in one process, which is measured too then."""
-        return "dp" in self.candidates
-
-
 @register("auto")
 class AutoRules(Rules[AutoConfig]):
     """Workers that each have the whole model."""
-
-    config_class: ClassVar[type[StrategyConfig]] = AutoConfig
 
     @classmethod
     def is_synchronous(cls, options: AutoConfig) -> bool:

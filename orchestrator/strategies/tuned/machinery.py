@@ -19,14 +19,12 @@ from orchestrator.compat.pipelining import computations
 from orchestrator.job import Job, Split
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
-from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.keys import ParameterServerConfig, PipelineConfig, SingleConfig
 from orchestrator.strategies.measure.device import mean_over, medians_ms
 from orchestrator.strategies.pipelined.pipeline import Pipeline
-from orchestrator.strategies.presets.pipelines import PipelineConfig
-from orchestrator.strategies.presets.replicas import SingleConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.passes import STEPS

@@ -19,7 +19,7 @@ from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.strategies.replicated.dp import DPConfig
+from orchestrator.strategies.keys import DPConfig
 
 DP = options_of("dp", num_workers=3)
 TRAIN = having(steps=6, global_batch_size=25, grad_accumulation=2)

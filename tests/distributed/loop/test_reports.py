@@ -22,7 +22,7 @@ from helpers.records.runs import in_campaign
 from orchestrator.job import Split
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.strategies.pipelined.stage_layout import StagedConfig
+from orchestrator.strategies.keys import StagedConfig
 from orchestrator.user_code.callbacks import StepEnd
 
 SEVEN = having(steps=7, global_batch_size=12, eval_every=3)

@@ -20,7 +20,7 @@ from helpers.records.runs import in_campaign
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.sharded.shard_options import ShardedConfig
+from orchestrator.strategies.keys import ShardedConfig
 
 STOP, STEPS = 3, 6
 FSDP_4 = layout_of(FSDP, 4)

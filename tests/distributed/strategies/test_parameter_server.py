@@ -35,7 +35,7 @@ from helpers.records.runs import in_campaign
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
+from orchestrator.strategies.keys import ParameterServerConfig
 
 
 def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:

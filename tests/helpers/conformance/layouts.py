@@ -20,8 +20,7 @@ from helpers.ranks.job_trials import one_thread
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
-from orchestrator.strategies.pipelined.stage_layout import StagedConfig
-from orchestrator.strategies.presets.pipelines import DDPPipelineConfig, FSDPPipelineConfig, PipelineConfig
+from orchestrator.strategies.keys import DDPPipelineConfig, FSDPPipelineConfig, PipelineConfig, StagedConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4

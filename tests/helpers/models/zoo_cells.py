@@ -41,7 +41,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import make_batch
-from orchestrator.strategies.pipelined.stage_layout import StagedConfig
+from orchestrator.strategies.keys import StagedConfig
 
 TRAIN = having(steps=3, global_batch_size=8)
 STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {

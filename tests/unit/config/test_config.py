@@ -18,7 +18,7 @@ from orchestrator.config.recorded_config import to_dict, to_yaml
 from orchestrator.config.schema import CheckpointConfig, Config, DataConfig, JobSpec, TrainConfig
 from orchestrator.config.text import path_override
 from orchestrator.strategies import registry
-from orchestrator.strategies.presets.replicas import DDPConfig, SingleConfig
+from orchestrator.strategies.keys import DDPConfig, SingleConfig
 
 SECTIONS = {"train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig}
 

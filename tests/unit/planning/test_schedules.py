@@ -10,7 +10,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.presets.pipelines import PipelineConfig
+from orchestrator.strategies.keys import PipelineConfig
 
 MOST = 13
 """Micro-batches tried."""

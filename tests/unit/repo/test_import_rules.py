@@ -259,6 +259,8 @@ def loads(module: str) -> set[str]:
         ("orchestrator.launch", set(), "--help is quick"),
         ("orchestrator.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
+        ("orchestrator.config.compose", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
+        ("orchestrator.strategies.registry", set(), "a wrong key is refused at once"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
         ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),

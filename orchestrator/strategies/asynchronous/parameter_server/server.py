@@ -31,15 +31,11 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.asynchronous.parameter_server import wire
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
-from orchestrator.strategies.asynchronous.parameter_server.shared import (
-    Groups,
-    ParameterServerConfig,
-    share_meta,
-    with_settings,
-)
+from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.data.datasets import steps_per_epoch
+from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from orchestrator.config.build import option
-from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_json
@@ -20,25 +18,6 @@ from orchestrator.strategies.rank_context import Context
 
 LONG_TIMEOUT = timedelta(days=30)
 """For waits on ranks that may be many steps behind. The driver's hang detector bounds such waits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig(StrategyConfig):
-    """The keys of ``parameter_server``."""
-
-    name: Literal["parameter_server"]
-    num_shards: int = option(
-        "parameter servers, in addition to the workers, each with an equal share of the parameters",
-        minimum=1,
-    )
-    consistency: Literal["sync", "async", "stale"] = option(
-        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it "
-        "arrives; stale: async within max_staleness"
-    )
-    max_staleness: int = option(
-        "steps by which a worker may be ahead of the slowest, with consistency=stale", minimum=0
-    )
-    compression: Literal["none", "bf16"] = option("compression of the gradients that are pushed")
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
-from orchestrator.strategies.asynchronous.parameter_server.shared import ParameterServerConfig
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
@@ -22,7 +22,6 @@ from orchestrator.strategies.rules import Rules
 class ParameterServer(Rules[ParameterServerConfig]):
     """Workers, and servers on the ranks after them."""
 
-    config_class: ClassVar[type[StrategyConfig]] = ParameterServerConfig
     averages_weights = False
     observes_gradients = False
     refused_precisions: ClassVar[Mapping[str, str]] = {

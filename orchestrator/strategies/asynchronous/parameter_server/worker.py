@@ -43,15 +43,11 @@ from orchestrator.strategies.asynchronous.parameter_server.placed_shards import 
     shards_of,
 )
 from orchestrator.strategies.asynchronous.parameter_server.server_connection import ServerConnection
-from orchestrator.strategies.asynchronous.parameter_server.shared import (
-    Groups,
-    ParameterServerConfig,
-    share_meta,
-    with_settings,
-)
+from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.staleness import statistics_notes
 from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
+from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
