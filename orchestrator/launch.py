@@ -25,6 +25,7 @@ from orchestrator import __version__
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.synonyms import instead as synonym
 from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
 from orchestrator.user_code.errors import exits_refused
@@ -94,6 +95,7 @@ def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
         valid = [option for option in parser._option_string_actions if option not in ("-r", "--run")]
         instead = {o: f"has no effect here; {OPTIONS[n]}" for o in rest if (n := o.partition("=")[0]) in OPTIONS}
         unknown = [o for o in rest if o.startswith("-")]
+        instead |= {o: f"keys are written key=value; {key}" for o in unknown if (key := synonym(o.partition("=")[0]))}
         raise ConfigError(f"{o}: {instead.get(o) or f'unknown option; {did_you_mean(o, valid)}'}" for o in unknown)
     options.words = [*file_words(options), *options.words]
     return options

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from orchestrator.config.epochs import Epochs
+from orchestrator.config.synonyms import instead
 from orchestrator.config.text import did_you_mean, format_override, to_cli
 from orchestrator.config.typed import Typed, plain
 from orchestrator.user_code.errors import ConfigError as ConfigError
@@ -49,6 +51,7 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    epochs: bool = False,
 ) -> Any:
     """Declare a required configuration key.
 
@@ -58,8 +61,9 @@ def option(
         above: the exclusive lower limit.
         maximum: the largest valid value.
         below: the exclusive upper limit.
+        epochs: whether a number of epochs will do in place of a number of steps.
     """
-    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below, "epochs": epochs or None}
     return dataclasses.field(metadata={"meaning": meaning, **limits})
 
 
@@ -118,6 +122,9 @@ def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path
     below = [_join(path, f"{section}.{name}") for section in fields if name in _names(data.get(section))]
     if below:
         return f"did you mean {' or '.join(below)}?"
+    inside = _names(data.get(name))
+    if (remedy := next(filter(None, map(instead, [name, *inside])), None)) is not None:
+        return remedy
     return did_you_mean(name, fields, prefix=_join(path, ""))
 
 
@@ -138,6 +145,8 @@ def _fit(value: Any, kind: Any, key: str, limits: Mapping[str, Any]) -> Any:
         _InvalidValue: the value has another type or is outside the limits.
     """
     origin, args = get_origin(kind), get_args(kind)
+    if limits.get("epochs") and isinstance(value, str) and (epochs := Epochs.read(value)) is not None:
+        return epochs
     if origin in (Union, types.UnionType):
         return _fit_one_of(args, value, key, limits)
     if origin is Literal:
@@ -251,7 +260,8 @@ def describe(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is Literal:
         return _one_of(to_cli(a) for a in args)
     if kind is int and limits.get("minimum") is not None:
-        return f"a whole number of at least {limits['minimum']}"
+        number = f"a whole number of at least {limits['minimum']}"
+        return f"{number}, or epochs, as in '1 epoch'" if limits.get("epochs") else number
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _one_of(kind.__members__)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

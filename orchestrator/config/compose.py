@@ -71,6 +71,7 @@ def compose(
             "which has the shipped values"
         )
         return None, None
+    _choose_length(data, values(words), errors)
     for key in _masked_keys(data):
         errors.append(f"{key}={MASK}: stands for a secret that a file does not have; give the secret")
     for group in [key for key in data if key not in Config.__dataclass_fields__ and files.is_group(key)]:
@@ -97,6 +98,18 @@ def refuse_wrong_keys(runs: Iterable[Sequence[str]], redactor: Redactor, strateg
         errors += [] if job is None else unknown_fields(job)
     if errors:
         raise ConfigError(map(redactor.text, errors))
+
+
+def _choose_length(data: dict[str, Any], given: Mapping[str, Any], errors: list[str]) -> None:
+    """Let ``train.steps`` on the command line win over ``train.epochs`` in a file; refuse both on the command line."""
+    if "train.steps" not in given or not isinstance(train := data.get("train"), dict):
+        return
+    if given.get("train.epochs") is not None:
+        errors.append(
+            f"train.epochs={given['train.epochs']}: train.steps={given['train.steps']} says how long the run is; leave "
+            "one of them out"
+        )
+    train["epochs"] = None
 
 
 def _masked_keys(data: Any, prefix: str = "") -> Iterator[str]:

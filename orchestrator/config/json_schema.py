@@ -109,6 +109,8 @@ def _of_type(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
 
 def _exact(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
     origin, args = get_origin(kind) or kind, get_args(kind)
+    if limits.get("epochs"):
+        return {"anyOf": [_exact(kind, {**limits, "epochs": None}), {"type": "string", "pattern": "epochs?$"}]}
     if kind in _SIMPLE:
         bounds = {_LIMITS[name]: limits[name] for name in _LIMITS if limits.get(name) is not None}
         return _SIMPLE[kind] | (bounds if kind in (int, float) else {})

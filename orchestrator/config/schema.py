@@ -24,12 +24,19 @@ class TrainConfig:
     """The training loop: length, batch, logging and numerics."""
 
     steps: int = option("optimizer steps of the whole run", minimum=1)
+    epochs: float | None = option(
+        "passes over the training set, which need not be whole, in place of train.steps; null: train.steps", above=0
+    )
     global_batch_size: int = option("samples per optimizer step, over all workers", minimum=1)
     grad_accumulation: int = option(
         "slices of each worker's share of the batch, processed one after another", minimum=1
     )
-    log_every: int = option("steps between logged points", minimum=1)
-    eval_every: int = option("steps between evaluations; 0: evaluate only after the last step", minimum=0)
+    log_every: int = option("steps between logged points", minimum=1, epochs=True)
+    eval_every: int = option(
+        "steps between evaluations, or epochs, as in '1 epoch'; 0: evaluate only after the last step",
+        minimum=0,
+        epochs=True,
+    )
     eval_splits: tuple[str, ...] = option(
         "data to evaluate, by the names that job.dataset knows: [val,test] logs val/* and test/*, train logs "
         "train_eval/*; []: no evaluation"
@@ -42,7 +49,9 @@ class TrainConfig:
         "how much better a value has to be than the one before that counted, for train.stop_after", minimum=0
     )
     histograms_every: int = option(
-        "steps between histograms of all parameters and gradients, in the samples of the run; 0: none", minimum=0
+        "steps between histograms of all parameters and gradients, in the samples of the run; 0: none",
+        minimum=0,
+        epochs=True,
     )
     clip_norm: float | None = option("maximum gradient norm over all parameters; null: no clipping", above=0)
     clip_value: float | None = option("maximum size of each entry of the gradient; null: no clipping", above=0)
@@ -93,6 +102,7 @@ class TrainConfig:
         return replace(
             self,
             steps=steps,
+            epochs=None,
             log_every=log_every,
             histograms_every=0,
             eval_every=0,
@@ -122,7 +132,9 @@ class DataConfig:
 class CheckpointConfig:
     """When checkpoints are saved, and how many are kept."""
 
-    every: int = option("steps between checkpoints; 0: save only at the end", minimum=0)
+    every: int = option(
+        "steps between checkpoints, or epochs, as in '1 epoch'; 0: save only at the end", minimum=0, epochs=True
+    )
     keep: int = option("number of checkpoints to keep; older ones are deleted", minimum=1)
     only_trained: bool = option(
         "leave out frozen parameters, which the job builds again, such as those that LoRA leaves as they are"

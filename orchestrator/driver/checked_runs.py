@@ -26,6 +26,7 @@ from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.child_checks import plan_sizes
+from orchestrator.driver.preflight.epochs import in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.process import cluster
@@ -200,6 +201,9 @@ def _check(
     if config is None:
         return None
     config = absolute_paths(config)
+    if job is not None:
+        with collect_errors(errors):
+            config = in_steps(config, job)
     with collect_errors(errors):
         worker_variables(config.cluster.env, os.environ)
     with collect_errors(errors):

@@ -1,0 +1,93 @@
+"""What keys of other launchers are called here: those of Accelerate, Lightning, transformers' Trainer and torchrun."""
+
+from __future__ import annotations
+
+import re
+
+_FIELD = "it is a field of the job, as in job.{}=...; --help with job=<name> lists its fields"
+
+NAMES = {
+    "train.epochs": "num_epochs max_epochs num_train_epochs n_epochs",
+    "train.steps": "max_steps num_steps n_steps total_steps max_iters iterations num_training_steps",
+    "train.global_batch_size, the samples of all workers together": (
+        "batch batch_size bs train_batch_size micro_batch_size local_batch_size per_device_train_batch_size "
+        "global_batch per_device_batch_size auto_find_batch_size"
+    ),
+    "train.grad_accumulation": (
+        "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches grad_accum accumulation_steps"
+    ),
+    "train.clip_norm": "max_norm max_grad_norm grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
+    "train.precision": "mixed_precision amp fp16 bf16 dtype half tf32 use_amp",
+    "train.activation_checkpointing=blocks": "gradient_checkpointing checkpoint_activations recompute",
+    "train.compile": "torch_compile compile_model",
+    "train.eval_every": (
+        "eval_steps eval_interval val_every val_check_interval check_val_every_n_epoch evaluation_strategy "
+        "eval_strategy validate_every"
+    ),
+    "train.log_every": "logging_steps log_interval log_every_n_steps log_freq logging_interval",
+    "train.stop_after, with checkpoint.best=<metric>": "early_stopping early_stop patience early_stopping_patience",
+    "train.ema_decay": "ema use_ema ema_rate",
+    "train.deterministic": "use_deterministic_algorithms full_determinism",
+    "checkpoint.every": (
+        "save_steps save_every save_interval checkpoint_every checkpoint_interval save_freq save_strategy "
+        "every_n_train_steps checkpointing_steps"
+    ),
+    "checkpoint.keep": "save_total_limit save_top_k keep_latest_k num_to_keep",
+    "checkpoint.best": "monitor metric_for_best_model load_best_model_at_end best_metric",
+    "resume=auto": "resume_from_checkpoint ckpt_path resume_from auto_resume",
+    "start_from=<run>": "init_from load_from pretrained_checkpoint initial_load_path",
+    "strategy.num_workers": (
+        "devices device_count num_gpus n_gpus gpus ngpus nproc_per_node num_processes world_size nproc "
+        "num_devices gpus_per_node"
+    ),
+    "cluster=auto, which takes all nodes of the Ray cluster": (
+        "nnodes num_nodes num_machines nodes machine_rank node_rank master_addr master_port main_process_ip "
+        "main_process_port rdzv_endpoint rdzv_backend rdzv_id"
+    ),
+    "cluster.device": "accelerator use_cpu use_gpu no_cuda device",
+    "cluster.cpus_per_worker": "cpus_per_task num_cpus resources_per_worker",
+    "cluster.address": "ray_address address",
+    "strategy.tensor": (
+        "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"
+    ),
+    "strategy.context": "cp cp_size context_parallel context_parallel_size context_parallel_degree",
+    "strategy=pipeline, or strategy.pipeline with strategy=mesh": (
+        "pp pp_size pipeline_parallel pipeline_parallel_degree"
+    ),
+    "strategy=fsdp, or strategy.shard with strategy=mesh": (
+        "zero zero_stage sharding fsdp_config use_fsdp dp_shard deepspeed data_parallel_shard_degree"
+    ),
+    "strategy.num_microbatches": "microbatches micro_batches num_micro_batches n_microbatches",
+    "data.num_workers": "dataloader_num_workers num_loader_workers loader_workers dataloader_workers",
+    "recovery.max_failures": "max_restarts max_retries num_retries",
+    "tracking.experiment": "experiment_name project project_name wandb_project mlflow_experiment_name",
+    "tracking.uri": "tracking_uri mlflow_tracking_uri mlflow",
+    "tracking.sinks": "wandb logger loggers report_to log_with comet neptune clearml",
+    "tracking.tensorboard": "tensorboard tb",
+    "name": "run_name job_name wandb_name",
+    "output_dir": (
+        "default_root_dir log_dir logging_dir save_dir out_dir project_dir output storage_path checkpoint_dir"
+    ),
+    "plan=true, or experiment=quick": "fast_dev_run dry_run dryrun debug_overfit",
+    "profile": "profiler enable_profiling",
+    "callbacks": "callback",
+    "seed": "random_seed manual_seed seed_everything",
+}
+"""The key here, and what others call it."""
+_FIELDS = (
+    "lr learning_rate base_lr weight_decay momentum betas optimizer optim scheduler lr_scheduler lr_scheduler_type "
+    "warmup_steps warmup_ratio warmup min_lr dropout hidden_size model model_name_or_path dataset data_path train_file "
+    "max_length max_seq_length seq_len block_size"
+)
+_REMEDIES = {word: f"use {key}" for key, words in NAMES.items() for word in words.split()} | {
+    word: _FIELD.format(word) for word in _FIELDS.split()
+}
+
+
+def instead(key: str) -> str | None:
+    """Return what to use in place of an unknown key of another launcher; None if it is not known.
+
+    Args:
+        key: without its section; written with dashes or capitals too.
+    """
+    return _REMEDIES.get(re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", key.lstrip("-")).lower())

@@ -1,0 +1,67 @@
+"""Steps in place of epochs: how many an epoch has is known once the job and its training set are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.epochs import Epochs
+from orchestrator.config.schema import Config
+from orchestrator.config.text import format_override
+from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
+from orchestrator.job import Job
+from orchestrator.strategies.data.datasets import opened_dataset, steps_per_epoch
+from orchestrator.user_code.errors import error_text
+
+
+def in_steps(config: Config, job: Job) -> Config:
+    """Return ``config`` with steps in place of epochs: the fewest that reach the end of the last one.
+
+    Raises:
+        ConfigError: the training set does not tell how long an epoch is.
+    """
+    given = _numbers(config)
+    if not given:
+        return config
+    length = _steps_per_epoch(config, job, *next(iter(given.items())))
+
+    def section(name: str) -> Any:
+        steps = {key: max(1, math.ceil(n.number * length - 1e-6)) for (of, key), n in given.items() if of == name}
+        return replace(getattr(config, name), **{"steps" if key == "epochs" else key: n for key, n in steps.items()})
+
+    return replace(config, train=section("train"), checkpoint=section("checkpoint"))
+
+
+def _numbers(config: Config) -> dict[tuple[str, str], Epochs]:
+    """Return the numbers of epochs by section and key."""
+    found = {}
+    for section in ("train", "checkpoint"):
+        values = getattr(config, section)
+        for field in dataclasses.fields(values):
+            if isinstance(value := getattr(values, field.name), Epochs):
+                found[section, field.name] = value
+    if config.train.epochs is not None:
+        found["train", "epochs"] = Epochs(config.train.epochs)
+    return found
+
+
+def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epochs) -> float:
+    key = format_override(".".join(name), value.number if name == ("train", "epochs") else value)
+
+    def length() -> float | None:
+        return steps_per_epoch(job, opened_dataset(job, "train", config.seed), config.train.global_batch_size)
+
+    try:
+        found = in_child(length, timeout_s=config.recovery.build_max_s)
+    except ChildDiedError as e:
+        raise ConfigError([f"{key}: a process that opened job.dataset('train') {e}; give a number of steps"]) from e
+    except Exception as e:
+        reason = " ".join(error_text(e).split())[:300]
+        unknown = f"job.dataset('train') cannot be opened here ({reason}), so the length of an epoch is not known"
+        raise ConfigError([f"{key}: {unknown}; give a number of steps"]) from e
+    if found is None:
+        raise ConfigError([f"{key}: the training set is a stream of unknown length; give a number of steps"])
+    return found
