@@ -106,7 +106,7 @@ def test_workers_have_a_gpu_each(run: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_the_gpus_of_the_node_are_measured(run: Callable[..., Any]) -> None:
     """If it fails, NVML does not give the readings that MLflow shows."""
-    pytest.importorskip("pynvml", reason="needs pip install 'orchestrator[gpu]'")
+    pytest.importorskip("pynvml", reason="needs pip install nvidia-ml-py")
     words = (
         "tracking.system_metrics_every_s=0.5",
         "job._target_=helpers.jobs.leisurely_job.Leisurely",

@@ -70,7 +70,7 @@ def sink_errors(config: Config) -> list[str]:
     errors = []
     if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append(
-            "tracking.tensorboard: needs TensorBoard; install it with: pip install 'orchestrator[tensorboard]'"
+            "tracking.tensorboard: needs TensorBoard; install it with: pip install tensorboard"
         )
     for path in config.tracking.sinks:
         try:

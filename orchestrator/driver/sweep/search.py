@@ -272,7 +272,7 @@ def open_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redac
     if config is not None and config.sweep.parallel != 1:
         errors.append("sweep.parallel: the runs of a search follow one another; leave it out")
     if importlib.util.find_spec("optuna") is None:
-        errors.append("sweep.trials: a search needs Optuna; install it with: pip install 'orchestrator[optuna]'")
+        errors.append("sweep.trials: a search needs Optuna; install it with: pip install optuna")
     if errors or config is None:
         raise ConfigError(errors)
     search = Search(

@@ -35,6 +35,7 @@ _LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid,memory.total,mig.mode.current", "-
 # In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
 import json, sys, torch
+from orchestrator.version import __version__
 from orchestrator.worker.process.gpu import gpu_error
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([names, gpu_error(sys.argv[1:][:len(names)])]))
@@ -75,7 +76,7 @@ def node_facts(
         "python": platform.python_version(),
         "ray": _version("ray"),
         "torch": _version("torch"),
-        "orchestrator": _version("orchestrator"),
+        "orchestrator": __version__,
         "code": code_hash(),
         "import_error": next(filter(None, map(_import_error, modules)), None),
         "interface": _interface_of(address),
