@@ -45,7 +45,7 @@ RULES = {
     "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
-    "worker.process": ("version storage protocol records",                                     "torch"),
+    "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies strategies.measure worker.process", "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state strategies "
