@@ -66,7 +66,8 @@ class Job(Callback, abc.ABC):
     """The names that :meth:`export` knows, such as ``"hf"``."""
 
     steerable: ClassVar[tuple[str, ...]] = ()
-    """The fields that :meth:`on_evaluation` may change during a run."""
+    """The fields that :meth:`on_evaluation` may change during a run. What is built for the whole of a run, such as
+    :meth:`model` and :meth:`dataset`, sees them as they were configured."""
 
     carried: ClassVar[tuple[str, ...]] = ()
     """The buffers of the model that it changes in one batch and reads in the next, by name, such as the hidden state of
@@ -465,8 +466,9 @@ class Job(Callback, abc.ABC):
         """Return what holds from the next step on, given all evaluations of the run so far; None to change nothing.
 
         This is called on rank 0 after every ``train.eval_every`` steps, and its result holds on all ranks. Let it
-        depend on ``evaluations`` and the fields of the job alone: after a resume or a failure it is called again with
-        those up to that step, and what it returns replaces what it has returned before. An exception ends the run.
+        depend on ``evaluations`` and the fields of the job alone, which have their configured values in it: after a
+        resume or a failure it is called again with those up to that step, and what it returns replaces what it has
+        returned before. An exception ends the run.
 
         Args:
             evaluations: the evaluations in order; the last one has just ended.
