@@ -121,6 +121,7 @@ class _Grid(Synchronous[G], Generic[G]):
 class Pipelines(_Grid[DDPPipelineConfig]):
     """Replicas of a pipeline."""
 
+    fewest_replicas = 2
     config_class: ClassVar[type[StrategyConfig]] = DDPPipelineConfig
 
     @classmethod
