@@ -126,8 +126,9 @@ class Job(Callback, abc.ABC):
         """Return the model's output for the input of a batch. The default is ``model(inputs)``.
 
         Override this for a model that takes several arguments: ``return model(**inputs)`` passes the dict of a Hugging
-        Face data collator as keyword arguments. Every strategy with a whole model on each worker calls this method, in
-        training and in evaluation. A strategy that cuts the model into stages refuses a job that overrides it.
+        Face data collator as keyword arguments. Every strategy calls this method, in training and in evaluation. A
+        strategy that cuts the model into stages records it once, with the model, and plays the recording: it refuses a
+        job whose method reads values of tensors, :func:`current_step`, or tensors that are not the model's.
 
         Args:
             model: the result of :meth:`model`, or a replica of it.
@@ -522,6 +523,11 @@ def has_training_step(job: Job) -> bool:
 def has_steering(job: Job) -> bool:
     """Return whether evaluations may change how the job goes on."""
     return type(job).on_evaluation is not Job.on_evaluation
+
+
+def own_forward(job: Job) -> Callable[[nn.Module, Any], Any] | None:
+    """Return ``job.forward``; None if the job does not override it, so that the model is only called."""
+    return None if type(job).forward is Job.forward else job.forward
 
 
 def has_loss(job: Job) -> bool:

@@ -42,6 +42,7 @@ def check_forward(
     precision: Precision,
     options: ShardedConfig,
     layers: nn.Module | None = None,
+    begin: Callable[[Any], Any] = lambda inputs: inputs,
 ) -> SeenCalls:
     """Call the model and the loss with one sample, forward and backward, as far as fake tensors lead.
 
@@ -52,6 +53,7 @@ def check_forward(
         precision: what the forward pass is computed in.
         options: say what is gathered together, and for how long.
         layers: the layers of ``whole`` in turn, if these are called; None if the job calls the model.
+        begin: returns what the layers are called with for the inputs of a batch.
 
     Returns:
         The calls of the modules that are gathered one by one. All ranks see the same.
@@ -69,9 +71,12 @@ def check_forward(
         inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
         with whole.mode, precision.autocast():
             inputs = precision.inputs(inputs)
-            called = model if layers is None else layers
+
+            def called() -> Any:
+                return job.forward(model, inputs) if layers is None else layers(begin(inputs))
+
             with uses.watched():
-                output = job.forward(called, inputs)
+                output = called()
             with in_loss.watched():
                 loss = job.loss(precision.outputs(output), target)
         with whole.mode, in_backward.watched():
@@ -79,7 +84,7 @@ def check_forward(
         ended = True
         if precision.autocast_dtype is not None:
             with whole.mode, precision.autocast(), torch.no_grad(), evaluation_mode(model), in_evaluation.watched():
-                job.forward(called, inputs)
+                called()
 
     def named(storages: Collection[int]) -> str | None:
         names = [name for name, storage in weights.storages.items() if storage in storages]
