@@ -116,8 +116,9 @@ def first_modules(
                 fake = map_tensors(whole.fake_input, inputs)
                 whole.model(fake) if call is None else call(whole.model, fake)
         except Exception as e:
+            owner = type(whole.model).__name__ if call is None else "the job"
             raise ValueError(
-                f"{type(whole.model).__name__ if call is None else 'the job'}: its forward() fails with random values in place of a batch "
+                f"{owner}: its forward() fails with random values in place of a batch "
                 f"({type(e).__name__}: {' '.join(str(e).split())[:200]}), so it cannot be cut into stages"
             ) from e
     num_calls = Counter(calls)

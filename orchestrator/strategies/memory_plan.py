@@ -272,7 +272,8 @@ def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused
     left_out = [block for block in blocks_of(whole.model) if block not in {*blocks}]
     for block in blocks:
         if isinstance(block, Block):
-            block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here
+            # Selective keeps some, which cannot be seen here.
+            block.__block_recomputes_fakes__ = block.__block_recomputes__ == "blocks"
     batch = example_batch(job, job.dataset("train"), rows)
     inputs, target = map_tensors(whole.fake_like, batch)
     with (
