@@ -3,7 +3,7 @@
     python -m orchestrator.launch job=hf job.model_name_or_path=my-llama job.train_file=my.jsonl job.peft=lora
 
 ``jobs/examples.py`` reads the data, ``jobs/hugging_face.py`` the files of models. They need
-``pip install transformers tokenizers peft datasets``.
+``pip install transformers peft datasets``.
 """
 
 from __future__ import annotations

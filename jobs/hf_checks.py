@@ -40,7 +40,7 @@ def check_hugging_face(job: HuggingFace) -> None:
     try:
         import transformers  # noqa: F401
     except ImportError as e:
-        raise ValueError("job=hf: transformers is not installed: pip install transformers tokenizers peft datasets") from e
+        raise ValueError("job=hf: transformers is not installed: pip install transformers peft datasets") from e
     if job.model_name_or_path is None and job.config_name is None:
         raise ValueError("job.model_name_or_path=null: set it, or job.config_name for random weights")
     if job.model_name_or_path is not None and job.config_name is not None:

@@ -66,7 +66,8 @@ class Job(Callback, abc.ABC):
     """The names that :meth:`export` knows, such as ``"hf"``."""
 
     steerable: ClassVar[tuple[str, ...]] = ()
-    """The fields that :meth:`on_evaluation` may change during a run."""
+    """The fields that :meth:`on_evaluation` may change during a run. What is built for the whole of a run, such as
+    :meth:`model` and :meth:`dataset`, sees them as they were configured."""
 
     carried: ClassVar[tuple[str, ...]] = ()
     """The buffers of the model that it changes in one batch and reads in the next, by name, such as the hidden state of
@@ -125,8 +126,9 @@ class Job(Callback, abc.ABC):
         """Return the model's output for the input of a batch. The default is ``model(inputs)``.
 
         Override this for a model that takes several arguments: ``return model(**inputs)`` passes the dict of a Hugging
-        Face data collator as keyword arguments. Every strategy with a whole model on each worker calls this method, in
-        training and in evaluation. A strategy that cuts the model into stages refuses a job that overrides it.
+        Face data collator as keyword arguments. Every strategy calls this method, in training and in evaluation. A
+        strategy that cuts the model into stages records it once, with the model, and plays the recording: it refuses a
+        job whose method reads values of tensors, :func:`current_step`, or tensors that are not the model's.
 
         Args:
             model: the result of :meth:`model`, or a replica of it.
@@ -465,8 +467,9 @@ class Job(Callback, abc.ABC):
         """Return what holds from the next step on, given all evaluations of the run so far; None to change nothing.
 
         This is called on rank 0 after every ``train.eval_every`` steps, and its result holds on all ranks. Let it
-        depend on ``evaluations`` and the fields of the job alone: after a resume or a failure it is called again with
-        those up to that step, and what it returns replaces what it has returned before. An exception ends the run.
+        depend on ``evaluations`` and the fields of the job alone, which have their configured values in it: after a
+        resume or a failure it is called again with those up to that step, and what it returns replaces what it has
+        returned before. An exception ends the run.
 
         Args:
             evaluations: the evaluations in order; the last one has just ended.
@@ -520,6 +523,11 @@ def has_training_step(job: Job) -> bool:
 def has_steering(job: Job) -> bool:
     """Return whether evaluations may change how the job goes on."""
     return type(job).on_evaluation is not Job.on_evaluation
+
+
+def own_forward(job: Job) -> Callable[[nn.Module, Any], Any] | None:
+    """Return ``job.forward``; None if the job does not override it, so that the model is only called."""
+    return None if type(job).forward is Job.forward else job.forward
 
 
 def has_loss(job: Job) -> bool:

@@ -168,6 +168,14 @@ def is_view_operator(operator: Any) -> bool:
     return bool(operator.is_view)
 
 
+def reads_nothing(operator: Any) -> bool:
+    """Return whether an operator reads no values of its arguments: a view, or a question about the type of a tensor."""
+    return is_view_operator(operator) or operator.namespace == "prim" or operator.overloadpacket in MOVES_NOTHING
+
+
+CAST: Any = torch.ops.aten._to_copy.default
+"""The operator that copies a tensor in another dtype or to another place."""
+CLONE: Any = torch.ops.aten.clone.default
 MOVES_NOTHING: Any = frozenset({torch.ops.aten._unsafe_view, torch.ops.aten.empty_like})
 """Operators that read and write nothing, besides views."""
 

@@ -81,11 +81,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_splits(self.eval_splits)
-        if self.ema_decay is not None and self.precision == "bf16-true":
-            raise ValueError(
-                f"train.ema_decay={self.ema_decay:g}: an average in bfloat16 loses its small updates; set it to null, "
-                "or train.precision=bf16"
-            )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError(
                 f"train.clip_value={self.clip_value:g}: train.clip_norm={self.clip_norm:g} clips the same gradients; "
@@ -169,8 +164,8 @@ class StrategyConfig:
 
     name: str
     num_workers: int | Literal["auto"] | tuple[int, int] = option(
-        "number of workers; auto: one per GPU of the cluster, spares included, or 2 on CPUs; [min,max]: as many as "
-        "currently fit",
+        "number of workers; auto: one per GPU of the cluster, spares included, or on CPUs the fewest that the other "
+        "keys need, at least 2; [min,max]: as many as currently fit",
         minimum=1,
     )
 

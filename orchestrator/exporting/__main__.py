@@ -46,6 +46,7 @@ from orchestrator.state.model_state import LEFT_OUT, own_tensors
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.strategies.data.datasets import is_stream, known_length
 from orchestrator.user_code.errors import error_text, exits_refused
+from orchestrator.user_code.steering import steer_as_trained
 
 MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
@@ -80,7 +81,7 @@ def main(run_dir: RunDir, folder: Path, exports: Collection[str]) -> None:
 
 def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Facts:
     spec = recorded_job(run_dir.config_file)
-    facts, tensors = _weights(run_dir, folder) if "model" in exports else (Facts(), None)
+    facts, tensors, manifest = _weights(run_dir, folder) if "model" in exports else (Facts(), None, {})
     try:
         with exits_refused():
             job = _job(spec)
@@ -88,6 +89,7 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
             if "dataset" in exports:
                 facts = replace(facts, dataset=dataset_facts(spec, dataset))
             if tensors is not None:
+                steer_as_trained(job, manifest)
                 _export(job, dataset, tensors, folder)
     except Exception as e:  # of any type: the code of the job
         problem = str(e) if isinstance(e, NotExportedError) else error_text(e)
@@ -98,8 +100,11 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
     return facts
 
 
-def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor] | None]:
-    """Copy the weights of the best checkpoint, or of the newest; returns them, or None and why there are none.
+def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor] | None, Mapping[str, Any]]:
+    """Copy the weights of the best checkpoint, or of the newest.
+
+    Returns:
+        What is known, the weights and the manifest of the checkpoint; None for the weights, and why, if there are none.
 
     Raises:
         OSError, ValueError: the checkpoint cannot be read.
@@ -107,20 +112,21 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
     names = store.list()
     if not names:
-        return Facts(problem="there is no checkpoint"), None
+        return Facts(problem="there is no checkpoint"), None, {}
     best = store.best()
     chosen = {step_of(name): name for name in names}.get(0 if best is None else best.step, names[-1])
     manifest = store.read_manifest(chosen)
     step, size = int(manifest["step"]), store.model_size(chosen)
     if LEFT_OUT in manifest["meta"]:
-        return Facts(problem=f"{chosen} has only the weights that are trained (checkpoint.only_trained)"), None
+        problem = f"{chosen} has only the weights that are trained (checkpoint.only_trained)"
+        return Facts(problem=problem), None, manifest
     if size > MAX_BYTES:
         limit = f"the limit is {MAX_BYTES / 1e9:.1f} GB"
-        return Facts(problem=f"the weights in {chosen} have {size / 1e9:.1f} GB, {limit}"), None
+        return Facts(problem=f"the weights in {chosen} have {size / 1e9:.1f} GB, {limit}"), None, manifest
     with tempfile.TemporaryDirectory(dir=folder) as parts:
         digests = tensor_file.write(folder / _WEIGHTS, exported_weights(store, chosen, Path(parts)))
     facts = Facts(step=step, averaged=exports_average(store, chosen))
-    return facts, StoredTensors(folder, {_WEIGHTS: digests})
+    return facts, StoredTensors(folder, {_WEIGHTS: digests}), manifest
 
 
 def _job(spec: JobSpec) -> Job:

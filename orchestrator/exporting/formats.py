@@ -27,6 +27,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore, exported_weight
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.model_state import LEFT_OUT, check_built, checksum, own_tensors
 from orchestrator.user_code.errors import error_text
+from orchestrator.user_code.steering import steer_as_trained
 
 
 def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> tuple[int, bool]:
@@ -50,6 +51,7 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         made = Path(scratch) / directory.name
 
         def read(checkpoint: str) -> tuple[str, Mapping[str, Tensor]]:
+            steer_as_trained(job, store.read_manifest(checkpoint))
             return checkpoint, _whole_model(job, store, checkpoint, Path(scratch), run_dir)
 
         checkpoint, model = store.choose(lambda names: _checkpoint(store, names, run_dir, best=best), read)

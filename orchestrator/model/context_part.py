@@ -284,7 +284,7 @@ def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
     def called(block: Any, *args: Any, **kwargs: Any) -> Any:
         return of_rows(block, kind.forward, *args, **kwargs)
 
-    member = {"around": of_rows} if issubclass(kind, Block) else {"forward": called}
+    member = {"__block_around__": of_rows} if issubclass(kind, Block) else {"forward": called}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **member})
 
 

@@ -83,6 +83,7 @@ def first_modules(
     *,
     largest_share: float | None = None,
     closed: frozenset[str] = frozenset(),
+    call: Callable[[nn.Module, Any], Any] | None = None,
 ) -> list[str]:
     """Find the modules that begin a piece, in the order of their calls.
 
@@ -96,6 +97,7 @@ def first_modules(
         largest_share: the share of the model's parameters, 0 to 1, above which the modules inside of a module begin
             pieces too; None for no limit.
         closed: large modules that are left in one piece nevertheless.
+        call: calls the model with the batch; None to only call it.
 
     Raises:
         ValueError: a module in ``split`` cannot begin a piece, or the forward pass fails with random values.
@@ -104,17 +106,19 @@ def first_modules(
     names = {module: name for name, module in whole.model.named_modules() if name}
     with whole.mode, new_tensors_dropped(whole.model), fake_calls(whole) as real_calls:
 
-        def note(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def note(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if module in names and not real_calls.active:
                 calls.append(names[module])
-            return call(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
 
         try:
             with calls_through(note):
-                whole.model(map_tensors(whole.fake_input, inputs))
+                fake = map_tensors(whole.fake_input, inputs)
+                whole.model(fake) if call is None else call(whole.model, fake)
         except Exception as e:
+            owner = type(whole.model).__name__ if call is None else "the job"
             raise ValueError(
-                f"{type(whole.model).__name__}: its forward() fails with random values in place of a batch "
+                f"{owner}: its forward() fails with random values in place of a batch "
                 f"({type(e).__name__}: {' '.join(str(e).split())[:200]}), so it cannot be cut into stages"
             ) from e
     num_calls = Counter(calls)

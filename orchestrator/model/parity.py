@@ -97,6 +97,7 @@ class _Variant:
 
     Attributes:
         module: what is called with the inputs.
+        call: calls it; None to only call it.
         tensors: its parameters and buffers, by the model's own names.
         precision: what its forward passes are computed in.
     """
@@ -104,11 +105,15 @@ class _Variant:
     module: nn.Module
     tensors: Callable[[], Mapping[str, Tensor]]
     precision: Precision
+    call: Callable[[nn.Module, Any], Any] | None = None
+
+    def _output(self, inputs: Any) -> Any:
+        return self.module(inputs) if self.call is None else self.call(self.module, inputs)
 
     def train(self, inputs: Any, loss: Callable[[Any], Tensor]) -> Tensor:
         """Run a forward and a backward pass, and return the loss."""
         with self.precision.autocast():
-            value = loss(self.module(inputs))
+            value = loss(self._output(inputs))
         if value.requires_grad:
             value.backward()
         return value.detach()
@@ -118,7 +123,7 @@ class _Variant:
         """Return the loss in evaluation."""
         self.module.eval()
         with self.precision.autocast():
-            return loss(self.module(inputs))
+            return loss(self._output(inputs))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients by the name of the parameter."""
@@ -148,7 +153,7 @@ class _VariantBuilder:
         def tensors() -> dict[str, Tensor]:
             return dict((*model.named_parameters(), *model.named_buffers()))
 
-        return _Variant(module=model, tensors=tensors, precision=self.precision)
+        return _Variant(module=model, tensors=tensors, precision=self.precision, call=self.sequence.call)
 
     def pieces(self) -> _Variant:
         """Return its pieces with their initial values."""

@@ -1,22 +1,26 @@
 """The precision of a model: the dtype of its tensors, what its forward passes are computed in, and what is gathered.
 
 Where a divided model runs under autocast, what autocast would cast is cast before it is gathered. Otherwise autograd
-keeps the casts of all parameters from the forward to the backward pass: a copy of the whole model on each rank.
+keeps the casts of all parameters from the forward to the backward pass: a copy of the whole model on each rank. What
+autocast does to a parameter is seen in a pass, because it depends on the operations, and not on the shape.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from orchestrator.compat.modules import own_parameters
-from orchestrator.model.batch import map_tensors
+from orchestrator.compat.torch import CAST, CLONE, reads_nothing, storage_key
+from orchestrator.model.batch import map_tensors, tensors_in
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,52 +83,91 @@ def summable(tensor: Tensor) -> Tensor:
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast casts."""
-_UNCAST = (nn.LayerNorm, nn.RMSNorm, nn.EmbeddingBag, nn.Bilinear, ParametrizationList)
-"""Modules whose parameters autocast uses as they are. Some refuse inputs of another dtype."""
+_UNCAST = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+"""Modules of torch whose parameters autocast uses as they are."""
 
 
-def gathered_dtypes(model: nn.Module, autocast_dtype: torch.dtype | None) -> dict[Tensor, torch.dtype]:
-    """Return the dtype in which the parts of each parameter are gathered.
+class Casts:
+    """What autocast does to the parameters of a model, as the operations show that a dispatch mode passes on.
 
-    Biases and the scales of norms have a single dimension. They keep their dtype, as all parameters without autocast.
+    Attributes:
+        seen: for each parameter that has been used, by each of its names, whether all uses begin with a cast to the
+            dtype of autocast, by itself or by the model.
+    """
+
+    def __init__(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> None:
+        self.seen: dict[str, bool] = {}
+        self._dtype = autocast_dtype
+        self._copies: list[Tensor] = []  # whose storages are no others as long as these are here
+        self._names: defaultdict[int, list[str]] = defaultdict(list)
+        if autocast_dtype is not None:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                self._names[storage_key(parameter.untyped_storage())].append(name)
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of an operation of a forward pass."""
+        if not self._names or reads_nothing(func):
+            return
+        casts = func is CAST and kwargs.get("dtype") == self._dtype
+        for tensor in tensors_in((args, kwargs)):
+            names = self._names.get(storage_key(tensor.untyped_storage()), [])
+            if names and func is CLONE:  # of which the use is still to come
+                self._copies.append(result)
+                self._names[storage_key(result.untyped_storage())] = names
+                continue
+            for name in names:
+                self.seen[name] = self.seen.get(name, True) and casts and tensor.dtype in _CAST
+
+
+def gathered_dtypes(
+    model: nn.Module, autocast_dtype: torch.dtype | None, seen: Mapping[str, bool] = MappingProxyType({})
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which the parts of each parameter are gathered, by each of its names.
+
+    What autocast casts in every use is cast before. All others keep their dtype, as all do without autocast.
 
     Args:
-        model: the model, or modules of it; its tensors may be fake.
+        model: the model; its tensors may be fake.
         autocast_dtype: what autocast computes in; None for no autocast.
+        seen: as in :class:`Casts`. What has not been seen is used as the same parameter of a module that is alike, such
+            as another block. Of the rest, those of torch's own modules are known.
     """
-    found: dict[Tensor, torch.dtype] = {}
-    for module in model.modules():
-        for parameter in own_parameters(module).values():
-            if parameter is None:
-                continue
-            is_cast = parameter.ndim > 1 and parameter.dtype in _CAST and not isinstance(module, _UNCAST)
-            if autocast_dtype is None or not is_cast:
-                found[parameter] = parameter.dtype
-            else:
-                found.setdefault(parameter, autocast_dtype)
-    return found
+    owners = {
+        f"{prefix}.{name}" if prefix else name: (module, parameter)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in own_parameters(module).items()
+        if parameter is not None
+    }
+    alike: dict[Any, bool] = {}
+    for name, casts in seen.items():
+        if name in owners:
+            key = _likeness(name, owners[name][0])
+            alike[key] = alike.get(key, True) and casts
+    cast: dict[Tensor, bool] = {}
+    for name, (module, parameter) in owners.items():
+        casts = seen.get(name, alike.get(_likeness(name, module), _is_cast_by_torch(module, parameter)))
+        cast[parameter] = cast.get(parameter, True) and casts
+    return {
+        name: autocast_dtype if autocast_dtype is not None and cast[p] and p.dtype in _CAST else p.dtype
+        for name, (_, p) in owners.items()
+    }
 
 
-def gathered_share(model: nn.Module, autocast_dtype: torch.dtype | None) -> float:
+def _likeness(name: str, owner: nn.Module) -> tuple[str, type[nn.Module]]:
+    return re.sub(r"\d+", "*", name), type(owner)
+
+
+def _is_cast_by_torch(module: nn.Module, parameter: Tensor) -> bool:
+    """Return whether a module of torch gives a parameter to an operation that autocast casts for."""
+    is_own = str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.modules.")
+    return is_own and parameter.ndim > 1 and not isinstance(module, _UNCAST)
+
+
+def gathered_share(
+    model: nn.Module, autocast_dtype: torch.dtype | None, seen: Mapping[str, bool] = MappingProxyType({})
+) -> float:
     """Return the bytes that are gathered of each byte of the parameters; see :func:`gathered_dtypes`."""
-    dtypes = gathered_dtypes(model, autocast_dtype)
-    gathered = sum(p.numel() * dtype.itemsize for p, dtype in dtypes.items())
-    return gathered / max(1, sum(p.nbytes for p in dtypes))
-
-
-def keep_embedded_dtype(model: nn.Module) -> None:
-    """Let embeddings return rows in the dtype that their parameters have now, whatever they are gathered in.
-
-    Autocast leaves embeddings alone, so that what the blocks of a transformer add to them is summed in float32.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(_Convert(module.weight.dtype))
-
-
-class _Convert:
-    def __init__(self, dtype: torch.dtype):
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, rows: Tensor) -> Tensor:
-        return rows.to(self._dtype)
+    dtypes = gathered_dtypes(model, autocast_dtype, seen)
+    named = dict(model.named_parameters())
+    gathered = sum(parameter.numel() * dtypes[name].itemsize for name, parameter in named.items())
+    return gathered / max(1, sum(parameter.nbytes for parameter in named.values()))

@@ -18,7 +18,7 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.python_state import python_state
 from orchestrator.model.sequence import LayerSequence, saved_tensors
-from orchestrator.model.tape import HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
+from orchestrator.model.tape import Call, HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import new_tensors_dropped, tensor_slots
 
 ValueKey = tuple[int, int]
@@ -54,6 +54,7 @@ class RecordedLayers(LayerSequence):
         split: Sequence[str],
         largest_share: float | None = None,
         closed: frozenset[str] = frozenset(),
+        call: Call | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +62,7 @@ class RecordedLayers(LayerSequence):
             inputs: a real micro-batch on the device of the fake model.
             split: the names of layers at which stages are to begin.
             largest_share, closed: see :func:`~orchestrator.model.fake_calls.first_modules`.
+            call: calls the model with the inputs, and is recorded too; None to only call it.
 
         Raises:
             TapeError: the forward pass cannot be recorded.
@@ -70,14 +72,14 @@ class RecordedLayers(LayerSequence):
             raise ValueError(
                 f"the model takes {' and '.join(sorted(other))}; only tensors can be cut into micro-batches"
             )
-        names = first_modules(whole, inputs, split, largest_share=largest_share, closed=closed)
+        names = first_modules(whole, inputs, split, largest_share=largest_share, closed=closed, call=call)
         no_layer = TapeError(
             f"{type(whole.model).__name__}: its forward() calls no layer exactly once, and only such a layer can begin "
             "a stage"
         )
         if not names and isinstance(whole.model, torch.jit.ScriptModule):  # its recording would tell less
             raise no_layer
-        tapes = {training: _record(whole, inputs, names, training=training) for training in (True, False)}
+        tapes = {training: _record(whole, inputs, names, call, training=training) for training in (True, False)}
         if not names:  # if the forward pass cannot be recorded, that has told why
             raise no_layer
         cut_tapes = {training: _cut(tape, names) for training, tape in tapes.items()}
@@ -115,6 +117,7 @@ class RecordedLayers(LayerSequence):
         self.unused = frozenset(name for name, t in saved.items() if id(t) not in used and name in slots)
         pieces[0] = pieces[0].of(whole.model, unused=sorted(self.unused))
         super().__init__(whole, names, pieces)
+        self.call = call
         self._pieces = pieces
         self._persistent = saved.keys()
 
@@ -241,13 +244,13 @@ class TapePiece(nn.Module):
         )
 
 
-def _record(whole: FakeModel, inputs: Any, names: Sequence[str], *, training: bool) -> Tape:
+def _record(whole: FakeModel, inputs: Any, names: Sequence[str], call: Call | None, *, training: bool) -> Tape:
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     opened = [whole.model, *map(whole.model.get_submodule, sorted(parents))]
     before = [python_state(module) for module in opened]
     mode = contextlib.nullcontext() if training else evaluation_mode(whole.model)
     with mode, whole.mode, new_tensors_dropped(whole.model), fake_calls(whole, opened=opened):
-        tape = record(whole.model, map_tensors(whole.fake_input, inputs), opened=parents)
+        tape = record(whole.model, map_tensors(whole.fake_input, inputs), opened=parents, call=call)
     # An earlier forward pass has set what is set only once, such as a cached shape.
     for module, state in zip(opened, before, strict=True):
         after = python_state(module)

@@ -29,39 +29,44 @@ ForwardPass = Callable[..., Any]
 class Block(nn.Module):
     """A block of a model. The class of the block has become a subclass of this one and of what it was.
 
-    The class and not the instance, because a copy of a module has its class, and its own parameters.
+    The class and not the instance, because a copy of a module has its class, and its own parameters. The names are none
+    that a job gives attributes of its own.
 
     Attributes:
-        kind: the class that the job has given the block.
-        recomputes: what is computed again in the backward pass.
-        compiled: the compiled forward pass of ``kind``; None if it runs as it is.
-        recomputes_fakes: whether a forward pass with fake tensors keeps no more than others do.
+        __block_kind__: the class that the job has given the block.
+        __block_recomputes__: what is computed again in the backward pass.
+        __block_compiled__: the compiled forward pass of that class; None if it runs as it is.
+        __block_recomputes_fakes__: whether a forward pass with fake tensors keeps no more than others do.
     """
 
-    kind: ClassVar[type[nn.Module]]
-    recomputes: ClassVar[Selection]
-    compiled: ForwardPass | None = None
-    recomputes_fakes = False
+    __block_kind__: ClassVar[type[nn.Module]]
+    __block_recomputes__: ClassVar[Selection]
+    __block_compiled__: ForwardPass | None = None
+    __block_recomputes_fakes__ = False
 
-    def around(self, forward: ForwardPass, *args: Any, **kwargs: Any) -> Any:
+    def __block_around__(self, forward: ForwardPass, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass, compiled or not, also where it is computed again."""
         return forward(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of ``kind``. With fake tensors, it runs as the job has written it."""
+        """Run the forward pass of the block's own class. With fake tensors, it runs as the job has written it."""
         is_fake = any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs)))
-        compiled = None if is_fake else self.compiled
-        run = functools.partial(self.around, compiled or self.kind.forward, **kwargs)
-        recomputes = self.recomputes != "none" and torch.is_grad_enabled() and (self.recomputes_fakes or not is_fake)
+        compiled = None if is_fake else self.__block_compiled__
+        run = functools.partial(self.__block_around__, compiled or self.__block_kind__.forward, **kwargs)
+        recomputes = (
+            self.__block_recomputes__ != "none"
+            and torch.is_grad_enabled()
+            and (self.__block_recomputes_fakes__ or not is_fake)
+        )
         if not recomputes:
             return run(*args)
-        return recomputed(run, *args, block=self, selective=self.recomputes == "selective")
+        return recomputed(run, *args, block=self, selective=self.__block_recomputes__ == "selective")
 
 
 def likeness(block: nn.Module) -> Hashable:
     """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    kind = block.kind if isinstance(block, Block) else type(block)
+    kind = block.__block_kind__ if isinstance(block, Block) else type(block)
     return kind, repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
@@ -94,7 +99,8 @@ def with_blocks(build: Callable[[], nn.Module], *, recomputes: Selection = "none
 
 
 def _block_class(kind: type[nn.Module], recomputes: Selection) -> type[nn.Module]:
-    return type(kind.__name__, (Block, kind), {"kind": kind, "recomputes": recomputes, "__module__": kind.__module__})
+    own = {"__block_kind__": kind, "__block_recomputes__": recomputes, "__module__": kind.__module__}
+    return type(kind.__name__, (Block, kind), own)
 
 
 Selection = Literal["none", "blocks", "selective"]

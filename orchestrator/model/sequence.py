@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -31,9 +31,12 @@ class LayerSequence(abc.ABC):
         modules: each layer.
         unused: the names of the parameters and persistent buffers that no layer uses. The first layer holds them, so
             that they are in every checkpoint.
+        call: how the whole model is called with its input, as ``Job.forward`` does; None if it is only called.
     """
 
     unused: frozenset[str] = frozenset()
+
+    call: Callable[[nn.Module, Any], Any] | None = None
 
     trains_as_the_whole = False
     """Whether calling the layers in turn is what the model's own ``forward`` does, so that nothing can differ."""

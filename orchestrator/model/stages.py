@@ -21,7 +21,7 @@ from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.recorded import RecordedLayers
 from orchestrator.model.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
-from orchestrator.model.tape import TapeError
+from orchestrator.model.tape import Call, TapeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ def sequence_of(
     split: Sequence[str],
     num_stages: int,
     job: DefinesStages,
+    call: Call | None = None,
 ) -> LayerSequence:
     """Divide a model into layers, with fake tensors.
 
@@ -93,24 +94,31 @@ def sequence_of(
         split: the names of layers at which stages are to begin; empty to choose among the layers later.
         num_stages: the number of stages.
         job: may define the stages.
+        call: calls the model with the inputs, as ``Job.forward`` does; None if that only calls it.
 
     Raises:
         ValueError: the model cannot be cut; the text says why and what else to do.
     """
     if job.stages(whole.model) is not None:
+        if call is not None:
+            raise ValueError(
+                "the job overrides Job.forward, and Job.stages says what stages do in its place; remove one of them"
+            )
         return JobStages(whole, job)
     splits_a_child = any("." in name for name in split)
-    if _only_calls_its_children(whole.model) and not splits_a_child:
+    if call is None and _only_calls_its_children(whole.model) and not splits_a_child:
         sequence = SequentialLayers(whole)
         if split or _has_layers_for(sequence, num_stages):
             return sequence
     try:
-        return _recorded(whole, inputs, split=split, num_stages=num_stages)
+        return _recorded(whole, inputs, call, split=split, num_stages=num_stages)
     except TapeError as e:
-        raise ValueError(
-            f"the model cannot be cut: {e}. Define Job.stages(model), which returns its parts in order, make "
-            "job.model() an nn.Sequential, or use strategy=ddp"
-        ) from e
+        remedy = (
+            "Define Job.stages(model), which returns its parts in order, make job.model() an nn.Sequential"
+            if call is None
+            else "Let Job.model return an nn.Module that takes the input of a batch as it is, without Job.forward"
+        )
+        raise ValueError(f"the model cannot be cut: {e}. {remedy}, or use strategy=ddp") from e
 
 
 def _only_calls_its_children(model: nn.Module) -> bool:
@@ -118,19 +126,21 @@ def _only_calls_its_children(model: nn.Module) -> bool:
     return is_plain_sequential(model) and not own_parameters(model) and not own_buffers(model)
 
 
-def _recorded(whole: FakeModel, inputs: Any, *, split: Sequence[str], num_stages: int) -> LayerSequence:
+def _recorded(
+    whole: FakeModel, inputs: Any, call: Call | None, *, split: Sequence[str], num_stages: int
+) -> LayerSequence:
     """Divide a model at ``split``, or else so finely that no layer is larger than a stage, if that is possible."""
     if split:
-        return RecordedLayers(whole, inputs, split=split)
+        return RecordedLayers(whole, inputs, split=split, call=call)
     closed = frozenset[str]()
     first_error: TapeError | None = None
     while True:
         try:
-            layers = RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages, closed=closed)
+            layers = RecordedLayers(whole, inputs, split=(), largest_share=1 / num_stages, closed=closed, call=call)
         except TapeError as e:
             first_error = first_error or e
             if not e.module or e.module in closed:
-                layers = RecordedLayers(whole, inputs, split=())
+                layers = RecordedLayers(whole, inputs, split=(), call=call)
             else:
                 closed |= {e.module}  # the code inside of a large module cannot be recorded, so it stays in one piece
                 continue

@@ -26,11 +26,16 @@ from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor_slots import tensor_slots
+from orchestrator.user_code.callbacks import reading_steps
 
 _READ_VALUES = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 _DIFFERENTIATE = frozenset({"grad", "backward"})
 _WRITE = frozenset({"__setitem__", "__set__"})
 """Functions that return nothing and change a tensor."""
+
+
+Call = Callable[[nn.Module, Any], Any]
+"""Calls a model with its input, and returns the output, as ``Job.forward`` does."""
 
 
 class TapeError(ValueError):
@@ -99,13 +104,14 @@ class Tape:
     output: Any
 
 
-def record(model: nn.Module, inputs: Any, *, opened: Collection[str]) -> Tape:
+def record(model: nn.Module, inputs: Any, *, opened: Collection[str], call: Call | None = None) -> Tape:
     """Run ``model(inputs)`` and record it.
 
     Args:
         model: the model, in the mode (training or evaluation) to record.
         inputs: nested tensors; the model is called with them as its one argument.
         opened: the names of the submodules whose own forward is recorded; all others are called as they are.
+        call: calls the model with the inputs, and is recorded too; None to only call it.
 
     Raises:
         TapeError: the glue reads values of tensors, or uses a tensor or an object that a stage cannot rebuild.
@@ -114,8 +120,8 @@ def record(model: nn.Module, inputs: Any, *, opened: Collection[str]) -> Tape:
     for tensor in tensors_in(inputs):
         recorder.new_slot(tensor)
     num_inputs = recorder.num_slots
-    with calls_through(recorder.call), recorder:
-        out = model(inputs)
+    with calls_through(recorder.call), reading_steps(recorder.read_step), recorder:
+        out = model(inputs) if call is None else recorder.call_job(call, model, inputs)
     return Tape(
         num_inputs=num_inputs,
         steps=tuple(recorder.steps),
@@ -226,14 +232,34 @@ class _Recorder(TorchFunctionMode):
             e.module = self._names[module] if e.module is None else e.module
             raise
         except Exception as e:
-            error = TapeError(
-                f"{self._open[-1]}: its forward() fails with tensors that have a shape and no values, outside of the "
-                f"layers ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
-            )
+            error = self._failed(e)
             error.module = self._names[module]
             raise error from e
         finally:
             self._open.pop()
+
+    def call_job(self, call: Call, model: nn.Module, inputs: Any) -> Any:
+        """Run what a job does before and after the model, whose operations are recorded."""
+        self._open.append("the job")
+        try:
+            return call(model, inputs)
+        except TapeError:
+            raise
+        except Exception as e:
+            raise self._failed(e) from e
+        finally:
+            self._open.pop()
+
+    def _failed(self, error: Exception) -> TapeError:
+        return TapeError(
+            f"{self._open[-1]}: its forward() fails with tensors that have a shape and no values, outside of the "
+            f"layers ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        )
+
+    def read_step(self) -> None:
+        """Refuse that the glue asks for the step, which is another one when the recording is played."""
+        if not self._inside_leaf:
+            raise TapeError(f"{self._open[-1]}: its forward() calls current_step() outside of the layers")
 
     def new_slot(self, tensor: Tensor) -> Slot:
         """Give a tensor the next slot."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from orchestrator.state.best import BestSoFar
@@ -39,6 +40,7 @@ from orchestrator.state.manifest import (
     parse_manifest,
     read_manifest,
 )
+from orchestrator.state.optimizers import AVERAGE
 from orchestrator.state.tensor_file import StoredTensors
 from orchestrator.storage.remote import Remote
 
@@ -289,10 +291,6 @@ def _stored_name(file: str, digests: Digests) -> str:
     return f"{stem}.{digests.name}.{suffix}"
 
 
-KEY = "param_ema"
-"""The key of the average in the optimizer state of a parameter."""
-
-
 def exports_average(store: CheckpointStore, checkpoint: str) -> bool:
     """Return whether the model of a checkpoint has averaged weights: ``checkpoint.best`` is a metric of these."""
     best = BestSoFar.from_meta(store.read_manifest(checkpoint)["meta"])
@@ -306,23 +304,25 @@ def exported_weights(store: CheckpointStore, checkpoint: str, folder: Path) -> M
     """
     if not exports_average(store, checkpoint):
         return store.model(checkpoint, folder)
-    names = list(store.model(checkpoint, folder))
+    dtypes = {name: tensor.dtype for name, tensor in store.model(checkpoint, folder).outline().items()}
     tied = store.read_manifest(checkpoint)["meta"].get("tied", {})
-    return _Averaged(store.model(checkpoint, folder, "optimizer"), names, tied)
+    return _Averaged(store.model(checkpoint, folder, "optimizer"), dtypes, tied)
 
 
 class _Averaged(Mapping[str, Tensor]):
-    """The tensors of a model, with the averages of those that have one."""
+    """The tensors of a model, with the averages of those that have one, in the dtypes of the model."""
 
-    def __init__(self, stored: StoredTensors, names: list[str], tied: Mapping[str, str]):
-        self._stored, self._names, self._tied = stored, names, tied
+    def __init__(self, stored: StoredTensors, dtypes: Mapping[str, torch.dtype], tied: Mapping[str, str]):
+        self._stored, self._dtypes, self._tied = stored, dtypes, tied
 
     def __getitem__(self, name: str) -> Tensor:
-        average = f"{self._tied.get(name, name)}/{KEY}"
-        return self._stored[average if average in self._stored else name]
+        average = f"{self._tied.get(name, name)}/{AVERAGE}"
+        if average not in self._stored:
+            return self._stored[name]
+        return self._stored[average].to(self._dtypes[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._dtypes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._dtypes)

@@ -18,6 +18,8 @@ from orchestrator.compat.torch import pytree
 
 RTOL = 1e-6
 """The relative difference of two numbers of a schedule that rounding explains."""
+AVERAGE = "param_ema"
+"""The key of the average of a weight in the optimizer state of that parameter."""
 _MADE_FOR, _UPDATES, _STEERED = "schedule_made_for", "schedule_updates", "schedule_steered"
 """The keys in the state of a scheduler."""
 
@@ -275,7 +277,7 @@ def load_without_casts(
 ) -> None:
     """Let ``optimizer`` load a state, whose values keep their dtypes where the parameter has its own as well.
 
-    torch takes text for a sequence, which is put back too.
+    Averages of weights keep theirs in any case. torch takes text for a sequence, which is put back too.
 
     Args:
         optimizer: its state is replaced.
@@ -295,7 +297,8 @@ def load_without_casts(
         for key, value in saved.get(number, {}).items():
             now = loaded.get(key)
             is_cast = now.dtype != value.dtype if isinstance(now, Tensor) else isinstance(now, (list, tuple, dict))
-            if type(now) is type(value) and (isinstance(now, str) or (is_cast and number in keeping)):
+            keeps = number in keeping or key == AVERAGE
+            if type(now) is type(value) and (isinstance(now, str) or (is_cast and keeps)):
                 loaded[key] = value
 
 

@@ -152,13 +152,14 @@ def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], divi
 
 def parameter_sizes(config: Config, job: Job, model: nn.Module) -> list[ParameterSize]:
     """Return the sizes of the parameters, with their optimizer state as far as it is known."""
-    averages = config.train.ema_decay is not None
+    has_average = config.train.ema_decay is not None
     state = _state_per_byte(job, model)
     found = []
     for name, parameter in model.named_parameters():
         rows = len(parameter) if parameter.ndim else 1
         row_bytes = parameter.nbytes // max(1, rows)
         trained = parameter.requires_grad
+        averages = has_average * max(1.0, 4 / parameter.itemsize)  # at least float32
         found.append(
             ParameterSize(
                 rows=rows,
@@ -271,7 +272,8 @@ def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused
     left_out = [block for block in blocks_of(whole.model) if block not in {*blocks}]
     for block in blocks:
         if isinstance(block, Block):
-            block.recomputes_fakes = block.recomputes == "blocks"  # selective keeps some, which cannot be seen here
+            # Selective keeps some, which cannot be seen here.
+            block.__block_recomputes_fakes__ = block.__block_recomputes__ == "blocks"
     batch = example_batch(job, job.dataset("train"), rows)
     inputs, target = map_tensors(whole.fake_like, batch)
     with (

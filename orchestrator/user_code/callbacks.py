@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -184,6 +185,7 @@ class Steering:
 
 
 _step = 1  # of all threads: replicas and backward passes have threads of their own
+_on_read: Callable[[], None] | None = None
 
 
 def current_step() -> int:
@@ -193,7 +195,20 @@ def current_step() -> int:
     step after which that is made. A model that is compiled should not call this, because it would be compiled again for
     each number.
     """
+    if _on_read is not None:
+        _on_read()
     return _step
+
+
+@contextlib.contextmanager
+def reading_steps(on_read: Callable[[], None]) -> Iterator[None]:
+    """Call ``on_read`` at each call of :func:`current_step` in the block."""
+    global _on_read
+    _on_read = on_read
+    try:
+        yield
+    finally:
+        _on_read = None
 
 
 def set_current_step(step: int) -> None:

@@ -1,7 +1,7 @@
 """What the methods of a job have to return: checked at each call, so that an error names the method and the remedy.
 
 The strategies, the checks of the driver and the exports all call these methods, so the class of a job itself checks
-what its methods return.
+what its methods return, and lets those that build see the fields as they were configured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.user_code.callbacks import Steering
 from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.steering import AS_CONFIGURED, as_configured
 
 _CLOSURE = "closure"
 _MARK = "__checks_result__"
@@ -22,8 +23,11 @@ _MARK = "__checks_result__"
 
 
 def check_results(cls: type, *, except_of: str) -> None:
-    """Let the methods of ``cls`` check what they return, but for those that the module ``except_of`` defines."""
-    for name in _CHECKS:
+    """Let the methods of ``cls`` check what they return, and those that build see the configured fields.
+
+    Those that the module ``except_of`` defines stay as they are.
+    """
+    for name in {**_CHECKS, **dict.fromkeys(AS_CONFIGURED)}:
         found = inspect.getattr_static(cls, name)
         function = found.fget if isinstance(found, property) else found
         is_own = hasattr(function, _MARK) or getattr(function, "__module__", None) == except_of
@@ -38,10 +42,11 @@ def _checking(name: str, function: Any) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function.__get__(self, type(self))(*args, **kwargs)
+        call = functools.partial(function.__get__(self, type(self)), *args, **kwargs)
+        result = as_configured(self, call) if name in AS_CONFIGURED else call()
         outermost = inspect.getattr_static(type(self), name)
         is_outermost = method in (outermost, getattr(outermost, "fget", None))  # others are called by super()
-        if is_outermost and (problem := _CHECKS[name](result)) is not None:
+        if is_outermost and name in _CHECKS and (problem := _CHECKS[name](result)) is not None:
             raise JobError(f"job.{name} {problem}")
         return result
 

@@ -65,9 +65,10 @@ class Evaluations:
         """Evaluate the model after ``step`` if there is data for it, and draw samples from it if the job has any."""
         with self._strategy.quiesced(), self._strategy.evaluation_weights():
             if data.datasets.evaluated:
+                rank, world_size = self.assignment.global_rank, self.assignment.plan.world_size
+                self.steered.rewind(step, rank=rank, world_size=world_size)
                 point = self._evaluated(data, data.eval_batches, step=step)
                 self._outbox.put_point(point)
-                rank, world_size = self.assignment.global_rank, self.assignment.plan.world_size
                 for follower in (self.improvement, self.steered, self._reports):
                     follower.add(point, rank=rank, world_size=world_size, confirm=self._strategy.confirm)
             if self._job.draws_samples:

@@ -89,7 +89,8 @@ def restore_state(
         is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
         data.restore(meta, is_own=is_own)
         improvement.restore(meta if is_own else {}, rank=rank)
-        steered.restore(meta if is_own else None, rank=rank, world_size=world_size)
+        goes_on = is_own or assignment.config.evaluate is not None
+        steered.restore(meta if goes_on else None, rank=rank, world_size=world_size)
     else:
         strategy.sync_initial_state()
         improvement.restore({})

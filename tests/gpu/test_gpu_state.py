@@ -11,7 +11,7 @@ from helpers.jobs.quick_jobs import AdamDigits
 from helpers.jobs.stage_toys import ScheduledChain, plain
 from helpers.ranks.gang import GLOO, Gang, gang_on, own_device
 from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tensors_are_sent, broadcast_from_1
-from orchestrator.state.checkpoint_store import KEY
+from orchestrator.state.optimizers import AVERAGE
 from orchestrator.state.train_state import capture
 
 STOP, STEPS = 3, 6
@@ -83,7 +83,7 @@ def test_the_average_of_the_weights_is_that_of_one_worker(gang: Gang, name: str)
     layout = LAYOUTS[name]
     state = gang.run(piece, layout.of(case), None, STEPS, world_size=layout.world_size)[0][1]
     expected, found = (
-        {path: t for path, t in of.optimizer.items() if path.endswith(f"/{KEY}")} for of in (alone, state)
+        {path: t for path, t in of.optimizer.items() if path.endswith(f"/{AVERAGE}")} for of in (alone, state)
     )
     assert len(expected) == len(dict(case.job.model().named_parameters()))
     torch.testing.assert_close(found, expected, rtol=100 * RTOL, atol=10 * RTOL)

@@ -69,9 +69,7 @@ def sink_errors(config: Config) -> list[str]:
     """Return what is wrong with the sinks."""
     errors = []
     if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        errors.append(
-            "tracking.tensorboard: needs TensorBoard; install it with: pip install tensorboard"
-        )
+        errors.append("tracking.tensorboard: needs TensorBoard; install it with: pip install tensorboard")
     for path in config.tracking.sinks:
         try:
             load_sink(path)

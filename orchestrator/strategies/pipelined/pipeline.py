@@ -46,7 +46,7 @@ from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole, recorded_call
 from orchestrator.strategies.pipelined.stage_checks import check_stages
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
@@ -134,6 +134,7 @@ class Pipeline(PartTrainer):
             device=context.device,
             seed=context.seed,
             precision=self.precision,
+            call=recorded_call(self.job),
         )
         self._layers = self._builder.sequence.layers
         self._names = self._builder.sequence.saved_names

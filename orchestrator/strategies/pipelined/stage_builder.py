@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.job import Job
+from orchestrator.config.text import first_few
+from orchestrator.job import Job, has_steering, own_forward
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
@@ -18,6 +19,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import Shared, Stage, build_stages, sequence_of, shared_tensors
+from orchestrator.model.tape import Call
 from orchestrator.strategies.data.batch_parts import (
     BatchDivision,
     by_keys,
@@ -87,6 +89,7 @@ class StageBuilder:
         device: torch.device,
         seed: int,
         precision: Precision,
+        call: Call | None = None,
     ) -> StageBuilder:
         """Divide the model into layers, without memory for its parameters.
 
@@ -100,13 +103,14 @@ class StageBuilder:
             device: where the stages are placed.
             seed: the seed of the model's initialization.
             precision: what the model is stored and computed in.
+            call: calls the model with the inputs; None to only call it.
 
         Raises:
             ValueError: the model cannot be cut.
         """
         inputs = precision.inputs(inputs)
         whole = build_fake(constructor, device)
-        sequence = sequence_of(whole, inputs, split=split, num_stages=num_stages, job=job)
+        sequence = sequence_of(whole, inputs, split=split, num_stages=num_stages, job=job, call=call)
         return cls(
             job=job,
             constructor=constructor,
@@ -212,6 +216,21 @@ class StageBuilder:
         # The sample has no label. A mean over nothing is NaN, and so in pieces that train otherwise, too.
         squares = [tensor.square().mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
         return sum(squares, torch.zeros((), device=self.device))
+
+
+def recorded_call(job: Job) -> Call | None:
+    """Return how a job calls its model, to be recorded with it; None if it only calls it.
+
+    Raises:
+        ValueError: evaluations change what the recording would keep.
+    """
+    call = own_forward(job)
+    if call is not None and job.steerable and has_steering(job):
+        raise ValueError(
+            "stages play a recording of Job.forward, which does not see what Job.on_evaluation changes "
+            f"({first_few(job.steerable, 2)}); use strategy=fsdp or strategy=ddp, or read the field in Job.loss"
+        )
+    return call
 
 
 def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ranks: Sequence[int]) -> None:

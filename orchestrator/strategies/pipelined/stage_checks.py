@@ -30,6 +30,7 @@ from orchestrator.strategies.data.datasets import example_batch, is_stream, know
 from orchestrator.strategies.keys import StagedConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
+from orchestrator.strategies.pipelined.stage_builder import recorded_call
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 SAMPLES_OF_SHAPES = 8
@@ -49,12 +50,6 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
         Notes for the user, printed with the plan.
     """
     job = outline.job
-    if type(job).forward is not Job.forward:
-        errors.append(
-            f"strategy={config.strategy.name}: the job overrides Job.forward, which needs the whole model on a worker; "
-            "use strategy=ddp, or let Job.model return an nn.Module that takes the input of a batch as it is"
-        )
-        return ()
     strategy, layout = StagedConfig.of(config.strategy), plan.pipeline
     assert layout is not None
     rows = plan.microbatch_rows
@@ -72,7 +67,9 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
             return ()
         loss_reads_inputs = target is inputs
         inputs = as_called(inputs)
-        sequence = sequence_of(outline.whole, inputs, split=split, num_stages=layout.num_stages, job=job)
+        sequence = sequence_of(
+            outline.whole, inputs, split=split, num_stages=layout.num_stages, job=job, call=recorded_call(job)
+        )
         layer_errors = _layer_errors(sequence, plan, strategy.size_key)
         all_layers = range(len(sequence.names))
         if loss_reads_inputs and change_their_input(sequence, all_layers, inputs, precision=precision):

@@ -81,6 +81,8 @@ class _Grid(Synchronous[G], Generic[G]):
 class Pipelines(_Grid[DDPPipelineConfig]):
     """Replicas of a pipeline."""
 
+    fewest_replicas = 2
+
     @classmethod
     def mesh(cls, options: DDPPipelineConfig, num_workers: int, errors: list[str]) -> Mesh:
         return Mesh(

@@ -28,6 +28,12 @@ class Product(Synchronous[MeshConfig]):
         return super().default_num_workers(options, gpus=gpus, spares=spares)
 
     @classmethod
+    def _is_asked_for(cls, options: MeshConfig, num_workers: int) -> bool:
+        asked = [name for name, size in options.sizes.items() if size == "auto" and name != "replicate"]
+        mesh = cls.mesh(options, num_workers, [])
+        return super()._is_asked_for(options, num_workers) and all(mesh.size(name) > 1 for name in asked)
+
+    @classmethod
     def mesh(cls, options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
         before = len(errors)
         others, rest = divmod(num_workers, options.known_size)

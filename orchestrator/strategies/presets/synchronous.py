@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.config.text import to_cli
@@ -22,6 +23,9 @@ from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, Shar
 from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
 
+_MOST_REPLICAS = 16
+"""The replicas, or the stages, up to which a mesh on CPUs is looked for."""
+
 
 class Synchronous(Rules[Keys]):
     """The rules that all products have."""
@@ -30,6 +34,24 @@ class Synchronous(Rules[Keys]):
     @abc.abstractmethod
     def mesh(cls, options: Keys, num_workers: int, errors: list[str]) -> Mesh:
         """Return the mesh of so many workers; append an error to ``errors`` if the keys do not make it."""
+
+    fewest_replicas: ClassVar[int] = 1
+    """The least number of replicas that the strategy is chosen for."""
+
+    @classmethod
+    def default_num_workers(cls, options: Keys, *, gpus: Sequence[int], spares: int) -> int:
+        """Return what fits on the GPUs; on CPUs, the fewest workers of the mesh that the keys ask for, at least two."""
+        size = cls.replica_size(options)
+        if gpus:
+            return super().default_num_workers(options, gpus=gpus, spares=spares)
+        sizes = range(cls.fewest_replicas * size, _MOST_REPLICAS * size + 1, size)
+        return next((n for n in sizes if n > 1 and cls._is_asked_for(options, n)), 2 * size)
+
+    @classmethod
+    def _is_asked_for(cls, options: Keys, num_workers: int) -> bool:
+        errors = list[str]()
+        mesh = cls.mesh(options, num_workers, errors)
+        return not errors and (mesh.num_shards > 1 or not _divides_optimizer(options))
 
     @classmethod
     def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:

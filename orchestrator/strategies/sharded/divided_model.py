@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from orchestrator.compat.fully_sharded import FullySharded
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.partial_init import build_divided, build_fake
-from orchestrator.model.precision import Precision, gathered_dtypes, keep_embedded_dtype
+from orchestrator.model.precision import Precision, gathered_dtypes
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE
@@ -148,10 +147,17 @@ class DividedModel:
 
         filled: set[int] = set()
         divided = {name for name, placement in self.placements.items() if ROWS in placement.cuts}
-        dtypes = None
-        if self._autocast_dtype is not None:
-            dtypes = functools.partial(gathered_dtypes, autocast_dtype=self._autocast_dtype)
-            keep_embedded_dtype(root)
+        by_name = gathered_dtypes(self.model, self._autocast_dtype, self.calls.casts)
+        by_place = {(slot.owner, slot.attribute): by_name[names[id(slot.tensor)]] for slot in slots}
+
+        def dtypes(module: nn.Module) -> Mapping[Tensor, torch.dtype]:
+            return {
+                parameter: by_place[inner, attribute]
+                for inner in module.modules()
+                for attribute, parameter in own_parameters(inner).items()
+                if parameter is not None and (inner, attribute) in by_place
+            }
+
         self._wrapped = wrapped = FullySharded(
             root,
             group,
@@ -160,7 +166,7 @@ class DividedModel:
             all_at_once=self.calls.gathers_all,
             offload=self._options.offloads,
             undivided=self.scalars,
-            dtypes=dtypes,
+            dtypes=dtypes if self._autocast_dtype is not None else None,
             gathering=self.gathers.waiting,
             scattering=self.scatters.waiting,
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
@@ -21,8 +23,9 @@ from orchestrator.compat.torch import is_view_operator, running_node_number, sto
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, tensors_in
+from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
-from orchestrator.model.precision import Precision
+from orchestrator.model.precision import Casts, Precision
 from orchestrator.model.tensor_slots import random_like
 from orchestrator.strategies.constructor import Weights, Writes
 from orchestrator.strategies.data.datasets import example_batch
@@ -39,6 +42,7 @@ def check_forward(
     precision: Precision,
     options: ShardedConfig,
     layers: nn.Module | None = None,
+    begin: Callable[[Any], Any] = lambda inputs: inputs,
 ) -> SeenCalls:
     """Call the model and the loss with one sample, forward and backward, as far as fake tensors lead.
 
@@ -49,6 +53,7 @@ def check_forward(
         precision: what the forward pass is computed in.
         options: say what is gathered together, and for how long.
         layers: the layers of ``whole`` in turn, if these are called; None if the job calls the model.
+        begin: returns what the layers are called with for the inputs of a batch.
 
     Returns:
         The calls of the modules that are gathered one by one. All ranks see the same.
@@ -58,19 +63,28 @@ def check_forward(
     """
     model = whole.model
     weights = Weights(model)
-    uses, in_loss, in_backward = (_Uses(model, options, layers) for _ in range(3))
+    precision = replace(precision, device_type="cpu")  # where the fake tensors are
+    casts = Casts(model, precision.autocast_dtype)
+    uses, in_loss, in_backward, in_evaluation = (_Uses(model, options, layers, casts) for _ in range(4))
     ended = False
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
         inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
         with whole.mode, precision.autocast():
             inputs = precision.inputs(inputs)
+
+            def called() -> Any:
+                return job.forward(model, inputs) if layers is None else layers(begin(inputs))
+
             with uses.watched():
-                output = job.forward(model if layers is None else layers, inputs)
+                output = called()
             with in_loss.watched():
                 loss = job.loss(precision.outputs(output), target)
         with whole.mode, in_backward.watched():
             loss.backward()
         ended = True
+        if precision.autocast_dtype is not None:
+            with whole.mode, precision.autocast(), torch.no_grad(), evaluation_mode(model), in_evaluation.watched():
+                called()
 
     def named(storages: Collection[int]) -> str | None:
         names = [name for name, storage in weights.storages.items() if storage in storages]
@@ -107,7 +121,8 @@ def check_forward(
         )
     gathers_all = not options.reshard_after_forward and (differentiates or names is not None or not ended)
     # A number that is read is arbitrary here, and so may be what the pass does then.
-    return SeenCalls(inside=uses.calls, complete=ended and not uses.numbers, gathers_all=gathers_all)
+    complete = ended and not uses.numbers
+    return SeenCalls(inside=uses.calls, complete=complete, gathers_all=gathers_all, casts=casts.seen)
 
 
 class _Uses(Writes):
@@ -123,8 +138,9 @@ class _Uses(Writes):
         calls: the names of the modules that are called in each other, as in :class:`SeenCalls`.
     """
 
-    def __init__(self, model: nn.Module, options: ShardedConfig, root: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, options: ShardedConfig, root: nn.Module | None, casts: Casts) -> None:
         super().__init__()
+        self._casts = casts
         groups = groups_of(model, options.wrap, root)
         together = [
             {storage_key(p.untyped_storage()) for p in own} for own in parameters_together(root or model, groups)
@@ -170,7 +186,10 @@ class _Uses(Writes):
         self.differentiates |= in_backward
         if (self._calls or not in_backward) and not is_view_operator(func):
             self.used |= self._left & {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs or {}))}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not in_backward:
+            self._casts.note(func, args, kwargs or {}, result)
+        return result
 
 
 _MEMORY = ("numpy", "__array__", "__dlpack__", "data_ptr")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ class SeenCalls:
         complete: whether the forward pass was seen to its end, and read no numbers, on which it may depend.
         gathers_all: whether all parameters have to be gathered before a pass and kept, with their gradients, up to the
             end of the step.
+        casts: what autocast does to parameters, as in :attr:`~orchestrator.model.precision.Casts.seen`.
     """
 
     inside: Mapping[str, Sequence[str]]
     complete: bool
     gathers_all: bool = False
+    casts: Mapping[str, bool] = field(default_factory=dict)
 
 
 def groups_of(model: nn.Module, wrap: Wrap, root: nn.Module | None = None) -> list[Group]:

@@ -36,7 +36,9 @@ def compile_in_place(module: nn.Module, train: TrainConfig) -> None:
     shared: dict[Hashable, ForwardPass] = {}
     for block in module.modules():
         if isinstance(block, Block):
-            block.compiled = shared.setdefault(likeness(block), compiled(block.kind.forward, mode=mode))
+            block.__block_compiled__ = shared.setdefault(
+                likeness(block), compiled(block.__block_kind__.forward, mode=mode)
+            )
 
 
 def compiled(forward: ForwardPass, *, mode: str) -> ForwardPass:

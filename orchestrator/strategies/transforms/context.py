@@ -7,7 +7,6 @@ of them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -45,6 +44,7 @@ from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 from orchestrator.strategies.transforms.loss_proof import loss_divides, shortened, tensors_of_tokens
+from orchestrator.user_code.steering import view_of
 
 ROWS, TOKENS = 2, 64
 """The samples, and the least number of tokens in each, with which a division is found and proven."""
@@ -144,11 +144,10 @@ def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
 
     Its ``forward`` takes whole samples, and returns this rank's rows, or, without gradients, those of all ranks.
     """
-    kind = type(job)
 
     def forward(self: Job, model: nn.Module, inputs: Any) -> Any:
         part.begin(inputs)
-        output = kind.forward(self, model, job.positioned(inputs))
+        output = job.forward(model, job.positioned(inputs))
         return output if torch.is_grad_enabled() else part.whole(output, plan.outputs)
 
     def loss(self: Job, output: Any, target: Any) -> Tensor:
@@ -159,11 +158,9 @@ def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
         return job.train_metrics(part.whole(output, plan.outputs), target)
 
     methods = {"forward": forward, "loss": loss}
-    if kind.train_metrics is not Job.train_metrics:
+    if type(job).train_metrics is not Job.train_metrics:
         methods["train_metrics"] = train_metrics
-    own = copy.copy(job)
-    object.__setattr__(own, "__class__", type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods}))
-    return own
+    return cast(Job, view_of(job, methods))
 
 
 def found_context(outline: Outline, train_set: Any, count: int) -> tuple[ContextPlan, Any]:

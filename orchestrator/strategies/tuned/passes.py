@@ -23,7 +23,7 @@ from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
 from orchestrator.strategies.keys import DPConfig, SingleConfig
 from orchestrator.strategies.measure.device import LEAST_RUNS, mean_over, medians_ms
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, recorded_call
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.dp import DP
 from orchestrator.strategies.sharded.wrapping import bytes_by_group
@@ -64,9 +64,6 @@ def data_cost(job: Job, train_set: Any, rows: int) -> Affine:
 
 def divisions(job: Job, train_set: Any, context: Context, stage_counts: Sequence[int]) -> tuple[StageDivision, ...]:
     """Divide the model for each number of stages, as a run does, and measure its layers one by one on this worker."""
-    if type(job).forward is not Job.forward:
-        reason = "the job overrides Job.forward, which needs the whole model on a worker"
-        return tuple(StageDivision(num_stages=n, layers=(), refused=reason) for n in stage_counts)
     batch = to_device(example_batch(job, train_set, layer_rows(context)), context.device)
     measured: dict[tuple[str, ...], tuple[LayerProfile, ...]] = {}
     found = []
@@ -96,6 +93,7 @@ def _outline(job: Job, batch: tuple[Any, Any], context: Context, num_stages: int
         device=context.device,
         seed=context.seed,
         precision=precision,
+        call=recorded_call(job),
     )
 
 

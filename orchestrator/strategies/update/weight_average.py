@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from orchestrator.state.checkpoint_store import KEY
-from orchestrator.state.optimizers import AnyOptimizer
+from orchestrator.model.precision import summable
+from orchestrator.state.optimizers import AVERAGE, AnyOptimizer
 from orchestrator.state.train_state import TrainState
 
 
 def keep_average(optimizer: Optimizer, decay: float) -> None:
     """Let each update of ``optimizer`` also update the average: ``decay * average + (1 - decay) * weight``.
 
-    The average of a parameter begins as its value after its first update.
+    The average of a parameter begins as its value after its first update. That of a parameter with 16 bits has 32, also
+    if a checkpoint has fewer: in 16 bits, the small changes of an average are rounded away.
     """
     update_all = get_ema_multi_avg_fn(decay)
 
@@ -33,11 +34,15 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if KEY in optimizer.state.get(parameter, {}):
-                averages.append(optimizer.state[parameter][KEY])
-                weights.append(parameter)
+            if AVERAGE in optimizer.state.get(parameter, {}):
+                average = optimizer.state[parameter][AVERAGE] = summable(optimizer.state[parameter][AVERAGE])
+                if average.dtype == parameter.dtype:
+                    averages.append(average)
+                    weights.append(parameter)
+                else:  # one by one, for memory
+                    average.lerp_(parameter.to(average.dtype), 1 - decay)
             elif parameter.grad is not None:  # before, an entry would keep the optimizer from making its own
-                optimizer.state[parameter][KEY] = parameter.detach().clone()
+                optimizer.state[parameter][AVERAGE] = summable(parameter.detach().clone())
         if averages:
             update_all(averages, weights, 0)
 
@@ -50,7 +55,7 @@ def averaged(optimizer: AnyOptimizer) -> Iterator[None]:
 
     Parameters without an average keep their values: they have not been updated. Needs memory for a copy of the others.
     """
-    averages = {parameter: state[KEY] for parameter, state in optimizer.state.items() if KEY in state}
+    averages = {parameter: state[AVERAGE] for parameter, state in optimizer.state.items() if AVERAGE in state}
     own = [parameter.detach().clone() for parameter in averages]
     with torch.no_grad():
         for parameter, average in averages.items():
@@ -64,5 +69,5 @@ def averaged(optimizer: AnyOptimizer) -> Iterator[None]:
 
 def forget_average(state: TrainState) -> None:
     """Drop the averages of a loaded checkpoint, for a run that does not keep them up to date."""
-    for path in [path for path in state.optimizer if path.rpartition("/")[2] == KEY]:
+    for path in [path for path in state.optimizer if path.rpartition("/")[2] == AVERAGE]:
         del state.optimizer[path]

@@ -31,6 +31,7 @@ from orchestrator.strategies.data.datasets import (
     size_error,
 )
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
+from orchestrator.user_code.steering import changes_of
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.data_loader import Loading
@@ -126,6 +127,7 @@ class JobData:
         self._reader: StreamReader | None = None
         self._mark: Mark | None = None
         self._eval_batches: dict[str, EvalBatches] = {}
+        self._changes = 0  # of the fields of the job, when those batches were opened
         train = assignment.config.train
         if VAL in train.eval_splits and VAL not in self.datasets.evaluated and assignment.generation == 1:
             warning = no_validation_warning(train.eval_every, samples=job.draws_samples)
@@ -152,6 +154,21 @@ class JobData:
         Args:
             samples_consumed: the position in the sequence of samples: global samples since the beginning of the run.
         """
+        size = self._assignment.config.train.global_batch_size
+        end = samples_consumed + steps * size
+        while samples_consumed < end:
+            changes = changes_of(self._job)
+            steps = (end - samples_consumed) // size
+            with contextlib.closing(self._open_train_batches(samples_consumed, steps)) as batches:
+                for batch in batches:
+                    yield batch
+                    samples_consumed += size
+                    if changes_of(self._job) != changes:
+                        break  # what was read ahead, and loader processes, have the fields from before
+                else:
+                    return
+
+    def _open_train_batches(self, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
         config, mesh = self._assignment.config, self._assignment.plan.mesh
         streamed = is_stream(self.datasets.train)
         batches = train_batches(
@@ -177,6 +194,9 @@ class JobData:
         Raises:
             AbandonedError: the generation has ended.
         """
+        if (changes := changes_of(self._job)) != self._changes:
+            self._changes = changes
+            self.close()  # loader processes have the fields from before
         if split not in self._eval_batches:
             loading = self._loading(self._assignment.plan.loader_processes)
             self._eval_batches[split] = self._open_eval_batches(split, self.datasets.evaluated[split], loading)

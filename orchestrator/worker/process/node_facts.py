@@ -35,7 +35,6 @@ _LIST_GPUS = ("nvidia-smi", "--query-gpu=uuid,memory.total,mig.mode.current", "-
 # In a process of its own, because a CUDA context stays as long as its process.
 _PROBE_GPUS = """
 import json, sys, torch
-from orchestrator.version import __version__
 from orchestrator.worker.process.gpu import gpu_error
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([names, gpu_error(sys.argv[1:][:len(names)])]))
@@ -76,7 +75,7 @@ def node_facts(
         "python": platform.python_version(),
         "ray": _version("ray"),
         "torch": _version("torch"),
-        "orchestrator": __version__,
+        "orchestrator": _own_version(),
         "code": code_hash(),
         "import_error": next(filter(None, map(_import_error, modules)), None),
         "interface": _interface_of(address),
@@ -156,6 +155,13 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _own_version() -> str | None:
+    """Return the version of the orchestrator, whatever its distribution is called; None if it cannot be imported."""
+    if importlib.util.find_spec("orchestrator") is None:
+        return None
+    return str(importlib.import_module("orchestrator.version").__version__)
 
 
 def _import_error(module: str) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import Config
-from orchestrator.config.text import first_few
 from orchestrator.job import Job, has_steering
 from orchestrator.protocol.events import BestFound
 from orchestrator.protocol.messages import EvalPoint
@@ -21,7 +20,7 @@ from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.user_code.callbacks import Evaluation, Steering
-from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.steering import EVALUATIONS, asked, evaluations_in, steer
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import metrics_of, value_of
 
@@ -141,10 +140,6 @@ class Improvement:
             self._outbox.put_event(BestFound(step=best.step, metric=best.metric, value=best.value))
 
 
-EVALUATIONS = "evaluations"
-"""The key in a checkpoint's metadata of the evaluations up to its step."""
-
-
 class Steered:
     """A job and its strategy, as the evaluations of the run steer them. A job without steering exchanges nothing.
 
@@ -161,12 +156,12 @@ class Steered:
         self._strategy = strategy
         self._device = device
         self._evaluations: list[Evaluation] = []
-        self._unsteered = {name: getattr(job, name) for name in job.steerable}
+        self._trains = config.evaluate is None
 
     @property
     def follows(self) -> bool:
         """Whether the job goes on in ways that depend on evaluations."""
-        return has_steering(self._job) or self._strategy.follows_evaluations
+        return has_steering(self._job) or self._follows_measured
 
     def note(self, *, evaluates: bool) -> str | None:
         """Return what the user should know if no evaluation comes before the last step; None otherwise."""
@@ -178,9 +173,12 @@ class Steered:
         )
 
     def restore(self, meta: Mapping[str, Any] | None, *, rank: int, world_size: int) -> None:
-        """Continue from the metadata of a checkpoint of this run; None: from one of another run, or from none."""
+        """Continue from the metadata of a checkpoint of this run, or of one that is only evaluated.
+
+        None: from a checkpoint of another run, or from none.
+        """
         if self.follows:
-            self._evaluations = [Evaluation(**found) for found in (meta or {}).get(EVALUATIONS, [])]
+            self._evaluations = evaluations_in(meta or {})
             self._decide(rank=rank, world_size=world_size, new_run=meta is None)
 
     def share(self, sources: Sequence[int], *, source_step: int, rank: int) -> None:
@@ -210,6 +208,13 @@ class Steered:
         self._evaluations = [*before, Evaluation(step=point.step, metrics=metrics_of(parts))]
         self._decide(rank=rank, world_size=world_size)
 
+    def rewind(self, step: int, *, rank: int, world_size: int) -> None:
+        """Let what held in ``step`` hold again, if its evaluation is made once more. All ranks call this."""
+        before = [evaluation for evaluation in self._evaluations if evaluation.step < step]
+        if len(before) < len(self._evaluations):
+            self._evaluations = before
+            self._decide(rank=rank, world_size=world_size)
+
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check that a trial of an evaluation, with these ``metrics``, has what the job's scheduler follows.
 
@@ -226,33 +231,28 @@ class Steered:
         """Let what rank 0 finds in its evaluations hold on all ranks, together with those. A collective operation."""
         found: dict[str, Any] = {}
         if rank == 0:
-            steering = self._asked()
+            steering = asked(self._job, self._evaluations)
             found = {"steering": dataclasses.asdict(steering), EVALUATIONS: self.metadata().get(EVALUATIONS, [])}
         if world_size > 1:
             found = broadcast_json(found, source=0, rank=rank, device=self._device)
             self._strategy.confirm()
             self._evaluations = [Evaluation(**evaluation) for evaluation in found[EVALUATIONS]]
         steering = Steering(**found["steering"])
-        self._strategy.steer(steering.lr_factor, self._measured(self._evaluations), new_run=new_run)
-        for name, value in {**self._unsteered, **steering.fields}.items():
-            object.__setattr__(self._job, name, value)  # a job is frozen against changes on one rank only
+        if self._trains:
+            self._strategy.steer(steering.lr_factor, self._measured(self._evaluations), new_run=new_run)
+        steer(self._job, steering.fields)
         self.why_stop = steering.stop and f"Job.on_evaluation: {steering.stop}"
 
     def _measured(self, evaluations: Sequence[Evaluation]) -> list[float]:
         """Return what the job's scheduler follows of ``evaluations``; empty if it follows none."""
-        if not self._strategy.follows_evaluations:
+        if not self._follows_measured:
             return []
         key = f"job.scheduler: its ReduceLROnPlateau follows {self._monitor} (checkpoint.best, or val/loss)"
         return [value_of(self._monitor, evaluation.metrics, key=key) for evaluation in evaluations]
 
-    def _asked(self) -> Steering:
-        """Return what the job says of the evaluations. Before the first one, it says nothing."""
-        steering = self._job.on_evaluation(tuple(self._evaluations)) if self._evaluations else None
-        if steering is not None and (others := sorted(set(steering.fields) - set(self._job.steerable))):
-            raise JobError(
-                f"job.on_evaluation changes {first_few(others, noun='fields')}, not in Job.steerable; name them there"
-            )
-        return steering or Steering()
+    @property
+    def _follows_measured(self) -> bool:
+        return self._trains and self._strategy.follows_evaluations
 
 
 def check_trial(

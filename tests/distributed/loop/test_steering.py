@@ -1,5 +1,8 @@
 """Evaluations steer a run: in every layout, after a resume in another one, and after steps that are repeated."""
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from helpers.conformance.cases import CHECKPOINT, Case, config_of, having
-from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.layouts import CONTEXT, LAYOUTS, TENSOR
 from helpers.conformance.training import close_strategies, make
-from helpers.jobs.quick_jobs import QuickDigits
+from helpers.jobs.quick_jobs import QuickDigits, TinyGPT
+from helpers.jobs.toys import Rows
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
 from helpers.records.runs import in_campaign
@@ -56,6 +62,39 @@ class SteeredDigits(QuickDigits):
         assert all(evaluation.metrics["val/loss"] > 0 for evaluation in evaluations)
         count = len(evaluations)
         return Steering(lr_factor=0.25**count, fields={"scale": 1.0 + count}, stop="enough" if count == 4 else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredWords(TinyGPT):
+    """Scales what it weighs, and what it trains on, by the number of its evaluations."""
+
+    layers: int = 2
+    temperature: float = 1.0
+    steerable: ClassVar[tuple[str, ...]] = ("temperature",)
+
+    def dataset(self, split: str) -> Any:
+        windows = super().dataset(split)
+        return windows if split == "train" else Rows([windows[i] for i in range(16)])
+
+    def _weights(self, target: Tensor) -> Tensor:
+        return torch.where(target % 2 == 0, self.temperature, 1.0)
+
+    def weight(self, target: Tensor) -> Tensor:
+        return self._weights(target).sum()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        losses = cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+        weights = self._weights(target).flatten()
+        return (losses * weights).sum() / weights.sum()
+
+    def on_evaluation(self, evaluations: Sequence[Evaluation]) -> Steering:
+        return Steering(fields={"temperature": 0.25 ** len(evaluations)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredForward(SteeredWords):
+    def forward(self, model: Any, inputs: Any) -> Any:
+        return model(inputs) * self.temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +166,110 @@ def test_a_scheduler_that_follows_a_metric_is_stepped_after_each_evaluation(
     assert [rates(longer)[s] for s in (7, 8)] == pytest.approx([rates(whole)[s] for s in (7, 8)])
 
 
+IN_PARTS = [
+    (SteeredWords, "mesh-context-2"),
+    (SteeredWords, "1F1B-2"),
+    (SteeredForward, "mesh-tensor-2"),
+    (SteeredForward, "fsdp-2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(SteeredForward, "mesh-context-2"), (SteeredWords, "context-in-stages-2x2"), *in_campaign(*IN_PARTS)],
+)
+def test_where_layers_and_tokens_are_divided_the_job_is_steered_too(
+    gang: Gang, tmp_path: Path, kind: type[SteeredWords], name: str
+) -> None:
+    def losses(layout: str) -> tuple[list[float], list[float]]:
+        of = {**LAYOUTS, **TENSOR, **CONTEXT}[layout]
+        case = of.of(Case(job=kind(), train=having(TRAIN, steps=6, global_batch_size=8)))
+        ranks = gang.run(run_loop, case, of.world_size, str(tmp_path / layout), None, 0, world_size=of.world_size)
+        points = [p for rank in ranks for p in rank.points if isinstance(p, EvalPoint)]
+        sums = {p.step: [q for q in points if q.step == p.step] for p in points}
+        evaluations = [sum(p.loss_sum for p in ps) / sum(p.weight for p in ps) for ps in sums.values()]
+        return [*losses_by_step(ranks).values()], evaluations
+
+    expected, found = losses("single"), losses(name)
+    assert found[0] == pytest.approx(expected[0], rel=2e-4)
+    assert found[1] == pytest.approx(expected[1], rel=2e-4)
+
+
+class Scales(Dataset[Any]):
+    """Samples with the scale that the job has when they are read."""
+
+    def __init__(self, job: ScaledData, items: Sequence[Any]):
+        self.job, self.items = job, items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.items[index]
+        return inputs, (target, self.job.scale)
+
+
+class ScaleStream(IterableDataset[Any]):
+    def __init__(self, samples: Scales):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+def scaled(scale: float, items: list[Any]) -> Any:
+    inputs, (targets, _) = default_collate(items)
+    return inputs, (targets, torch.full((len(items),), scale))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledData(SteeredDigits):
+    """Its samples tell the scale that they were made with."""
+
+    where: str = "dataset"
+
+    def dataset(self, split: str) -> Any:
+        samples = Scales(self, super().dataset(split).items)
+        return ScaleStream(samples) if self.where == "stream" else samples
+
+    @property
+    def collate(self) -> Any:
+        return functools.partial(scaled, self.scale) if self.where == "collate" else None
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return super().loss(output, target[0])
+
+    def metrics(self, output: Tensor, target: Any) -> Mapping[str, Tensor]:
+        return {"scale": target[1].sum()}
+
+    train_metrics = metrics
+
+    def on_evaluation(self, evaluations: Sequence[Evaluation]) -> Steering:
+        return Steering(fields={"scale": self.scale + len(evaluations)})
+
+
+@pytest.mark.parametrize(
+    ("where", "loaders"),
+    [("dataset", 2), ("collate", 0), ("stream", 2), *in_campaign(("dataset", 0), ("collate", 2), ("stream", 0))],
+)
+def test_samples_are_made_with_the_fields_of_their_step(gang: Gang, tmp_path: Path, where: str, loaders: int) -> None:
+    """Whatever loader processes have, and have read ahead; and so they are after a resume."""
+    case = Case(job=ScaledData(where=where), train=TRAIN, loaders=loaders)
+
+    def seen(checkpoint: str | None) -> tuple[dict[int, float], dict[int, float]]:
+        (ran,) = gang.run(run_loop, case, 1, str(tmp_path), checkpoint, EVERY, world_size=1)
+        points = [p for p in ran.points if isinstance(p, TrainPoint)]
+        return {p.step: p.sums["scale"] / p.step_weight for p in points}, evaluated([ran])
+
+    expected = {step: 1.0 + (step - 1) // EVERY for step in range(1, STEPS + 1)}
+    trained, evaluations = seen(None)
+    assert trained == expected
+    assert evaluations == {step: expected[step] for step in (2, 4, 6, 8)}
+    trained, evaluations = seen(str(tmp_path / "checkpoints" / "step-00000004"))
+    assert trained == {step: expected[step] for step in (5, 6, 7, 8)}
+    assert evaluations == {step: expected[step] for step in (6, 8)}
+
+
 def steered(job: QuickDigits, *, best: str | None = None) -> tuple[Steered, Trainer]:
     checkpoint = replace(CHECKPOINT, best=best, best_direction="minimize")
     case = Case(job=job, train=TRAIN, checkpoint=checkpoint)
@@ -170,6 +313,30 @@ def shared(rank: int) -> tuple[float, float, list[int]]:
         followed._evaluations.append(Evaluation(step=step, metrics={"val/loss": 1.0}))
     followed.share([1, 1], source_step=5, rank=rank)
     return strategy.lr, job.scale, [evaluation["step"] for evaluation in followed.metadata()[EVALUATIONS]]
+
+
+def test_an_evaluation_that_is_repeated_has_the_fields_of_its_step() -> None:
+    job = SteeredDigits()
+    followed, _ = steered(job)
+    for step in (2, 4):
+        add(followed, step)
+    followed.rewind(6, rank=0, world_size=1)
+    assert job.scale == 3.0
+    followed.rewind(4, rank=0, world_size=1)
+    assert job.scale == 2.0
+
+
+@pytest.mark.parametrize("name", ["single", *in_campaign("fsdp-2", "1F1B-2")])
+def test_a_checkpoint_is_evaluated_with_the_fields_that_it_was_trained_with(
+    gang: Gang, tmp_path: Path, name: str
+) -> None:
+    run(gang, SteeredDigits(), "single", tmp_path)
+    of, checkpoint = LAYOUTS[name], str(tmp_path / "checkpoints" / "step-00000006")
+    train = replace(TRAIN, steps=6, eval_splits=("val",))
+    case = of.of(Case(job=SteeredDigits(), train=train, evaluate="the run"))
+    other = str(tmp_path / "other")
+    ranks = gang.run(run_loop, case, of.world_size, other, checkpoint, 0, world_size=of.world_size)
+    assert evaluated(ranks) == pytest.approx({6: 3.0})
 
 
 def test_a_new_worker_goes_on_as_the_survivor(gang: Gang) -> None:

@@ -33,7 +33,7 @@ from orchestrator import gather_batch
 from orchestrator.job import Job
 from orchestrator.protocol.messages import ANY_RANK, TrainPoint
 from orchestrator.state.checkpoint import load
-from orchestrator.state.checkpoint_store import KEY
+from orchestrator.state.optimizers import AVERAGE
 from orchestrator.strategies.replicated.job_step import JobStep
 
 TRAIN = having(steps=8, global_batch_size=24)
@@ -120,7 +120,7 @@ def test_a_resume_in_another_layout_continues_it(gang: Gang, job: Job) -> None:
     torch.testing.assert_close(state.model, end.model, rtol=1e-3, atol=1e-4)
     assert state.meta == end.meta
     assert state.meta["optimizer"] == ("SGD+Adam" if isinstance(job, ScheduledGAN) else "Adam+Adam")
-    assert {path.rpartition("/")[0] for path in state.optimizer if path.endswith(KEY)} == state.model.keys()
+    assert {path.rpartition("/")[0] for path in state.optimizer if path.endswith(AVERAGE)} == state.model.keys()
 
 
 def test_two_workers_resume_bit_for_bit(gang: Gang, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import fsum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers.conformance.cases import DDP, Case, having
-from helpers.conformance.layouts import LAYOUTS
+from helpers.conformance.layouts import EVERY, LAYOUTS
 from helpers.conformance.reference import averages
 from helpers.conformance.training import assert_same, make, model_of, piece, snapshot, steps
 from helpers.jobs.quick_jobs import AdamDigits, QuickDigits, digits
@@ -20,9 +21,11 @@ from helpers.ranks.loops import Ran, run_loop
 from helpers.records.runs import in_campaign
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.checkpoint import load
+from orchestrator.state.optimizers import AVERAGE, load_without_casts
 from orchestrator.strategies.trainer import Trainer
+from orchestrator.strategies.update.weight_average import keep_average
 
-DECAY = 0.8
+DECAY, SLOW = 0.8, 0.999
 AVERAGING = having(steps=6, global_batch_size=24, ema_decay=DECAY)
 
 
@@ -101,6 +104,66 @@ class Sampled(QuickDigits):
         items = self.dataset("val").items
         inputs, targets = (torch.stack([torch.as_tensor(item[i]) for item in items]) for i in (0, 1))
         return repr(float(self.loss(model(inputs), targets)))
+
+
+class Half(AdamDigits):
+    """A model that the job builds in 16 bits."""
+
+    def model(self) -> nn.Module:
+        return super().model().to(torch.bfloat16)
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(inputs.bfloat16()).float()
+
+
+def worst_difference(rank: int, case: Case) -> float:
+    """The largest difference of this rank's averages, of a resumed run, from those that are computed in float32."""
+    strategy = make(case, rank)
+    assert isinstance(strategy, Trainer)
+    expected: dict[Tensor, Tensor] = {}
+    for step, _ in enumerate(steps(strategy), 1):
+        if step == 3:
+            strategy.load(strategy.trained.snapshot(step=step, samples_consumed=0))
+        for p in strategy.trained.parameters:
+            now = p.detach().float()
+            expected[p] = SLOW * expected[p] + (1 - SLOW) * now if p in expected else now.clone()
+    state = strategy.trained.optimizer.state
+    assert {state[p][AVERAGE].dtype for p in expected} == {torch.float32}
+    assert all(p.dtype == torch.bfloat16 for p in expected)
+    assert any(not torch.equal(p.float(), average) for p, average in expected.items())
+    return max(float((state[p][AVERAGE] - average).abs().max()) for p, average in expected.items())
+
+
+@pytest.mark.parametrize("name", ["sharded-ddp-2", "fsdp-2", *in_campaign("single", "hsdp-2x2", "1F1B-2", "dp-2")])
+def test_it_is_kept_in_float32_for_weights_of_16_bits(gang: Gang, name: str) -> None:
+    """In 16 bits, an average of a slow decay never moves."""
+    train = having(AVERAGING, global_batch_size=32, ema_decay=SLOW)
+    by_job = Case(job=Half(hidden=24, depth=3), train=train)
+    by_precision = Case(job=AdamDigits(hidden=24, depth=3), train=having(train, precision="bf16-true"))
+    for case in (by_job, by_precision):
+        found = gang.run(worst_difference, EVERY[name].of(case), world_size=EVERY[name].world_size)
+        assert max(found) < 1e-7
+
+
+def test_an_average_of_16_bits_in_an_old_checkpoint_goes_on_in_float32() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    keep_average(optimizer, SLOW)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    old = optimizer.state_dict()
+    old["state"][0][AVERAGE] = torch.full((3,), 2.0, dtype=torch.bfloat16)
+    load_without_casts(optimizer, old, {"weight": weight}, {"weight": torch.bfloat16})
+    optimizer.step()
+    assert optimizer.state[weight][AVERAGE].tolist() == pytest.approx([SLOW * 2 + (1 - SLOW)] * 3, rel=1e-6)
+
+
+def test_it_keeps_its_digits_where_weights_become_those_of_16_bits() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    said = optimizer.state_dict() | {"state": {0: {AVERAGE: torch.full((3,), 1.001)}}}
+    load_without_casts(optimizer, said, {"weight": weight}, {"weight": torch.float32})
+    assert optimizer.state[weight][AVERAGE].tolist() == pytest.approx([1.001] * 3)
 
 
 def last_evaluation(ran: Ran) -> EvalPoint:

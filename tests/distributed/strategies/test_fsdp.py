@@ -16,6 +16,7 @@ from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import evaluated_in_slices
 from helpers.conformance.layouts import ADAMW, FSDP_5, LAYOUTS, SGD, TENSOR, Layout, assert_as_alone, whole_model
 from helpers.conformance.training import losses, make, steps, train
+from helpers.jobs.mixed_jobs import MixedDigits
 from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.toys import Toy
 from helpers.ranks.allocations import Allocations
@@ -314,6 +315,28 @@ def test_no_copy_of_the_model_is_kept_for_the_backward_pass(gang: Gang, name: st
     for sizes in gang.run(held_after_forward_passes, case, world_size=LAYOUTS[name].world_size, timeout_s=400):
         assert all(size < 2 * bytes_of_block for size in sizes), (sizes, bytes_of_block)
     assert any(sizes)
+
+
+MIXED = (("fsdp-2", "ddp-2", "bf16"), ("fsdp-1F1B-2x2", "1F1B-2x2", "bf16"))
+MORE_MIXED = (
+    ("hsdp-2x2", "ddp-4", "bf16"),
+    ("fsdp-2", "ddp-2", "fp16"),
+    ("fsdp-ZBVZeroBubble-2x2", "ZBVZeroBubble-2x2", "bf16"),
+)
+
+
+@pytest.mark.parametrize(("name", "like", "precision"), [*MIXED, *in_campaign(*MORE_MIXED)])
+def test_weights_are_used_as_autocast_uses_those_of_whole_models(
+    gang: Gang, name: str, like: str, precision: str
+) -> None:
+    """Whatever their shapes; what is cast for nothing would be rounded, or refused by an operation."""
+    case = Case(job=MixedDigits(val_size=16), train=having(steps=6, global_batch_size=16, precision=precision))
+    found, expected = (
+        gang.run(train, LAYOUTS[of].of(case), True, world_size=LAYOUTS[of].world_size) for of in (name, like)
+    )
+    torch.testing.assert_close(losses(found), losses(expected), rtol=1e-5, atol=0)
+    norms = [torch.tensor(ranks[0].norms) for ranks in (found, expected)]
+    torch.testing.assert_close(*norms, rtol=2e-3, atol=0)  # of gradients in 16 bits
 
 
 def adapted() -> nn.Module:

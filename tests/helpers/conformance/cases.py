@@ -67,7 +67,10 @@ RECOVERY = section(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job and how it is trained; ``options`` are for more than one rank, ``alone`` for one (None: ``single``)."""
+    """A job and how it is trained.
+
+    ``options`` are for more than one rank, ``alone`` for one (None: ``single``), and ``loaders`` are processes.
+    """
 
     job: Job
     train: schema.TrainConfig = TRAIN
@@ -77,6 +80,7 @@ class Case:
     checkpoint: schema.CheckpointConfig = CHECKPOINT
     evaluate: str | None = None
     callbacks: tuple[Callback, ...] = ()
+    loaders: int = 0
 
 
 def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
@@ -90,7 +94,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         seed=case.seed,
         evaluate=case.evaluate,
         train=case.train,
-        data=schema.DataConfig(num_workers=0),
+        data=schema.DataConfig(num_workers=case.loaders),
         checkpoint=case.checkpoint,
         sweep=section("sweep", schema.SweepConfig),
         recovery=RECOVERY,

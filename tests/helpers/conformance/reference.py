@@ -11,7 +11,7 @@ from helpers.conformance.training import Steps, batches_in, losses, make, snapsh
 from helpers.ranks.job_trials import one_thread
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, num_rows, split_batch
-from orchestrator.state.checkpoint_store import KEY
+from orchestrator.state.optimizers import AVERAGE
 from orchestrator.strategies.update.job_optimizer import scheduler_of
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.data.batches import Share
@@ -35,7 +35,7 @@ def trained(rank: int, case: Case, want_grad_norm: bool) -> Seen:
 
 def averages(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The averages in the optimizer's part of a state, by parameter."""
-    return {path.removesuffix(f"/{KEY}"): t for path, t in state.items() if path.endswith(f"/{KEY}")}
+    return {path.removesuffix(f"/{AVERAGE}"): t for path, t in state.items() if path.endswith(f"/{AVERAGE}")}
 
 
 def plain_losses(job: Job, *, batch: int, steps: int, seed: int = 0) -> dict[int, float]:
@@ -90,7 +90,7 @@ def trained_plainly(case: Case) -> Seen:
         if scheduler is not None:
             scheduler.step()
         if (decay := train.ema_decay) is not None:
-            now = {name: p.detach().clone() for name, p in named}
+            now = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone() for name, p in named}
             kept = {name: decay * kept.get(name, p) + (1 - decay) * p for name, p in now.items()}
     seen.model.update(snapshot(model))
     return Seen(steps=seen, averages=kept)

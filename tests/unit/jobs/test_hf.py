@@ -512,7 +512,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     for package, where, command in (
         ("peft", fields(folder, **LORA), "peft is not installed: pip install peft"),
-        ("transformers", fields(folder), "transformers is not installed: pip install transformers tokenizers peft datasets"),
+        (
+            "transformers",
+            fields(folder),
+            "transformers is not installed: pip install transformers peft datasets",
+        ),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         (error,) = errors("jobs.hf.HuggingFace", **where)

@@ -134,6 +134,34 @@ def test_a_model_without_blocks_is_noted(golden: Golden) -> None:
     assert blocks_note(digits().model(), having()) is None
 
 
+class Attributed(nn.Module):
+    """Has attributes of common names, in its class and in itself, which its forward pass reads."""
+
+    kind, recomputes = "pre-norm", 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.compiled = nn.Linear(4, 4), 3.0
+
+    def around(self, x: Tensor) -> Tensor:
+        return x * self.compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.layer(x)) * (self.recomputes if self.kind == "pre-norm" else 0.0)
+
+
+@pytest.mark.parametrize("recomputes", ["none", "blocks", "selective"])
+def test_a_block_keeps_its_own_attributes(recomputes: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Attributed(), Attributed())
+
+    x, model = torch.randn(2, 4), with_blocks(build, recomputes=recomputes)()
+    assert torch.equal(model(x), build()(x))
+    first, second = model.children()
+    assert likeness(first) == likeness(second)
+
+
 @pytest.mark.parametrize(
     ("compiles", "recomputes", "in_blocks"),
     [(False, "blocks", False), (True, "none", False), (True, "blocks", True), ("blocks", "none", True)],

@@ -37,7 +37,7 @@ RULES = {
     "tuning":       ("planning timeline model prediction",                                     ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
-    "strategies.update":  ("user_code job config planning compat state strategies.data",                 "torch"),
+    "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
     "strategies":   ("user_code job config planning timeline protocol compat state model prediction tuning "
                      "strategies.measure strategies.data strategies.update",                   "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),

@@ -152,6 +152,8 @@ def test_the_types_of_what_is_kept_and_computed_are_named() -> None:
 
 def test_an_average_of_the_weights_counts_as_optimizer_state() -> None:
     assert f"{mib(3 * WEIGHTS)} of optimizer state" in checked(DDP, 2, train=replace(TRAIN, ema_decay=0.9))[1]
+    half = replace(TRAIN, ema_decay=0.9, precision="bf16-true")
+    assert f"{mib(2 * WEIGHTS)} of optimizer state" in checked(DDP, 2, train=half)[1]  # the average has float32
 
 
 @pytest.mark.parametrize(

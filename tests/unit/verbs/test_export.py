@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from helpers.files.golden import Golden
 from jobs.digits import Digits
 from jobs.gpt import GPT
-from orchestrator import export
+from orchestrator import Steering, export
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import MASK
@@ -161,7 +161,7 @@ def test_the_weights_that_the_best_evaluation_has_judged_are_exported(
         "the model after step 1,300, with averaged weights, is in" if averaged else "the model after step 1,300 is in"
     )
     assert said in capsys.readouterr().out
-    for_mlflow, weights = _weights(run, tmp_path)
+    for_mlflow, weights, _ = _weights(run, tmp_path)
     assert weights is not None
     assert for_mlflow.averaged == averaged
     exported = load_file(tmp_path / "new" / "model.safetensors")
@@ -178,6 +178,32 @@ def test_an_export_that_fails_leaves_nothing(
     assert export.main([str(run.path), "--to", str(folder / "model")]) == 2
     golden.says(capsys.readouterr().err)
     assert list(folder.iterdir()) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tempered(Digits):
+    """Writes the field by which its last evaluation but one has steered it."""
+
+    temperature: float = 1.0
+    export_formats = ("text",)
+    steerable = ("temperature",)
+
+    def on_evaluation(self, evaluations: Any) -> Steering:
+        return Steering(fields={"temperature": 0.5 ** len(evaluations)})
+
+    def export(self, weights: Any, directory: Path, format: str) -> None:
+        directory.mkdir()
+        (directory / "temperature").write_text(str(self.temperature))
+
+
+def test_an_export_has_the_fields_of_the_last_step(tmp_path: Path) -> None:
+    run, model = run_of(tmp_path, Tempered())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evaluations = [{"step": step, "metrics": {}} for step in (1200, 1300)]
+    saved = capture(model, optimizer, None, step=1300, samples_consumed=30, evaluations=evaluations)
+    save(run.checkpoints, saved, run_uid="first")
+    assert export.main([str(run.path), "--format", "text", "--to", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "temperature").read_text() == "0.5"
 
 
 @dataclass(frozen=True, kw_only=True)
