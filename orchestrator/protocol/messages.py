@@ -76,6 +76,21 @@ class Place:
     gpu: int | None
 
 
+@dataclass(frozen=True, order=True)
+class Reached:
+    """How far a rank is in its work: all ranks come to the same places, in this order.
+
+    Attributes:
+        step: the training step.
+        section: counts what follows the step, such as a pass over the data of an evaluation; 0 in the step itself.
+        batch: the batch of the section; 0 before the first.
+    """
+
+    step: int = 0
+    section: int = 0
+    batch: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variables:
     """Environment variables: a process sets ``values``, and ``defaults`` where it has no value of its own."""

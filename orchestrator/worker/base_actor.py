@@ -120,14 +120,14 @@ class BaseWorker(abc.ABC):
         return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 
     @ray.method(concurrency_group="control")
-    def hold(self, generation: int) -> int:
+    def hold(self, generation: int) -> messages.Reached:
         """See :meth:`StepGate.hold`."""
         return self.gate.hold(generation)
 
     @ray.method(concurrency_group="control")
-    def finish_step(self, generation: int, step: int, save: bool) -> None:
+    def finish_step(self, generation: int, last: int | messages.Reached, save: bool) -> None:
         """See :meth:`StepGate.finish_step`."""
-        self.gate.finish_step(generation, step, save)
+        self.gate.finish_step(generation, last, save)
 
     @ray.method(concurrency_group="control")
     def open_gate(self, generation: int) -> None:
