@@ -191,6 +191,7 @@ class TrainPoint:
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
         machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
         samples: what this rank has trained on since its last point, if a script reports it; None otherwise.
+        num_steps: the steps since the last point, if ``step_ms`` has not the time of each; None if it has.
     """
 
     step: int
@@ -209,6 +210,7 @@ class TrainPoint:
     flops_at_peak_ms: float | None = None
     machine: MachineUse | None = None
     samples: float | None = None
+    num_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from orchestrator.worker.reports.after_evaluation import Improvement, Steered, c
 from orchestrator.worker.reports.evaluation import Interruptible, evaluate
 from orchestrator.worker.reports.job_reports import JobReports
 
-
 CUT_OFF = "cut_off"
 """The key in a checkpoint's metadata of what a stop has cut off after its step."""
 Task = Literal["evaluation", "samples"]

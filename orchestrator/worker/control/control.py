@@ -33,7 +33,7 @@ class PeersMissingError(ConnectionError):
     """Others did not do their part in time; this process is fine."""
 
 
-class CutOff(BaseException):  # noqa: N818 - no error, and no code of the user may take it for one
+class CutOff(BaseException):
     """The ranks have to stop, so that an evaluation, or what the code of the user does beside it, ends here."""
 
 

@@ -27,7 +27,6 @@ from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObj
 from orchestrator.user_code.errors import place_of, user_frames
 from orchestrator.worker.control.control import CutOff, Outbox
 
-
 Returned = TypeVar("Returned")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ import psutil
 from orchestrator.protocol.messages import Assignment, Failure, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
-from orchestrator.script_api import CHECKPOINTS_VARIABLE, REPORT_VARIABLE
+from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize
 
@@ -225,17 +226,25 @@ class Lines:
 
     Attributes:
         rest: the last line, which is not complete. Of a long one, as of a progress bar, only the end is kept.
+
+    Args:
+        longest: how much of it, in bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
         self.rest = b""
+        self._longest = longest
 
     def add(self, chunk: bytes) -> list[bytes]:
         """Add bytes, and return the lines that they complete."""
         *lines, self.rest = (self.rest + chunk).split(b"\n")
-        if len(self.rest) > LONGEST_LINE:
-            self.rest = self.rest[-LONGEST_LINE:]
+        if len(self.rest) > self._longest:
+            self.rest = self.rest[-self._longest :]
         return lines
+
+
+MOST_STEP_TIMES = 100
+"""The times of steps in a point, however many steps it is of: a step of a script may be a token."""
 
 
 class Reports:
@@ -252,34 +261,36 @@ class Reports:
         self._reported_at: float | None = None
 
     def point(self, line: bytes) -> TrainPoint | None:
-        """Return the point of one report; None if ``line`` is no report."""
-        report: Mapping[str, Any] | None = None
-        with contextlib.suppress(ValueError):
-            report = json.loads(line)
-        if not isinstance(report, dict) or "step" not in report:
+        """Return the point of one report; None if ``line`` is no report: any process can write to the socket."""
+        try:
+            return self._point(json.loads(line))
+        except (ValueError, TypeError, LookupError, OverflowError, AttributeError, RecursionError):
             return None
-        before, self.step = self.step, int(report["step"])
-        self.steps = int(report["steps"] or self.steps)
-        at, samples, loss = report["time"], report["samples"], report["loss"]
-        steps_done = self.step - before
+
+    def _point(self, report: Mapping[str, Any]) -> TrainPoint:
+        step, steps = int(report["step"]), int(report["steps"] or self.steps)
+        at, samples = float(report["time"]), float(report["samples"])
+        loss = None if report["loss"] is None else float(report["loss"])
+        metrics = {name: Metric(float(value), "mean") for name, value in report["metrics"].items()}
+        if not (0 <= step <= MOST_STEPS and 0 <= steps <= MOST_STEPS and math.isfinite(at) and 0 <= samples < math.inf):
+            raise ValueError(report)
+        num_steps = step - self.step
         step_ms: tuple[float, ...] = ()
-        if self._reported_at is not None and steps_done > 0:
-            step_ms = ((at - self._reported_at) * 1e3 / steps_done,) * steps_done
-        self._reported_at = at
+        if self._reported_at is not None and num_steps > 0 and at > self._reported_at:
+            step_ms = ((at - self._reported_at) * 1e3 / num_steps,) * min(num_steps, MOST_STEP_TIMES)
+        self.step, self.steps, self._reported_at = step, steps, at
         weight = samples or 1.0
         return TrainPoint(
-            step=self.step,
+            step=step,
             time=at,
             loss_sum=0.0 if loss is None else loss * weight,
             weight=0.0 if loss is None else weight,
             step_ms=step_ms,
+            num_steps=num_steps,
             data_wait_ms=0.0,
             comm_share=None,
             samples=samples,
-            metrics={
-                (name if "/" in name else f"train/{name}"): Metric(value, "mean")
-                for name, value in report["metrics"].items()
-            },
+            metrics={name if "/" in name else f"train/{name}": metric for name, metric in metrics.items()},
         )
 
 

@@ -22,6 +22,7 @@ from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
+from orchestrator.script_api import LARGEST_REPORT_BYTES
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.process.output import flight_record_of
@@ -274,7 +275,7 @@ class ScriptRun:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        lines = child_process.Lines()
+        lines = child_process.Lines(LARGEST_REPORT_BYTES)
         self._selector.register(
             connection, selectors.EVENT_READ, functools.partial(self._take_reports, connection, lines)
         )
