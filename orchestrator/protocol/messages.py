@@ -346,6 +346,7 @@ class Outcome:
 
     Attributes:
         texts: the last sample of each name that is a text, if this rank draws samples.
+        failure: why it has failed; of a script that was asked to stop, why it may not have saved what it was to save.
         recoverable_steps: the states that this worker holds.
         ended_early: why the worker is done before the last step of the run; None if it has reached the last step.
         last_heartbeat: what it had not reported before; None if the worker has not begun the generation, or has died.

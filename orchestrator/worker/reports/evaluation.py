@@ -210,9 +210,7 @@ def predict(
             update(output, target)
             progress()
 
-    call_without_effect(
-        functools.partial(interruptible, predicted), method="predictions", model=whole, device=device
-    )
+    call_without_effect(functools.partial(interruptible, predicted), method="predictions", model=whole, device=device)
 
 
 def rebuilt(job: Job, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -1,7 +1,6 @@
 """The process of a script: its environment variables, its start and end, and what it tells of itself.
 
-The variables are those of torchrun and of its run. What it tells is its progress, as the points of its rank, and why it
-has failed.
+The variables are those of torchrun and of its run. What it tells is its progress, as the points of its rank.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,10 +21,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.protocol.messages import Assignment, Failure, TrainPoint
+from orchestrator.protocol.messages import Assignment, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
 from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE
+from orchestrator.worker.process.family import end_family
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize
 
@@ -42,6 +41,7 @@ class ScriptProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        self._mark = f"{REPORT_VARIABLE}={environment[REPORT_VARIABLE]}"
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -77,10 +77,10 @@ class ScriptProcess:
         if self.exit_code() is None:
             self._process.send_signal(signal.SIGABRT)
 
-    def close(self) -> None:
-        """Kill the script with the processes that it has started, unless it has ended in order: they may go on then."""
-        if self.exit_code() != 0:
-            self.send(signal.SIGKILL)
+    def close(self, *, done: bool) -> None:
+        """Kill the script with all processes that it has started, unless it is ``done``: they may go on then."""
+        if not done:
+            end_family(self._mark, self._process.pid)
             self.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -203,6 +203,11 @@ class ReportSocket:
         """A socket of the script, see :func:`ask`."""
         return self._folder / "record"
 
+    @property
+    def uncaught(self) -> Path:
+        """A file for the exception that ends the script, which ``at_start/sitecustomize.py`` writes."""
+        return self._folder / sitecustomize.UNCAUGHT
+
     def __enter__(self) -> ReportSocket:
         return self
 
@@ -292,75 +297,3 @@ class Reports:
             samples=samples,
             metrics={name if "/" in name else f"train/{name}": metric for name, metric in metrics.items()},
         )
-
-
-_TRACEBACK = "Traceback (most recent call last):"
-_IGNORED = re.compile(r"Exception ignored [^\n]*\n\Z")
-"""What stands before the traceback of an exception that does not end a process."""
-_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-_CONNECTION_LOST = re.compile(
-    r"[Cc]onnection (closed|reset) by (remote )?peer|Broken pipe|remote process exited|DistNetworkError"
-)
-
-
-def last_traceback(output: str) -> str:
-    """Return the traceback of the exception that has ended a script; empty if its ``output`` has none."""
-    begin = len(output)
-    while (begin := output.rfind(_TRACEBACK, 0, begin)) >= 0:
-        if not _IGNORED.search(output, 0, begin):
-            break
-    if begin < 0:
-        return ""
-    lines = output[begin:].splitlines()
-    last = next((i for i, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), len(lines) - 1)
-    return "\n".join(lines[: last + 1])
-
-
-def script_failure(
-    exit_code: int, output: str, *, error_file: str, log_tail: str, time: float, after_end: bool
-) -> Failure:
-    """Describe the end of a script.
-
-    Args:
-        exit_code: negative for a signal; not 0.
-        output: the end of what it has printed.
-        error_file: what torch's ``record`` has written; empty if nothing.
-        log_tail: the last lines of the log of its rank.
-        time: when it ended, in seconds since the epoch.
-        after_end: whether this worker has ended it because of another rank.
-    """
-    message, traceback = _recorded(error_file)
-    traceback = traceback or last_traceback(output)
-    message = message or traceback.rpartition("\n")[2] or _without_traceback(exit_code, output)
-    if _PORT_TAKEN.search(message):
-        message += "; the script opens a port of its own that another program has: let it use MASTER_PORT, or port 0"
-    return Failure(
-        message=message,
-        traceback=traceback,
-        time=time,
-        collateral=after_end or bool(_CONNECTION_LOST.search(message)),
-        log_tail="" if traceback else log_tail,
-    )
-
-
-def _recorded(error_file: str) -> tuple[str, str]:
-    """Return the message and the traceback in the file of torch's ``record``; both empty if it has none."""
-    try:
-        message: Any = json.loads(error_file)["message"]
-        if isinstance(message, str):
-            return message, ""
-        return str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
-    except (ValueError, LookupError, TypeError):
-        return "", ""
-
-
-def _without_traceback(exit_code: int, output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = f": {lines[-1]}" if lines else ""
-    if exit_code > 0:
-        return f"the script ended with exit code {exit_code}{said}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"the script was ended by {name}{said}"

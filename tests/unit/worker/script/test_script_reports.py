@@ -11,14 +11,8 @@ from orchestrator import script_api
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import Failure, Outcome
 from orchestrator.protocol.metrics import Metric
-from orchestrator.worker.script.child_process import (
-    LONGEST_LINE,
-    Lines,
-    Reports,
-    ReportSocket,
-    last_traceback,
-    script_failure,
-)
+from orchestrator.worker.script.child_process import LONGEST_LINE, Lines, Reports, ReportSocket
+from orchestrator.worker.script.script_failure import last_traceback, script_failure
 
 
 @pytest.fixture(autouse=True)
