@@ -219,6 +219,7 @@ class Generation:
             asked_at=self._pause.began,
             draining=self._pause.draining,
             stopped_ago_s=None if self._stop.received is None else self._stop.seconds_ago,
+            phases={rank: self.health.phase(rank) for rank in self.outcomes.unfinished},
         )
 
     def note_of_lost_with(self, rank: int) -> str | None:

@@ -16,34 +16,49 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MARK = "ORCHESTRATOR_FAMILY"
 """The environment variable with the mark of a worker."""
+_PR_SET_CHILD_SUBREAPER = 36
 ROUNDS = 50
 """A process may start others while its family is ended."""
 ROUND_S = 0.02
 
 
-def end_family(mark: str, group: int) -> None:
+def end_family(mark: str, group: int, known: Collection[int] = ()) -> None:
     """Kill all processes of a family but this one.
 
     Args:
         mark: an environment variable with its value, which no other process has: ``NAME=VALUE``.
         group: the process group in which its first process has started others.
+        known: further processes of the family.
     """
+    killed: set[int] = set()
     for _ in range(ROUNDS):
-        if not (found := set(_members(mark, group)) - {os.getpid()}):
-            return
+        if not (found := set(_members(mark, group, known)) - {os.getpid()}):
+            break
+        killed |= found
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(ROUND_S)
+    for pid in killed - {group}:
+        with contextlib.suppress(OSError):  # the child of another process
+            os.waitpid(pid, os.WNOHANG)
 
 
-def _members(mark: str, group: int) -> Iterator[int]:
-    """Yield the processes with the mark or in the group, and their descendants; not those that have ended."""
+def adopt_orphans() -> None:
+    """Let descendants of this process become its children when their parents end, so that it reaps them. Linux only."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _members(mark: str, group: int, known: Collection[int]) -> Iterator[int]:
+    """Yield the processes with the mark, in the group or known, and their descendants; not those that have ended."""
     own = f"\0{mark}\0".encode()
     children: dict[int, list[int]] = {}
     found: list[int] = []
@@ -55,7 +70,7 @@ def _members(mark: str, group: int) -> Iterator[int]:
             if state in (b"Z", b"X"):
                 continue
             children.setdefault(int(parent), []).append(int(path.name))
-            if int(in_group) == group or own in b"\0" + (path / "environ").read_bytes():
+            if int(path.name) in known or int(in_group) == group or own in b"\0" + (path / "environ").read_bytes():
                 found.append(int(path.name))
     seen: set[int] = set()
     while found:

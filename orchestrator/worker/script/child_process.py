@@ -25,7 +25,7 @@ from orchestrator.protocol.messages import Assignment, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
 from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE
-from orchestrator.worker.process.family import end_family
+from orchestrator.worker.process.family import adopt_orphans, end_family
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize
 
@@ -42,6 +42,7 @@ class ScriptProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         self._mark = f"{REPORT_VARIABLE}={environment[REPORT_VARIABLE]}"
+        adopt_orphans()
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -54,6 +55,7 @@ class ScriptProcess:
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
         self._cpu_s = 0.0
+        self._seen: set[psutil.Process] = set()
 
     @property
     def pid(self) -> int:
@@ -69,6 +71,7 @@ class ScriptProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the script and the processes that it has started."""
+        self._look()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -80,7 +83,8 @@ class ScriptProcess:
     def close(self, *, done: bool) -> None:
         """Kill the script with all processes that it has started, unless it is ``done``: they may go on then."""
         if not done:
-            end_family(self._mark, self._process.pid)
+            known = {process.pid for process in self._seen if process.is_running()}
+            end_family(self._mark, self._process.pid, known)
             self.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -88,14 +92,21 @@ class ScriptProcess:
     def has_worked(self, seconds: float) -> bool:
         """Return whether it has computed in the ``seconds`` since the last call, with its children."""
         used_s = 0.0
-        with contextlib.suppress(psutil.Error):
-            script = psutil.Process(self._process.pid)
-            for process in (script, *script.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    used_s += times.user + times.system
+        for process in self._look():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used_s += times.user + times.system
         worked_s, self._cpu_s = used_s - self._cpu_s, used_s
         return worked_s > IDLE_SHARE * seconds
+
+    def _look(self) -> Sequence[psutil.Process]:
+        """Return the script and its descendants, which it may leave behind under another parent."""
+        found: Sequence[psutil.Process] = ()
+        with contextlib.suppress(psutil.Error):
+            script = psutil.Process(self._process.pid)
+            found = (script, *script.children(recursive=True))
+        self._seen.update(found)
+        return found
 
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
