@@ -105,7 +105,7 @@ class ScriptProcess:
         with contextlib.suppress(psutil.Error):
             script = psutil.Process(self._process.pid)
             found = (script, *script.children(recursive=True))
-        self._seen.update(found)
+        self._seen = {*(process for process in self._seen if process.is_running()), *found}
         return found
 
 
