@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Generator, nn
 
 from helpers.conformance.cases import CHECKPOINT, Case, having
 from helpers.conformance.layouts import EVERY, taking_turns
-from helpers.jobs.quick_jobs import QuickDigits
+from helpers.jobs.quick_jobs import PredictedDigits, QuickDigits
 from helpers.ranks.cut_offs import run_cut_off
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
-from orchestrator import Callback
+from orchestrator import Callback, current_step
+from orchestrator.job import Split
 from orchestrator.protocol.messages import EvalPoint, Reached
 from orchestrator.state.checkpoint import list_checkpoints
 from orchestrator.state.manifest import read_manifest
@@ -42,6 +43,24 @@ class Sampled(QuickDigits):
         begun.touch()
         while True:
             time.sleep(0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicting(PredictedDigits):
+    """Predicts for ever on the first rank, unless that was cut off before."""
+
+    hidden: int = 24
+    val_size: int | None = 80
+    folder: str = ""
+
+    def predictions(self, model: nn.Module, split: Split, part: int, parts: int) -> Iterable[tuple[Any, Any]]:
+        begun = Path(self.folder, "begun")
+        # Not in the trial after the first step.
+        if part == 0 and current_step() == 2 and not begun.exists():
+            begun.touch()
+            while True:
+                time.sleep(0.01)
+        yield from super().predictions(model, split, part, parts)
 
 
 class Told(Callback):
@@ -114,6 +133,21 @@ def test_samples_that_were_cut_off_are_drawn_after_the_resume(gang: Gang, tmp_pa
     drawn = [event.step for event in resumed[0].events if event.kind == "sample_saved"]
     assert drawn == [2, 4, 5]
     assert resumed[0].outcome.texts == {"sample": "drawn"}
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp-2", *[pytest.param(n, marks=pytest.mark.campaign) for n in ("single", "fsdp-2")]]
+)
+def test_predictions_that_were_cut_off_are_made_after_the_resume(gang: Gang, tmp_path: Path, name: str) -> None:
+    of = EVERY[name]
+    n = of.world_size
+    case = of.of(case_of(Predicting(folder=str(tmp_path))))
+    cut = gang.run(run_cut_off, case, n, str(tmp_path), Reached(2, 1, 3), world_size=n)
+    assert {(ran.outcome.status, ran.outcome.step) for ran in cut} == {("stopped", 2)}
+    assert evaluations(cut) == {}
+    newest = str(list_checkpoints(tmp_path / "checkpoints")[-1])
+    resumed = gang.run(run_loop, case, n, str(tmp_path), newest, 0, world_size=n)
+    assert evaluations(resumed).keys() == {2, 4, 5}
 
 
 def test_an_evaluation_that_counts_on_one_rank_counts_on_all(gang: Gang, tmp_path: Path) -> None:
