@@ -14,6 +14,7 @@ from orchestrator.protocol.events import EndReason, PauseReason
 from orchestrator.protocol.messages import Phase
 
 _DOING: Mapping[Phase, str] = {
+    "start": "starting",
     "join": "waiting for the others",
     "connect": "connecting to the others",
     "build": "building the model",
@@ -57,7 +58,7 @@ class GenerationEnd:
         if not self.phases:
             return None
         ranks = first_few([f"rank {rank}" for rank in sorted(self.phases)])
-        phases = sorted({_DOING.get(phase or "start", phase or "start") for phase in self.phases.values()})
+        phases = sorted({_DOING[phase or "start"] for phase in self.phases.values()})
         return f"{ranks} did not end within cluster.stop_grace_s, {' and '.join(phases)}"
 
     @property

@@ -18,6 +18,7 @@ from helpers.jobs.quick_jobs import PredictedDigits, QuickDigits
 from helpers.ranks.cut_offs import run_cut_off
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator import Callback, current_step
 from orchestrator.job import Split
 from orchestrator.protocol.messages import EvalPoint, Reached
@@ -127,7 +128,7 @@ def test_the_resumed_run_makes_the_evaluation(gang: Gang, tmp_path: Path, name: 
     assert saved(folder)[CUT_OFF] is None
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-2", *[pytest.param("fsdp-2", marks=pytest.mark.campaign)]])
+@pytest.mark.parametrize("name", ["single", "ddp-2", *in_campaign("fsdp-2")])
 def test_samples_that_were_cut_off_are_drawn_after_the_resume(gang: Gang, tmp_path: Path, name: str) -> None:
     of = EVERY[name]
     case, n = of.of(case_of(Sampled(folder=str(tmp_path)))), of.world_size
