@@ -40,7 +40,7 @@ def test_a_stopped_run_says_what_is_saved(at_step: int | None, trained: bool, mi
     ("phases", "text"),
     [
         ({1: "eval"}, "rank 1 did not end within cluster.stop_grace_s, in a batch of an evaluation"),
-        ({0: "train", 1: "train"}, "rank 0 and rank 1 did not end within cluster.stop_grace_s, in a training step"),
+        ({0: "train", 1: "train"}, "rank 0, rank 1 did not end within cluster.stop_grace_s, in a training step"),
         ({0: None}, "rank 0 did not end within cluster.stop_grace_s, starting"),
     ],
 )
