@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,13 @@ REPORT_VARIABLE = "ORCHESTRATOR_REPORT"
 """The path of the socket that takes reports: a line of JSON each."""
 CHECKPOINTS_VARIABLE = "ORCHESTRATOR_CHECKPOINT_DIR"
 
+LARGEST_REPORT_BYTES = 1 << 22
+MOST_STEPS = 2**63 - 1
+"""What MLflow can store."""
+
 _connection: socket.socket | None = None
 _steps = 0
+_lock = threading.RLock()
 
 
 def report(
@@ -31,30 +37,80 @@ def report(
 ) -> None:
     """Report progress to the run, which shows it as that of any other run: loss, throughput, progress and time left.
 
-    Each rank may call it, or rank 0 alone. Samples of the ranks are added, and losses weighted by them. Values may be
-    numbers or tensors of one element; reading one from a GPU waits for it. Does nothing outside of a run.
+    Each rank may call it, or rank 0 alone, from any thread or process. Samples of the ranks are added, and losses
+    weighted by them. Values may be numbers or tensors of one element; reading one from a GPU waits for it. Does nothing
+    outside of a run.
 
     Args:
-        step: the step that is done, from 1; None for one more than in the last call.
+        step: the step that is done, from 1; None for one more than in the last call. It may count samples or tokens.
         steps: the number of steps of the whole run, for the progress and the time left; None if it is unknown.
         loss: the mean loss of ``samples``; None if there is none.
         samples: the number of samples that this rank has trained on since its last report.
         metrics: further values to log, averaged over the ranks that report them: ``accuracy=0.9`` is logged as
-            ``train/accuracy``, and ``**{"val/accuracy": 0.9}`` under its own name.
+            ``train/accuracy``, and ``**{"val/accuracy": 0.9}`` under its own name. None is left out.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: an argument is out of range, or all of them together are too large.
     """
     global _steps
-    _steps = _steps + 1 if step is None else step
     if (path := os.environ.get(REPORT_VARIABLE)) is None:
         return
+    given = None if step is None else _whole("step", step)
     message = {
         "time": time.time(),
-        "step": _steps,
-        "steps": steps,
-        "loss": None if loss is None else float(loss),
-        "samples": float(samples),
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "steps": None if steps is None else _whole("steps", steps),
+        "loss": None if loss is None else _number("loss", loss),
+        "samples": _amount("samples", samples),
+        "metrics": {name: _number(name, value) for name, value in metrics.items() if value is not None},
     }
-    _send(path, json.dumps(message).encode() + b"\n")
+    with _lock:
+        _steps = _steps + 1 if given is None else given
+        line = json.dumps({**message, "step": _steps}).encode() + b"\n"
+        if len(line) > LARGEST_REPORT_BYTES:
+            raise ValueError(
+                f"orchestrator.report: {len(metrics):,} metrics are {len(line):,} bytes; a report has at most "
+                f"{LARGEST_REPORT_BYTES:,}, so divide it, each part with the same step"
+            )
+        _send(path, line)
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in a tensor or an array of one element, and anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        plain = _plain(value)
+        if not isinstance(plain, str | bytes):
+            return float(plain)
+    except OverflowError:
+        raise ValueError(_text(name, value, "too large for a float")) from None
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(_text(name, value, "expected a number, or a tensor of one element"))
+
+
+def _amount(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if isinstance(value, bool) or not 0 <= number < float("inf"):
+        raise ValueError(_text(name, value, "expected a number that is finite and not negative"))
+    return number
+
+
+def _whole(name: str, value: Any) -> int:
+    number = _number(name, value)
+    plain = _plain(value)
+    if isinstance(plain, bool) or not 0 <= number <= MOST_STEPS or number != int(number):
+        raise ValueError(_text(name, value, f"expected a whole number from 0 to {MOST_STEPS:,}"))
+    return int(plain)
+
+
+def _text(name: str, value: Any, expected: str) -> str:
+    shown = repr(value)
+    return f"orchestrator.report: {name}={shown if len(shown) <= 60 else shown[:57] + '...'}: {expected}"
 
 
 def checkpoint_dir() -> Path:
@@ -68,12 +124,27 @@ def checkpoint_dir() -> Path:
 
 
 def _send(path: str, line: bytes) -> None:
-    """Send a line to the worker; a worker that has gone is no error, because it ends this process itself."""
+    """Send a line to the worker; a worker that has gone is no error, because it ends this process itself.
+
+    A signal handler that reports may have interrupted a line of its own thread: it has a connection of its own.
+    """
     global _connection
+    connection, _connection = _connection, None
     try:
-        if _connection is None:
-            _connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            _connection.connect(path)
-        _connection.sendall(line)
+        if connection is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(path)
+        connection.sendall(line)
     except OSError:
         os.environ.pop(REPORT_VARIABLE, None)
+    else:
+        _connection = connection
+
+
+def _begin_in_child() -> None:
+    """Let a forked process have a connection and a lock of its own."""
+    global _connection, _lock
+    _connection, _lock = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -35,7 +35,7 @@ from orchestrator.protocol.core_metrics import (
 )
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import EvalPoint, TrainPoint
-from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks
+from orchestrator.protocol.metrics import MetricRegistry, MetricSpec, Summary, reduce_over_ranks, total
 from orchestrator.timeline import Timeline, aligned, theoretical_bubble
 
 MOST_KEPT = 16384
@@ -187,10 +187,10 @@ class Aggregator:
 
     def _train_metrics(self, parts: Mapping[int, TrainPoint]) -> dict[str, float]:
         lead = parts[min(parts)]
-        weight = math.fsum(p.weight for p in parts.values())
+        weight = total(p.weight for p in parts.values())
         metrics: dict[str, float] = {}
         if weight > 0:
-            metrics[LOSS.name] = math.fsum(p.loss_sum for p in parts.values()) / weight
+            metrics[LOSS.name] = total(p.loss_sum for p in parts.values()) / weight
         if lead.step_ms:
             metrics |= self._speed_metrics(parts, lead.step_ms)
         peaks = {rank: p.peak_memory_mb for rank, p in parts.items() if p.peak_memory_mb is not None}
@@ -213,7 +213,8 @@ class Aggregator:
         step_ms = statistics.fmean(steps_ms)
         self._record(STEP_MS, steps_ms)
         reported = [p.samples for p in parts.values() if p.samples is not None]
-        batch_size = math.fsum(reported) / len(steps_ms) if reported else self._global_batch_size
+        num_steps = parts[min(parts)].num_steps or len(steps_ms)
+        batch_size = total(reported) / num_steps if reported else self._global_batch_size
         if not batch_size:
             return {STEP_MS.name: step_ms}
         rate = batch_size / step_ms * 1e3

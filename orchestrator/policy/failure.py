@@ -95,8 +95,14 @@ class Outcomes:
         return {
             rank: outcome.recoverable_steps
             for rank, outcome in self.by_rank.items()
-            if rank in self.returned and (outcome.failure is None or outcome.failure.collateral)
+            if rank in self.returned
+            and (outcome.status != "failed" or outcome.failure is None or outcome.failure.collateral)
         }
+
+    @property
+    def unsaved(self) -> dict[int, str]:
+        """By rank, why a script that was asked to stop may not have saved what it was to save."""
+        return {r: o.failure.message for r, o in sorted(self.by_rank.items()) if o.status == "stopped" and o.failure}
 
 
 CauseOfDeath = Literal["out of memory", "node lost", "unknown"]
@@ -136,7 +142,11 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
 
     Failures of other ranks are broken connections, or errors found at a later step.
     """
-    failed = {r: (o.failure.collateral, o.step, o.failure.time, r) for r, o in outcomes.items() if o.failure}
+    failed = {
+        r: (o.failure.collateral, o.step, o.failure.time, r)
+        for r, o in outcomes.items()
+        if o.failure and o.status == "failed"
+    }
     return min(failed, key=failed.__getitem__, default=None)
 
 

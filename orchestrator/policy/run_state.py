@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.config.operation import RecoveryConfig
+from orchestrator.config.text import first_few
 from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, plan_after_pause
 from orchestrator.protocol.events import EndReason, PauseReason
+from orchestrator.protocol.messages import Phase
+
+_DOING: Mapping[Phase, str] = {
+    "start": "starting",
+    "join": "waiting for the others",
+    "connect": "connecting to the others",
+    "build": "building the model",
+    "train": "in a training step",
+    "eval": "in a batch of an evaluation",
+    "sample": "in Job.sample",
+    "checkpoint": "saving a checkpoint",
+    "callback": "in a callback, or in Job.predictions",
+    "compile": "compiling the model",
+    "end": "writing its last checkpoint",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +39,7 @@ class GenerationEnd:
         asked_at: when, in seconds since the epoch.
         draining: the ranks whose workers must leave.
         stopped_ago_s: the seconds since the run was last asked to stop; None if it was not.
+        phases: what each rank does that has not ended.
     """
 
     outcomes: Outcomes
@@ -31,6 +48,18 @@ class GenerationEnd:
     asked_at: float = 0.0
     draining: tuple[int, ...] = ()
     stopped_ago_s: float | None = None
+    phases: Mapping[int, Phase | None] = field(default_factory=dict)
+
+    @property
+    def held_up_by(self) -> str | None:
+        """What has kept ranks from stopping in time; None if nothing has."""
+        if (rank := self.outcomes.first_failed) is not None:
+            return f"rank {rank} has failed: {self.outcomes.failure(rank).message}"
+        if not self.phases:
+            return None
+        ranks = first_few([f"rank {rank}" for rank in sorted(self.phases)])
+        phases = sorted({_DOING[phase or "start"] for phase in self.phases.values()})
+        return f"{ranks} did not end within cluster.stop_grace_s, {' and '.join(phases)}"
 
     @property
     def failure(self) -> FailureRecord | None:
@@ -163,6 +192,8 @@ def stopped(
     trained: bool,
     checkpoint_missing: str | None = None,
     runs_script: bool = False,
+    held_up_by: str | None = None,
+    unsaved: Mapping[int, str] | None = None,
 ) -> Verdict:
     """Return the verdict on a run that was stopped by a signal.
 
@@ -172,13 +203,18 @@ def stopped(
         trained: whether any step was done.
         checkpoint_missing: why there is no checkpoint of ``at_step``, as a predicate; None if there is one.
         runs_script: whether a script trains, which need not report steps and saves what it needs itself.
+        held_up_by: what has kept the ranks from stopping, if they have not.
+        unsaved: by rank, why a script may not have saved what it was to save.
     """
     if runs_script:
         when = f"at step {at_step}" if at_step else "while its script ran" if trained else "before its first report"
+        if unsaved:
+            rank, why = next(iter(unsaved.items()))
+            when += f"; what rank {rank} was to save may be missing: {why}"
     elif at_step is not None:
         when = f"at step {at_step}" + (f"; its checkpoint {checkpoint_missing}" if checkpoint_missing else "")
     elif trained:
-        when = "without a last checkpoint"
+        when = "without a last checkpoint" + (f": {held_up_by}" if held_up_by else "")
     else:
         when = "before training began"
     return Verdict("KILLED", 128 + signal_number, f"stopped by {cause} {when}")

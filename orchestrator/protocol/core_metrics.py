@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.protocol.metrics import Column, MetricSpec, Summary
+from orchestrator.protocol.metrics import Column, MetricSpec, Summary, total
 
 LOSS = MetricSpec(
     name="train/loss",
@@ -200,19 +200,19 @@ def evaluation_specs(part: EvalPoint) -> list[MetricSpec]:
 
 def sums_by_weight(prefix: str, parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Return the job's metrics, from the sums and the weight of each rank; empty if there is no weight."""
-    weight = math.fsum(weight for _, weight in parts)
+    weight = total(weight for _, weight in parts)
     if weight == 0:
         return {}
     names = sorted({name for sums, _ in parts for name in sums})
-    return {f"{prefix}{name}": math.fsum(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}
+    return {f"{prefix}{name}": total(sums.get(name, 0.0) for sums, _ in parts) / weight for name in names}
 
 
 def _metrics_of_split(parts: Sequence[EvalPoint], prefix: str) -> dict[str, float]:
-    weight = math.fsum(p.weight for p in parts)
+    weight = total(p.weight for p in parts)
     if weight == 0:
         return {}
     metrics = sums_by_weight(prefix, [(p.sums, p.weight) for p in parts])
-    loss = math.fsum(p.loss_sum for p in parts) / weight
+    loss = total(p.loss_sum for p in parts) / weight
     if parts[0].perplexity:
         metrics[f"{prefix}perplexity"] = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
     values = {f"{prefix}{name}": value for p in parts for name, value in (p.values or {}).items()}

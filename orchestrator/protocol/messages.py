@@ -76,6 +76,21 @@ class Place:
     gpu: int | None
 
 
+@dataclass(frozen=True, order=True)
+class Reached:
+    """How far a rank is in its work: all ranks come to the same places, in this order.
+
+    Attributes:
+        step: the training step.
+        section: counts what follows the step, such as a pass over the data of an evaluation; 0 in the step itself.
+        batch: the batch of the section; 0 before the first.
+    """
+
+    step: int = 0
+    section: int = 0
+    batch: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variables:
     """Environment variables: a process sets ``values``, and ``defaults`` where it has no value of its own."""
@@ -176,6 +191,7 @@ class TrainPoint:
         flops_at_peak_ms: how long the device of this rank takes for ``flops`` at its peak rate; None if unknown.
         machine: the use of the machine since the last reading, after warm-up; None if this point has no reading.
         samples: what this rank has trained on since its last point, if a script reports it; None otherwise.
+        num_steps: the steps since the last point, if ``step_ms`` has not the time of each; None if it has.
     """
 
     step: int
@@ -194,6 +210,7 @@ class TrainPoint:
     flops_at_peak_ms: float | None = None
     machine: MachineUse | None = None
     samples: float | None = None
+    num_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +346,7 @@ class Outcome:
 
     Attributes:
         texts: the last sample of each name that is a text, if this rank draws samples.
+        failure: why it has failed; of a script that was asked to stop, why it may not have saved what it was to save.
         recoverable_steps: the states that this worker holds.
         ended_early: why the worker is done before the last step of the run; None if it has reached the last step.
         last_heartbeat: what it had not reported before; None if the worker has not begun the generation, or has died.

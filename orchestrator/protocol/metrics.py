@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,6 +86,15 @@ def measured(values: Mapping[MetricSpec, float | None]) -> dict[str, Metric]:
     return {spec.name: spec.of(value) for spec, value in values.items() if value is not None}
 
 
+def total(values: Iterable[float]) -> float:
+    """Return the sum of values, as exact as it can be; not finite if one of them is not, or the sum is too large."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # which stands for infinities of both signs
+        return sum(values)
+
+
 def reduce_over_ranks(metrics: Mapping[int, Metric]) -> float | None:
     """Return the run's value of one metric.
 
@@ -99,9 +107,9 @@ def reduce_over_ranks(metrics: Mapping[int, Metric]) -> float | None:
     values = [metrics[rank].value for rank in sorted(metrics)]
     match next(iter(metrics.values())).reduce:
         case "sum":
-            return math.fsum(values)
+            return total(values)
         case "mean":
-            return statistics.fmean(values)
+            return total(values) / len(values)
         case "max":
             return max(values)
         case "lead":

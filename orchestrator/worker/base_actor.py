@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from orchestrator.user_code.errors import exits_refused, readable
 from orchestrator.worker.control.control import Outbox, StepGate
 from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
-from orchestrator.worker.process import network, pip_packages
+from orchestrator.worker.process import family, network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
 from orchestrator.worker.process.output import Output, all_stacks, is_waiting
 from orchestrator.worker.process.shared_directory import check_shared
@@ -75,6 +76,9 @@ class BaseWorker(abc.ABC):
     ):
         os.environ.update({**variables.defaults, **os.environ, **variables.values})
         self.label = label  # which Ray reads if the following fails
+        mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self.guard = family.guard(os.getpid(), f"{family.MARK}={mark}")
+        os.environ[family.MARK] = mark
         pip_packages.use(requirements, timeout_s=install_timeout_s)
         self.redactor = Redactor.of_process()
         self.output = Output(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
@@ -120,14 +124,14 @@ class BaseWorker(abc.ABC):
         return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
 
     @ray.method(concurrency_group="control")
-    def hold(self, generation: int) -> int:
+    def hold(self, generation: int) -> messages.Reached:
         """See :meth:`StepGate.hold`."""
         return self.gate.hold(generation)
 
     @ray.method(concurrency_group="control")
-    def finish_step(self, generation: int, step: int, save: bool) -> None:
+    def finish_step(self, generation: int, last: int | messages.Reached, save: bool) -> None:
         """See :meth:`StepGate.finish_step`."""
-        self.gate.finish_step(generation, step, save)
+        self.gate.finish_step(generation, last, save)
 
     @ray.method(concurrency_group="control")
     def open_gate(self, generation: int) -> None:

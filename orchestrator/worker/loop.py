@@ -22,7 +22,8 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd
-from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject_fault
+from orchestrator.worker.control.control import CutOff, Outbox, StepGate, Warner, inject_fault
+from orchestrator.worker.control.interruption import GRACE_SHARE, Interruption
 from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.evaluating import Evaluations
@@ -62,6 +63,10 @@ class Loop:
         self._warner = Warner(outbox)
         strategy.warn = self._warner.warn_from_any_rank
         self._has_state = False
+        interruption = Interruption(
+            lambda: gate.is_cut(self.assignment.generation), delay_s=GRACE_SHARE * self.config.cluster.stop_grace_s
+        )
+        gate.on_change = interruption.look
         self._checkpoints = Checkpoints(assignment, strategy=strategy, outbox=outbox, warner=self._warner)
         self._reports = JobReports(
             job,
@@ -72,6 +77,7 @@ class Loop:
             outbox=outbox,
             warner=self._warner,
             redactor=redactor,
+            interruptible=interruption.run,
         )
         self._checkpoints.on_saved = self._reports.checkpoint_saved
         self._evaluations = Evaluations(
@@ -82,6 +88,8 @@ class Loop:
             reports=self._reports,
             device=device,
             outbox=outbox,
+            gate=gate,
+            interruptible=interruption.run,
         )
         self._steps = Steps(
             assignment,
@@ -144,20 +152,28 @@ class Loop:
             data = self._build(startup, wait_for_others, store)
             self._reports.run_begins(step=self.position.step)
             with self._nonfinite_advice(), self._steps.compile_meter.watching():
-                if self.assignment.sources is not None:
-                    self._run_due_tasks()  # because the failure may have interrupted them
-                stopped = not self._only_evaluates and self._run_steps(data, startup)
+                stopped = False
+                try:
+                    if self.assignment.sources is not None or self._evaluations.cut_off is not None:
+                        self._run_due_tasks()  # because the failure, or the stop, may have interrupted them
+                    stopped = not self._only_evaluates and self._run_steps(data, startup)
+                except CutOff:
+                    stopped = True
                 ended_early = None if stopped or self._has_all_steps else self._why_stop
                 recoverable = stopped and not self.gate.saves and self.recoverable_steps()
                 saves = self.position.step > 0 and not recoverable and not self._only_evaluates
                 if saves:
                     self._checkpoint(last=True)  # before the evaluation, which may fail
-                if not stopped and ended_early is None:
-                    self._evaluate()
+                ends = not stopped
+                if ends and ended_early is None:
+                    try:
+                        self._evaluate()
+                    except CutOff:
+                        stopped = True
             self._enter("end")
             self._checkpoints.drain()
             self._evaluations.improvement.confine(rank=self.rank)
-            if saves and not stopped and (metadata := self._evaluations.metadata()):
+            if saves and ends and (metadata := self._evaluations.metadata()):
                 self._checkpoints.amend(self.position.step, metadata)
             self.strategy.confirm()
             if not recoverable:
@@ -209,8 +225,7 @@ class Loop:
             self.position,
             strategy=self.strategy,
             data=self._data,
-            improvement=self._evaluations.improvement,
-            steered=self._evaluations.steered,
+            evaluations=self._evaluations,
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)

@@ -19,7 +19,7 @@ from orchestrator.state.transport import gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.update.weight_average import forget_average
 from orchestrator.worker.data.job_data import JobData
-from orchestrator.worker.reports.after_evaluation import Improvement, Steered
+from orchestrator.worker.evaluating import Evaluations
 
 
 @dataclass
@@ -59,11 +59,10 @@ def restore_state(
     *,
     strategy: Strategy,
     data: JobData,
-    improvement: Improvement,
-    steered: Steered,
+    evaluations: Evaluations,
     device: torch.device,
 ) -> None:
-    """Bring model, data, best evaluation and ``position`` to one state on every rank. A collective operation.
+    """Bring model, data, evaluations and ``position`` to one state on every rank. A collective operation.
 
     ``checkpoint``: what :func:`loaded_checkpoint` returned.
     """
@@ -88,18 +87,20 @@ def restore_state(
             check_built(*((found, built) if left_out is None else (left_out, found)))
         is_own = Path(assignment.checkpoint).parent == RunDir(Path(assignment.run_dir)).checkpoints
         data.restore(meta, is_own=is_own)
-        improvement.restore(meta if is_own else {}, rank=rank)
+        evaluations.improvement.restore(meta if is_own else {}, rank=rank)
         goes_on = is_own or assignment.config.evaluate is not None
-        steered.restore(meta if goes_on else None, rank=rank, world_size=world_size)
+        evaluations.steered.restore(meta if goes_on else None, rank=rank, world_size=world_size)
+        evaluations.restore(meta if is_own else {})
     else:
         strategy.sync_initial_state()
-        improvement.restore({})
+        evaluations.improvement.restore({})
         return
     position.step, position.samples_consumed = meta["step"], meta["samples_consumed"]
     if assignment.sources is not None:
         data.share_position(assignment.sources, samples_consumed=position.samples_consumed)
-        improvement.share(assignment.sources, source_step=position.step, rank=rank)
-        steered.share(assignment.sources, source_step=position.step, rank=rank)
+        evaluations.cut_off = None  # newcomers do not know of it, so that all repeat all of it
+        evaluations.improvement.share(assignment.sources, source_step=position.step, rank=rank)
+        evaluations.steered.share(assignment.sources, source_step=position.step, rank=rank)
 
 
 def _reads_own_part(assignment: Assignment, strategy: Strategy) -> bool:

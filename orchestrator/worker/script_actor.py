@@ -5,6 +5,9 @@ It imports no torch unless it has a GPU, so that a script starts sooner, and its
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -45,7 +48,11 @@ class ScriptWorker(BaseWorker):
         assert isinstance(job, Script)
         network.choose_for(assignment, node_ip=ray.util.get_node_ip_address())
         self.script = ScriptRun(assignment, job, gate=self.gate, outbox=self.outbox)
-        return self.script.run(startup)
+        outcome = self.script.run(startup)
+        if outcome.status == "done" and self.guard is not None:  # what the script has left running goes on
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.guard, signal.SIGTERM)
+        return outcome
 
     def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
         explained = isinstance(error, _EXPLAINED)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -47,18 +46,6 @@ def _is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
-
-
-def kernel_oom_kills() -> int | None:
-    """Return how many processes of this machine its kernel has killed for lack of memory, also within a cgroup's limit.
-
-    None if the kernel has no such counter.
-    """
-    try:
-        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-        return int(counters["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 @dataclass

@@ -15,7 +15,6 @@ import ray.exceptions
 
 from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.gang.members import Member
-from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.driver.process.calls import GATHER_S, NoAnswerError, cause_of_death, check_ray, completed, results
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.run.health import Health, failed_call_of
@@ -33,6 +32,7 @@ from orchestrator.storage.remote import Remote
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.control import rendezvous
 from orchestrator.worker.process.network import LOOPBACK
+from orchestrator.worker.process.node_facts import kernel_oom_kills
 
 MIN_SETTLE_S, SETTLE_STEPS = 3.0, 2.0
 """After a failure, wait this long for another rank to report its own: seconds, or usual steps if these are longer."""
@@ -219,6 +219,7 @@ class Generation:
             asked_at=self._pause.began,
             draining=self._pause.draining,
             stopped_ago_s=None if self._stop.received is None else self._stop.seconds_ago,
+            phases={rank: self.health.phase(rank) for rank in self.outcomes.unfinished},
         )
 
     def note_of_lost_with(self, rank: int) -> str | None:

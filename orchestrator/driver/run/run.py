@@ -188,6 +188,9 @@ class Run:
         )
         if end.failure is not None:
             self._failures.append(end.failure)
+        if state != "stopped":  # whose verdict says so
+            for rank, why in end.outcomes.unsaved.items():
+                self._events.warn(f"what rank {rank} was to save may be missing: {why}")
         return state
 
     def _transition(
@@ -303,7 +306,8 @@ class Run:
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
         if self._stop.is_pruned:
             return run_state.pruned(at_step or max(self._reports.telemetry.last_step.values()))
-        missing = self._checkpoints.why_missing(at_step) if at_step and not self._runs_script else None
+        saves = not self._runs_script and self.spec.config.evaluate is None
+        missing = self._checkpoints.why_missing(at_step) if at_step and saves else None
         return run_state.stopped(
             int(self._stop.received),
             self._stop.cause,
@@ -311,6 +315,8 @@ class Run:
             trained=self._reports.has_trained,
             checkpoint_missing=missing,
             runs_script=self._runs_script,
+            held_up_by=None if end is None else end.held_up_by,
+            unsaved=None if end is None else end.outcomes.unsaved,
         )
 
     def _result(self, verdict: Verdict) -> RunResult:

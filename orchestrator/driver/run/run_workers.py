@@ -330,10 +330,12 @@ class Pause:
         self.reason, self.began = "stopped", time.time()
         if self._stop.received is not None and not self._stop.is_pruned:
             self._events.emit(StopRequested(signal=self._stop.cause))
-        self._finish_step(save=True)
+        self._finish_step(save=True, cuts=True)
 
-    def _finish_step(self, *, save: bool) -> bool:
+    def _finish_step(self, *, save: bool, cuts: bool) -> bool:
         """Let all ranks stop after the most advanced step that any of them has begun.
+
+        ``cuts``: whether an evaluation after this step ends at its next batch.
 
         Returns:
             False if some ranks do not answer; those that do are held.
@@ -348,7 +350,8 @@ class Pause:
             names = self._names(self._awaited)
             self._events.warn(f"{names} did not answer the request to stop (cluster.stop_grace_s={timeout_s:g})")
             return False
-        self._gang.tell(BaseWorker.finish_step, self._generation, max(begun.values()), save, ranks=everyone)
+        last = max(begun.values())
+        self._gang.tell(BaseWorker.finish_step, self._generation, last if cuts else last.step, save, ranks=everyone)
         return True
 
     def _begin(self, reason: PauseReason, *, save: bool) -> None:
@@ -357,7 +360,7 @@ class Pause:
         If some ranks do not answer, the others train on. The next attempt is made when these have answered again.
         """
         began = time.time()
-        if self._finish_step(save=save):
+        if self._finish_step(save=save, cuts=reason != "growing"):
             self.reason, self.began = reason, began
         else:
             self._gang.tell(BaseWorker.open_gate, self._generation, ranks=range(self._plan.world_size))

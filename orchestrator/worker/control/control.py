@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from orchestrator.config.redact import Redactor
 from orchestrator.planning.faults import Fault
 from orchestrator.protocol.events import Event, Warned
-from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, TrainPoint
+from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, Reached, TrainPoint
 from orchestrator.worker.control.spool import Report, Spool
 
 MOST_LINES = 200
 """Lines of a script that a heartbeat carries to the console; the log has all of them."""
+ALL_SECTIONS = 1 << 32
+"""More sections than any step has."""
 SMOOTHING = 0.1
 """The weight of the latest batch in the moving average of the time per batch."""
 
@@ -31,12 +33,16 @@ class PeersMissingError(ConnectionError):
     """Others did not do their part in time; this process is fine."""
 
 
-class StepGate:
-    """Stops all ranks of a generation after the same step. It costs no communication between ranks.
+class CutOff(BaseException):
+    """The ranks have to stop, so that an evaluation, or what the code of the user does beside it, ends here."""
 
-    Synchronous ranks are at most one step apart. The driver first holds every rank and learns the last step that each
-    has begun. Then it lets all of them finish the most advanced of these steps, or opens the gates again. The next
-    generation begins with an open gate.
+
+class StepGate:
+    """Stops all ranks of a generation at the same place: after a step, or after a batch of an evaluation.
+
+    It costs no communication between ranks. Synchronous ranks are at most one step apart. The driver first holds every
+    rank and learns the last place that each has begun. Then it lets all of them come to the most advanced of these
+    places, or opens the gates again. The next generation begins with an open gate.
 
     Attributes:
         saves: whether the ranks save a checkpoint when they stop.
@@ -48,9 +54,9 @@ class StepGate:
         self.on_change: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._begun = (0, 0)  # the generation and the step
+        self._begun = (0, Reached())  # the generation and the place
         self._held = 0  # the generation
-        self._last: int | None = None
+        self._last: Reached | None = None
         self._abandoned = 0
 
     def begin(self, step: int, generation: int) -> bool:
@@ -63,6 +69,27 @@ class StepGate:
             PeersMissingError: the gate is held, and the driver has not decided in time.
             AbandonedError: the generation has ended.
         """
+        return self._begin(Reached(step), generation)
+
+    def begin_section(self, step: int, generation: int) -> None:
+        """Begin the next section of what follows ``step``, such as a pass over a split. All ranks have the same ones.
+
+        Raises:
+            CutOff: the rank has to stop instead.
+            PeersMissingError, AbandonedError: see :meth:`begin`.
+        """
+        begun_in, place = self._begun
+        section = place.section if (begun_in, place.step) == (generation, step) else 0
+        if not self._begin(Reached(step, section + 1), generation):
+            raise CutOff
+
+    def begin_batch(self, generation: int) -> None:
+        """Begin the next batch of a section. Raises as :meth:`begin_section`."""
+        place = self._begun[1]
+        if not self._begin(Reached(place.step, place.section, place.batch + 1), generation):
+            raise CutOff
+
+    def _begin(self, place: Reached, generation: int) -> bool:
         with self._changed:
             decided = self._changed.wait_for(
                 lambda: self._held != generation or self._last is not None or generation <= self._abandoned,
@@ -70,19 +97,21 @@ class StepGate:
             )
             self.check(generation)
             if not decided:
-                raise PeersMissingError(f"held at step {step}: no decision from the driver for {self._timeout_s:g} s")
-            if self._held == generation and self._last is not None and step > self._last:
+                raise PeersMissingError(
+                    f"held at step {place.step}: no decision from the driver for {self._timeout_s:g} s"
+                )
+            if self._held == generation and self._last is not None and place > self._last:
                 return False
-            self._begun = generation, step
+            self._begun = generation, place
             return True
 
-    def hold(self, generation: int) -> int:
-        """Let no further step of ``generation`` begin. Return the last one that has begun in it; 0 if none has."""
+    def hold(self, generation: int) -> Reached:
+        """Let nothing further of ``generation`` begin. Return the last place that has begun in it."""
         with self._changed:
             if self._held < generation:
                 self._held, self._last, self.saves = generation, None, True
-            begun_in, step = self._begun
-            return step if begun_in == generation else 0
+            begun_in, place = self._begun
+            return place if begun_in == generation else Reached()
 
     def abandon(self, generation: int) -> None:
         """End this generation and all before it, even if the training thread has not noticed a failure."""
@@ -105,14 +134,23 @@ class StepGate:
         with self._changed:
             return self._held == generation and self._last is not None
 
-    def finish_step(self, generation: int, step: int, save: bool) -> None:
-        """Let steps up to ``step`` of a held ``generation`` begin, and stop after it.
+    def is_cut(self, generation: int) -> bool:
+        """Return whether ``generation`` stops without the rest of what follows a step."""
+        with self._changed:
+            return self._held == generation and self._last is not None and self._last.section < ALL_SECTIONS
 
-        ``save``: whether to save a checkpoint then.
+    def finish_step(self, generation: int, last: int | Reached, save: bool) -> None:
+        """Let a held ``generation`` come to its ``last`` place, and stop there.
+
+        Args:
+            generation: the generation.
+            last: the place; a step is meant with the whole of what follows it, such as an evaluation.
+            save: whether to save a checkpoint then.
         """
         with self._changed:
             if self._held == generation:
-                self._last, self.saves = step, save
+                self._last = last if isinstance(last, Reached) else Reached(last, ALL_SECTIONS)
+                self.saves = save
                 self._changed.notify_all()
         self.on_change()
 

@@ -192,6 +192,7 @@ class JobData:
         """Yield the batches of a ``split``, as :class:`worker.data.EvalBatches` does, on the GPU if there is one.
 
         Raises:
+            CutOff: the ranks stop before the next batch.
             AbandonedError: the generation has ended.
         """
         if (changes := changes_of(self._job)) != self._changes:
@@ -221,7 +222,7 @@ class JobData:
         self._outbox.begin_loader()
         with contextlib.closing(self._copied_ahead(batches)) as copied:
             for batch in copied:
-                self._gate.check(self._assignment.generation)
+                self._gate.begin_batch(self._assignment.generation)
                 self._outbox.tick()
                 yield batch
 

@@ -220,3 +220,15 @@ def _gpus(ids: Sequence[str]) -> tuple[list[str] | None, str | None]:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, None
     return names, error
+
+
+def kernel_oom_kills() -> int | None:
+    """Return how many processes of this machine its kernel has killed for lack of memory, also within a cgroup's limit.
+
+    None if the kernel has no such counter.
+    """
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counters["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None

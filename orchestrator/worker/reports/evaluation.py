@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,43 @@ from orchestrator.job import Job
 from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import gather_states
+from orchestrator.state.transport import gather_json, gather_states
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.measure.metric_objects import MOST_BYTES, MetricObjects
 from orchestrator.user_code.errors import place_of, user_frames
-from orchestrator.worker.control.control import Outbox
+from orchestrator.worker.control.control import CutOff, Outbox
+
+Returned = TypeVar("Returned")
+
+
+class Interruptible(Protocol):
+    """Makes a call to code of the user, and may cut it off."""
+
+    def __call__(self, call: Callable[[], Returned], /) -> Returned: ...
+
+
+def run(call: Callable[[], Returned], /) -> Returned:
+    """Return what ``call()`` returns. It is never cut off."""
+    return call()
+
+
+def cut_off_together(call: Callable[[], None], strategy: Strategy, device: torch.device) -> None:
+    """Make a call in which this rank may do more than others. A collective operation.
+
+    Raises:
+        CutOff: the call of some rank was cut off.
+        Exception: whatever ``call`` raises.
+    """
+    is_cut = False
+    try:
+        call()
+    except CutOff:
+        is_cut = True
+    if (world_size := strategy.context.mesh.world_size) > 1:
+        is_cut = any(gather_json(is_cut, world_size=world_size, device=device))
+        strategy.confirm()
+    if is_cut:
+        raise CutOff
 
 
 class MetricError(ValueError):
@@ -41,6 +74,7 @@ def evaluate(
     split: str = VAL,
     perplexity: bool = False,
     trial: bool = False,
+    interruptible: Interruptible = run,
 ) -> EvalPoint:
     """Return the sums over this rank's samples of ``split`` after ``step``. The driver adds up the ranks.
 
@@ -51,6 +85,10 @@ def evaluate(
         perplexity: whether to report it.
         outbox: is told of the progress of predictions, which may take any time, as objects may.
         trial: whether only a few samples are evaluated, of which an object may be unable to compute anything.
+        interruptible: makes the calls of predictions.
+
+    Raises:
+        CutOff: the predictions of a rank were cut off.
     """
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
@@ -70,7 +108,10 @@ def evaluate(
         with outbox.within("callback"):
             if predicts:
                 most = 1 if trial else None
-                predict(strategy, split, objects.update, device=device, most=most, progress=outbox.progress)
+                predicted = functools.partial(
+                    predict, strategy, split, objects.update, device=device, most=most, progress=outbox.progress
+                )
+                cut_off_together(functools.partial(predicted, interruptible=interruptible), strategy, device)
             taken = [*sums, *(["perplexity"] if perplexity else [])]
             values = _values(strategy, objects, taken, device=device, trial=trial)
     return EvalPoint(
@@ -138,6 +179,7 @@ def predict(
     device: torch.device,
     most: int | None,
     progress: Callable[[], None],
+    interruptible: Interruptible = run,
 ) -> None:
     """Let the job predict this rank's share of a ``split``. All ranks call this at the same step.
 
@@ -145,6 +187,7 @@ def predict(
         update: receives each prediction and its target.
         most: the number of predictions; None for all.
         progress: called after each of them.
+        interruptible: makes the call.
 
     Raises:
         ModelChangedError: the job has changed the model.
@@ -167,7 +210,7 @@ def predict(
             update(output, target)
             progress()
 
-    call_without_effect(predicted, method="predictions", model=whole, device=device)
+    call_without_effect(functools.partial(interruptible, predicted), method="predictions", model=whole, device=device)
 
 
 def rebuilt(job: Job, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -175,9 +218,6 @@ def rebuilt(job: Job, weights: Mapping[str, Tensor]) -> nn.Module:
     model = job.model()
     model.load_state_dict(weights)
     return model
-
-
-Returned = TypeVar("Returned")
 
 
 class ModelChangedError(RuntimeError):

@@ -28,7 +28,7 @@ from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, RunEnd, SavedCheckpoint, StepEnd
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
-from orchestrator.worker.control.control import Outbox, Warner
+from orchestrator.worker.control.control import CutOff, Outbox, Warner
 from orchestrator.worker.reports import evaluation
 
 
@@ -52,8 +52,11 @@ class JobReports:
         outbox: Outbox,
         warner: Warner,
         redactor: Redactor,
+        interruptible: evaluation.Interruptible = evaluation.run,
     ):
+        """``interruptible``: makes the calls that may be cut off when the ranks have to stop."""
         self.why_stop: str | None = None
+        self._interruptible = interruptible
         self._callbacks: dict[str, Callback] = {"job": job}
         self._callbacks |= {f"callbacks[{i}]": callback for i, callback in enumerate(callbacks)}
         self._strategy = strategy
@@ -62,7 +65,13 @@ class JobReports:
         self._warner = warner
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._samples = Samples(
-            job, run_dir=self._run_dir, outbox=outbox, device=device, seed=assignment.config.seed, redactor=redactor
+            job,
+            run_dir=self._run_dir,
+            outbox=outbox,
+            device=device,
+            seed=assignment.config.seed,
+            redactor=redactor,
+            interruptible=interruptible,
         )
         self.reassign(assignment)
 
@@ -139,16 +148,18 @@ class JobReports:
         """
         answers: dict[str, Any] = {}
         for name, callback in self._called(method).items():
-            title, call = f"{name}.{method}", getattr(callback, method)
+            title, call = f"{name}.{method}", functools.partial(getattr(callback, method), info)
+            if method != "on_run_end":  # before which everything is saved
+                call = functools.partial(self._interruptible, call)
             try:
                 with self._outbox.within("callback"):
-                    answer = evaluation.call_without_effect(
-                        functools.partial(call, info), method=title, model=model, device=self._device
-                    )
+                    answer = evaluation.call_without_effect(call, method=title, model=model, device=self._device)
                 if method == "on_evaluation_end" and answer is not None:
                     answers[name] = _reason(answer, callback)
             except evaluation.ModelChangedError:
                 raise
+            except CutOff:
+                self._warner.warn_from_any_rank(f"{title} was cut off at step {step}, because the run has to stop")
             except Exception as e:
                 text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {evaluation.error_with_place(e)}"
                 if callback.errors_end_run:
@@ -164,12 +175,17 @@ class JobReports:
 
         Raises:
             ModelChangedError: the job has changed the model.
+            CutOff: the job took too long, and the ranks have to stop.
         """
         model, weights = self._strategy.full_model, None
         self._outbox.enter(step, "sample")
         if self._strategy.divides_model:
             weights = self._strategy.gather_model()
             self._strategy.confirm()
+        drawn = functools.partial(self._sample, model, weights, step=step)
+        evaluation.cut_off_together(drawn, self._strategy, self._device)
+
+    def _sample(self, model: nn.Module | None, weights: Mapping[str, Tensor] | None, *, step: int) -> None:
         if model is None and weights is None:
             return
         try:
@@ -219,7 +235,15 @@ class Samples:
     """
 
     def __init__(
-        self, job: Job, *, run_dir: RunDir, outbox: Outbox, device: torch.device, seed: int, redactor: Redactor
+        self,
+        job: Job,
+        *,
+        run_dir: RunDir,
+        outbox: Outbox,
+        device: torch.device,
+        seed: int,
+        redactor: Redactor,
+        interruptible: evaluation.Interruptible = evaluation.run,
     ):
         self.texts: dict[str, str] = {}
         self._job = job
@@ -228,6 +252,7 @@ class Samples:
         self._device = device
         self._seed = seed
         self._redactor = redactor
+        self._interruptible = interruptible
 
     def take(self, model: nn.Module | None, weights: Mapping[str, Tensor] | None, *, step: int) -> None:
         """Let the job draw samples, and write them.
@@ -248,7 +273,8 @@ class Samples:
             whole.eval()
             return self._job.sample(whole, torch.Generator().manual_seed(self._seed))
 
-        result = evaluation.call_without_effect(draw, method="job.sample", model=model, device=self._device)
+        call = functools.partial(self._interruptible, draw)
+        result = evaluation.call_without_effect(call, method="job.sample", model=model, device=self._device)
         if result is None:
             return
         if isinstance(result, str):

@@ -1,15 +1,14 @@
 """The process of a script: its environment variables, its start and end, and what it tells of itself.
 
-The variables are those of torchrun and of its run. What it tells is its progress, as the points of its rank, and why it
-has failed.
+The variables are those of torchrun and of its run. What it tells is its progress, as the points of its rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -22,10 +21,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.protocol.messages import Assignment, Failure, TrainPoint
+from orchestrator.protocol.messages import Assignment, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
-from orchestrator.script_api import CHECKPOINTS_VARIABLE, REPORT_VARIABLE
+from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE
+from orchestrator.worker.process.family import adopt_orphans, end_family
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize
 
@@ -41,6 +41,8 @@ class ScriptProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        self._mark = f"{REPORT_VARIABLE}={environment[REPORT_VARIABLE]}"
+        adopt_orphans()
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -53,6 +55,7 @@ class ScriptProcess:
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
         self._cpu_s = 0.0
+        self._seen: set[psutil.Process] = set()
 
     @property
     def pid(self) -> int:
@@ -68,6 +71,7 @@ class ScriptProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the script and the processes that it has started."""
+        self._look()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -76,10 +80,11 @@ class ScriptProcess:
         if self.exit_code() is None:
             self._process.send_signal(signal.SIGABRT)
 
-    def close(self) -> None:
-        """Kill the script with the processes that it has started, unless it has ended in order: they may go on then."""
-        if self.exit_code() != 0:
-            self.send(signal.SIGKILL)
+    def close(self, *, done: bool) -> None:
+        """Kill the script with all processes that it has started, unless it is ``done``: they may go on then."""
+        if not done:
+            known = {process.pid for process in self._seen if process.is_running()}
+            end_family(self._mark, self._process.pid, known)
             self.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -87,14 +92,21 @@ class ScriptProcess:
     def has_worked(self, seconds: float) -> bool:
         """Return whether it has computed in the ``seconds`` since the last call, with its children."""
         used_s = 0.0
-        with contextlib.suppress(psutil.Error):
-            script = psutil.Process(self._process.pid)
-            for process in (script, *script.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    used_s += times.user + times.system
+        for process in self._look():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used_s += times.user + times.system
         worked_s, self._cpu_s = used_s - self._cpu_s, used_s
         return worked_s > IDLE_SHARE * seconds
+
+    def _look(self) -> Sequence[psutil.Process]:
+        """Return the script and its descendants, which it may leave behind under another parent."""
+        found: Sequence[psutil.Process] = ()
+        with contextlib.suppress(psutil.Error):
+            script = psutil.Process(self._process.pid)
+            found = (script, *script.children(recursive=True))
+        self._seen = {*(process for process in self._seen if process.is_running()), *found}
+        return found
 
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -202,6 +214,11 @@ class ReportSocket:
         """A socket of the script, see :func:`ask`."""
         return self._folder / "record"
 
+    @property
+    def uncaught(self) -> Path:
+        """A file for the exception that ends the script, which ``at_start/sitecustomize.py`` writes."""
+        return self._folder / sitecustomize.UNCAUGHT
+
     def __enter__(self) -> ReportSocket:
         return self
 
@@ -225,17 +242,25 @@ class Lines:
 
     Attributes:
         rest: the last line, which is not complete. Of a long one, as of a progress bar, only the end is kept.
+
+    Args:
+        longest: how much of it, in bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
         self.rest = b""
+        self._longest = longest
 
     def add(self, chunk: bytes) -> list[bytes]:
         """Add bytes, and return the lines that they complete."""
         *lines, self.rest = (self.rest + chunk).split(b"\n")
-        if len(self.rest) > LONGEST_LINE:
-            self.rest = self.rest[-LONGEST_LINE:]
+        if len(self.rest) > self._longest:
+            self.rest = self.rest[-self._longest :]
         return lines
+
+
+MOST_STEP_TIMES = 100
+"""The times of steps in a point, however many steps it is of: a step of a script may be a token."""
 
 
 class Reports:
@@ -252,104 +277,34 @@ class Reports:
         self._reported_at: float | None = None
 
     def point(self, line: bytes) -> TrainPoint | None:
-        """Return the point of one report; None if ``line`` is no report."""
-        report: Mapping[str, Any] | None = None
-        with contextlib.suppress(ValueError):
-            report = json.loads(line)
-        if not isinstance(report, dict) or "step" not in report:
+        """Return the point of one report; None if ``line`` is no report: any process can write to the socket."""
+        try:
+            return self._point(json.loads(line))
+        except (ValueError, TypeError, LookupError, OverflowError, AttributeError, RecursionError):
             return None
-        before, self.step = self.step, int(report["step"])
-        self.steps = int(report["steps"] or self.steps)
-        at, samples, loss = report["time"], report["samples"], report["loss"]
-        steps_done = self.step - before
+
+    def _point(self, report: Mapping[str, Any]) -> TrainPoint:
+        step, steps = int(report["step"]), int(report["steps"] or self.steps)
+        at, samples = float(report["time"]), float(report["samples"])
+        loss = None if report["loss"] is None else float(report["loss"])
+        metrics = {name: Metric(float(value), "mean") for name, value in report["metrics"].items()}
+        if not (0 <= step <= MOST_STEPS and 0 <= steps <= MOST_STEPS and math.isfinite(at) and 0 <= samples < math.inf):
+            raise ValueError(report)
+        num_steps = step - self.step
         step_ms: tuple[float, ...] = ()
-        if self._reported_at is not None and steps_done > 0:
-            step_ms = ((at - self._reported_at) * 1e3 / steps_done,) * steps_done
-        self._reported_at = at
+        if self._reported_at is not None and num_steps > 0 and at > self._reported_at:
+            step_ms = ((at - self._reported_at) * 1e3 / num_steps,) * min(num_steps, MOST_STEP_TIMES)
+        self.step, self.steps, self._reported_at = step, steps, at
         weight = samples or 1.0
         return TrainPoint(
-            step=self.step,
+            step=step,
             time=at,
             loss_sum=0.0 if loss is None else loss * weight,
             weight=0.0 if loss is None else weight,
             step_ms=step_ms,
+            num_steps=num_steps,
             data_wait_ms=0.0,
             comm_share=None,
             samples=samples,
-            metrics={
-                (name if "/" in name else f"train/{name}"): Metric(value, "mean")
-                for name, value in report["metrics"].items()
-            },
+            metrics={name if "/" in name else f"train/{name}": metric for name, metric in metrics.items()},
         )
-
-
-_TRACEBACK = "Traceback (most recent call last):"
-_IGNORED = re.compile(r"Exception ignored [^\n]*\n\Z")
-"""What stands before the traceback of an exception that does not end a process."""
-_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-_CONNECTION_LOST = re.compile(
-    r"[Cc]onnection (closed|reset) by (remote )?peer|Broken pipe|remote process exited|DistNetworkError"
-)
-
-
-def last_traceback(output: str) -> str:
-    """Return the traceback of the exception that has ended a script; empty if its ``output`` has none."""
-    begin = len(output)
-    while (begin := output.rfind(_TRACEBACK, 0, begin)) >= 0:
-        if not _IGNORED.search(output, 0, begin):
-            break
-    if begin < 0:
-        return ""
-    lines = output[begin:].splitlines()
-    last = next((i for i, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), len(lines) - 1)
-    return "\n".join(lines[: last + 1])
-
-
-def script_failure(
-    exit_code: int, output: str, *, error_file: str, log_tail: str, time: float, after_end: bool
-) -> Failure:
-    """Describe the end of a script.
-
-    Args:
-        exit_code: negative for a signal; not 0.
-        output: the end of what it has printed.
-        error_file: what torch's ``record`` has written; empty if nothing.
-        log_tail: the last lines of the log of its rank.
-        time: when it ended, in seconds since the epoch.
-        after_end: whether this worker has ended it because of another rank.
-    """
-    message, traceback = _recorded(error_file)
-    traceback = traceback or last_traceback(output)
-    message = message or traceback.rpartition("\n")[2] or _without_traceback(exit_code, output)
-    if _PORT_TAKEN.search(message):
-        message += "; the script opens a port of its own that another program has: let it use MASTER_PORT, or port 0"
-    return Failure(
-        message=message,
-        traceback=traceback,
-        time=time,
-        collateral=after_end or bool(_CONNECTION_LOST.search(message)),
-        log_tail="" if traceback else log_tail,
-    )
-
-
-def _recorded(error_file: str) -> tuple[str, str]:
-    """Return the message and the traceback in the file of torch's ``record``; both empty if it has none."""
-    try:
-        message: Any = json.loads(error_file)["message"]
-        if isinstance(message, str):
-            return message, ""
-        return str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
-    except (ValueError, LookupError, TypeError):
-        return "", ""
-
-
-def _without_traceback(exit_code: int, output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = f": {lines[-1]}" if lines else ""
-    if exit_code > 0:
-        return f"the script ended with exit code {exit_code}{said}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"the script was ended by {name}{said}"

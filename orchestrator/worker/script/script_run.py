@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
-from orchestrator.protocol.messages import Assignment, FlightRecord, Outcome, Stacks
+from orchestrator.protocol.messages import Assignment, Failure, FlightRecord, Outcome, Stacks
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import locked
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
+from orchestrator.script_api import LARGEST_REPORT_BYTES
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
+from orchestrator.worker.process.node_facts import kernel_oom_kills
 from orchestrator.worker.process.output import flight_record_of
 from orchestrator.worker.script import child_process
+from orchestrator.worker.script.script_failure import STOP_CODES, script_failure, why_not_stopped
 
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
@@ -64,6 +67,7 @@ class ScriptRun:
         self._is_silent = True
         self._unfinished: int | None = None
         self._ended_by_us = False
+        self._is_done = False
         self._over = threading.Event()
 
     @property
@@ -97,8 +101,9 @@ class ScriptRun:
                 checkpoints=self._run_dir.script_checkpoints,
                 record=self._record,
             )
+            oom_kills = kernel_oom_kills()
             process = self._process = child_process.ScriptProcess(self._job.command(sys.executable), environment)
-            at_end.callback(process.close)
+            at_end.callback(lambda: process.close(done=self._is_done))
             self._wake_at_changes(process, at_end)
             self._selector.register(process.output, selectors.EVENT_READ, self._read_output)
             accept = functools.partial(self._accept, reports.listener)
@@ -110,24 +115,37 @@ class ScriptRun:
                 self._end(process, ABANDONED_GRACE_S)
                 raise
             if stopped:
-                self._end(process, GRACE_SHARE * self._assignment.config.cluster.stop_grace_s)
-                return Outcome(status="stopped", step=self.step)
+                grace_s = GRACE_SHARE * self._assignment.config.cluster.stop_grace_s
+                self._end(process, grace_s)
             ended_at = time.time()
             self._drain()
             exit_code = process.exit_code()
-            assert exit_code is not None
+            if exit_code is None:
+                return self._unsaved(f"the script had not ended {grace_s:g} s after SIGTERM (cluster.stop_grace_s)")
+            if stopped and exit_code in STOP_CODES:
+                return Outcome(status="stopped", step=self.step)
             if exit_code == 0:
+                self._is_done = True
                 return Outcome(status="done", step=self.step)
-            log = self._run_dir.log_file(self._assignment.global_rank)
-            failure = child_process.script_failure(
+            failure = script_failure(
                 exit_code,
                 "\n".join(self._tail),
-                error_file=reports.errors.read_text(errors="replace") if reports.errors.is_file() else "",
-                log_tail=log_tail(log),
+                error_file=_text(reports.errors),
+                log_tail=log_tail(self._run_dir.log_file(self._assignment.global_rank)),
                 time=ended_at,
-                after_end=self._ended_by_us,
+                after_end=self._ended_by_us and not stopped,
+                uncaught=None if self._record is None else _text(reports.uncaught),
+                oom_kill=kernel_oom_kills() != oom_kills,
             )
+            if stopped:
+                return self._unsaved(why_not_stopped(failure), failure)
             return Outcome(status="failed", step=self.step, failure=failure)
+
+    def _unsaved(self, why: str | None, failure: Failure | None = None) -> Outcome:
+        """Return the outcome of a script that was to save and to end; ``why`` it has not done so, None if it has."""
+        if why is not None:
+            failure = failure or Failure(message=why, traceback="", time=time.time(), collateral=False, log_tail="")
+        return Outcome(status="stopped", step=self.step, failure=None if why is None else failure)
 
     @contextlib.contextmanager
     def _stored_checkpoints(self) -> Iterator[None]:
@@ -274,7 +292,7 @@ class ScriptRun:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        lines = child_process.Lines()
+        lines = child_process.Lines(LARGEST_REPORT_BYTES)
         self._selector.register(
             connection, selectors.EVENT_READ, functools.partial(self._take_reports, connection, lines)
         )
@@ -292,6 +310,10 @@ class ScriptRun:
                 self._progress()
         if self._reports.steps != steps and self._assignment.global_rank == 0:
             self._outbox.put_event(StepsKnown(steps=self._reports.steps))
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.is_file() else ""
 
 
 def _upload_until(ended: threading.Event, stored: StoredCheckpoints, every_s: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.events import Warned
-from orchestrator.protocol.messages import EvalPoint, TrainPoint
+from orchestrator.protocol.messages import EvalPoint, Reached, TrainPoint
 from orchestrator.worker.control.control import AbandonedError, Outbox, PeersMissingError, StepGate
 
 
@@ -53,22 +53,22 @@ def test_all_ranks_stop_after_the_same_step(seed):
         for gate in chance.sample(gates, ranks):
             begun.append(gate.hold(1))
             time.sleep(chance.random() * 5e-4)
-        assert max(begun) - min(begun) <= 2 * ranks
+        assert max(begun).step - min(begun).step <= 2 * ranks
         for gate in chance.sample(gates, ranks):
             gate.finish_step(1, max(begun), save=True)
             time.sleep(chance.random() * 5e-4)
-        assert [e.result(timeout=60) for e in ends] == [max(begun)] * ranks
+        assert [e.result(timeout=60) for e in ends] == [max(begun).step] * ranks
 
 
 def test_nothing_begins_while_held():
     gate = StepGate(timeout_s=60)
     assert gate.begin(1, 1)
-    assert gate.hold(1) == 1
+    assert gate.hold(1) == Reached(1)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(gate.begin, 2, 1)
         time.sleep(0.1)
         assert not second.done()
-        assert gate.hold(1) == 1
+        assert gate.hold(1) == Reached(1)
         gate.finish_step(1, 2, save=True)
         assert second.result(timeout=60)
     assert not gate.begin(3, 1)
@@ -146,7 +146,7 @@ def test_the_next_generation_begins_with_an_open_gate():
 def test_a_step_of_an_earlier_generation_is_not_one_that_has_begun():
     gate = StepGate(timeout_s=60)
     assert gate.begin(80, 1)
-    assert gate.hold(2) == 0
+    assert gate.hold(2) == Reached()
     gate.finish_step(2, 0, save=True)
     assert not gate.begin(51, 2), "its checkpoint has step 50"
 
@@ -156,7 +156,7 @@ def test_a_gate_opens_if_other_ranks_cannot_be_held():
     gate.hold(1)
     gate.open(1)
     assert gate.begin(1, 1)
-    assert gate.hold(1) == 1
+    assert gate.hold(1) == Reached(1)
     gate.finish_step(1, 1, save=True)
     assert not gate.begin(2, 1)
 
@@ -165,7 +165,7 @@ def test_a_late_request_for_an_earlier_generation_changes_nothing():
     gate = StepGate(timeout_s=0.2)
     assert gate.begin(7, 2)
     gate.hold(2)
-    assert gate.hold(1) == 0
+    assert gate.hold(1) == Reached()
     gate.finish_step(1, 9, save=False)
     gate.open(1)
     with pytest.raises(PeersMissingError):

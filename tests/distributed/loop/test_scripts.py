@@ -1,15 +1,19 @@
 """Scripts that run under torchrun, on two ranks of ``strategy=script``, without Ray."""
 
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
+from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
@@ -79,6 +83,35 @@ def test_a_stopped_script_may_save(tmp_path: Path) -> None:
         ranks[1].gate.finish_step(1, 0, save=True)
         assert ranks[1].ends.result(timeout=SOON_S) == Outcome(status="stopped", step=0)
         ranks[1].heartbeats("saved at SIGTERM", timeout_s=1)
+
+
+@pytest.mark.parametrize("end", ["exits at SIGTERM", *in_campaign("goes on", "fails", "ends")])
+@pytest.mark.parametrize("how", ["daemon", "without environment", *in_campaign("child", "session")])
+def test_what_a_script_has_started_ends_with_it(tmp_path: Path, how: str, end: str) -> None:
+    with running("leaving.py", tmp_path, args=f"'{how}' '{end}'", world_size=1) as (rank,):
+        left = rank.lines("left ")[0]
+        if end in ("exits at SIGTERM", "goes on"):
+            rank.gate.hold(1)
+            rank.gate.finish_step(1, 0, save=True)
+        outcome = outcomes([rank], timeout_s=SOON_S)[0]
+    pid = int(left.split()[1])
+    if end == "ends":
+        assert outcome.status == "done"
+        os.kill(pid, signal.SIGKILL)  # what a script leaves running that ends in order goes on
+    elif (how, end) != ("without environment", "fails"):  # which nobody has seen before its parent ended
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_script_that_cannot_save_says_so(tmp_path: Path) -> None:
+    with running("silent.py", tmp_path, args="fail-at-stop") as ranks:
+        for rank in ranks:
+            rank.heartbeats("formed")
+            rank.gate.hold(1)
+            rank.gate.finish_step(1, 0, save=True)
+        ended = outcomes(ranks, timeout_s=SOON_S)
+    assert {outcome.status for outcome in ended.values()} == {"stopped"}
+    assert ended[1].failure is not None
+    assert ended[1].failure.message == "OSError: the disk is full"
 
 
 @pytest.mark.campaign

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,14 +60,22 @@ class Rank:
 
     def heartbeats(self, until: str, timeout_s: float = 60) -> Heartbeat:
         """Return all that the rank has reported when it has printed the line ``until``."""
+        return self._heartbeats(lambda line: line == until, timeout_s)
+
+    def lines(self, begin: str, timeout_s: float = 60) -> list[str]:
+        """Return the lines that begin so, once there is one."""
+        seen = self._heartbeats(lambda line: line.startswith(begin), timeout_s)
+        return [line for line in seen.lines if line.startswith(begin)]
+
+    def _heartbeats(self, is_awaited: Callable[[str], bool], timeout_s: float) -> Heartbeat:
         seen: Heartbeat | None = None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             seen = self.outbox.collect({}).after(seen)
-            if until in seen.lines:
+            if any(map(is_awaited, seen.lines)):
                 return seen
             time.sleep(0.02)
-        raise TimeoutError(f"{until!r} is not in {seen}")
+        raise TimeoutError(f"what is awaited is not in {seen}")
 
 
 @contextmanager

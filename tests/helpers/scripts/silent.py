@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 
 def end(number, frame):
+    if sys.argv[1:] == ["fail-at-stop"] and dist.get_rank() == 1:
+        raise OSError("the disk is full")
     print(f"saved at {signal.Signals(number).name}", flush=True)
     sys.exit(0)
 
@@ -18,7 +20,7 @@ dist.init_process_group("gloo")
 dist.broadcast(torch.ones(1), 0)
 print("formed", flush=True)
 if dist.get_rank() == 1:
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["fail"]:
         raise ValueError(f"told to {sys.argv[1]}")
     time.sleep(600)
 dist.all_reduce(torch.ones(1))

@@ -5,7 +5,9 @@ import signal
 import pytest
 
 from helpers.files.golden import Golden
-from orchestrator.policy.run_state import RESULT_LOST, Verdict, completed, refused, stopped
+from orchestrator.policy.failure import Outcomes
+from orchestrator.policy.run_state import RESULT_LOST, GenerationEnd, Verdict, completed, refused, stopped
+from orchestrator.protocol.messages import Phase
 from orchestrator.verb_options import BAD_INPUT
 
 
@@ -32,3 +34,25 @@ def test_a_run_that_has_not_begun_is_refused_like_wrong_arguments() -> None:
 def test_a_stopped_run_says_what_is_saved(at_step: int | None, trained: bool, missing: str | None, when: str) -> None:
     verdict = stopped(signal.SIGTERM, "SIGTERM", at_step=at_step, trained=trained, checkpoint_missing=missing)
     assert verdict == Verdict("KILLED", 143, f"stopped by SIGTERM {when}")
+
+
+@pytest.mark.parametrize(
+    ("phases", "text"),
+    [
+        ({1: "eval"}, "rank 1 did not end within cluster.stop_grace_s, in a batch of an evaluation"),
+        ({0: "train", 1: "train"}, "rank 0, rank 1 did not end within cluster.stop_grace_s, in a training step"),
+        ({0: None}, "rank 0 did not end within cluster.stop_grace_s, starting"),
+    ],
+)
+def test_a_stop_without_a_checkpoint_names_who_held_it_up(phases: dict[int, Phase | None], text: str) -> None:
+    end = GenerationEnd(outcomes=Outcomes(2), last_step=7, phases=phases)
+    assert end.held_up_by == text
+    verdict = stopped(signal.SIGTERM, "SIGTERM", at_step=None, trained=True, held_up_by=end.held_up_by)
+    assert verdict.reason == f"stopped by SIGTERM without a last checkpoint: {text}"
+
+
+def test_a_stopped_script_says_what_it_could_not_save() -> None:
+    verdict = stopped(
+        signal.SIGTERM, "SIGTERM", at_step=3, trained=True, runs_script=True, unsaved={1: "OSError: full"}
+    )
+    assert verdict.reason == "stopped by SIGTERM at step 3; what rank 1 was to save may be missing: OSError: full"

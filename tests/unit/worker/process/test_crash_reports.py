@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from helpers.files.golden import Golden
-from orchestrator.driver.nodes.node_watch import kernel_oom_kills
 from orchestrator.policy.failure import death, describe_crash
 from orchestrator.records.rank_log import LogReader, crash_report, log_header, log_tail, newest_part
 from orchestrator.records.run_dir import RunDir
+from orchestrator.worker.process.node_facts import kernel_oom_kills
 
 CRASH = """
 import ctypes, os, signal, sys, threading

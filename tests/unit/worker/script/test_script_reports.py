@@ -1,30 +1,53 @@
-"""What a script tells of itself: its progress, and why it has failed."""
+"""What a script tells of its progress."""
 
 import json
+import math
+import os
+import threading
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import orchestrator
-from helpers.files.golden import Golden
 from orchestrator import script_api
-from orchestrator.policy.failure import Outcomes
-from orchestrator.protocol.messages import Failure, Outcome
+from orchestrator.planning.mesh import Mesh
+from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.metrics import Metric
-from orchestrator.worker.script.child_process import (
-    LONGEST_LINE,
-    Lines,
-    Reports,
-    ReportSocket,
-    last_traceback,
-    script_failure,
-)
+from orchestrator.script_api import LARGEST_REPORT_BYTES, MOST_STEPS
+from orchestrator.worker.script.child_process import LONGEST_LINE, MOST_STEP_TIMES, Lines, Reports, ReportSocket
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_api, "_connection", None)
     monkeypatch.setattr(script_api, "_steps", 0)
+
+
+@pytest.fixture
+def socket(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReportSocket]:
+    with ReportSocket() as reports:
+        monkeypatch.setenv(script_api.REPORT_VARIABLE, str(reports.path))
+        yield reports
+
+
+def received(socket: ReportSocket, connections: int = 1) -> list[dict[str, Any]]:
+    """What has been sent through that many connections, which are closed by now."""
+    found = []
+    for _ in range(connections):
+        connection, _ = socket.listener.accept()
+        with connection.makefile() as lines:
+            found += [json.loads(text) for text in lines]
+    return found
+
+
+def closed() -> None:
+    assert script_api._connection is not None
+    script_api._connection.close()
 
 
 def line(**changes: Any) -> bytes:
@@ -81,92 +104,125 @@ def test_a_stream_is_cut_into_lines() -> None:
     assert len(lines.rest) == LONGEST_LINE
 
 
-RAISED = """\
-loading
-Traceback (most recent call last):
-  File "train.py", line 3, in <module>
-    main()
-ValueError: bad value"""
-CAUSED = f"""\
-Traceback (most recent call last):
-  File "train.py", line 1, in read
-KeyError: 'x'
-
-During handling of the above exception, another exception occurred:
-
-{RAISED.partition(chr(10))[2]}
-"""
-
-
-def failure(exit_code: int = 1, output: str = "", error_file: str = "", *, after_end: bool = False) -> Failure:
-    return script_failure(exit_code, output, error_file=error_file, log_tail="tail", time=1.0, after_end=after_end)
+NOT_A_NUMBER = "0.5", b"1", [1.0], {"a": 1}, object(), 1j, torch.ones(2), np.ones(2), torch.ones(1, device="meta")
+NOT_WHOLE = 0.5, -1, math.inf, math.nan, True, MOST_STEPS + 1, torch.tensor(0.5), Decimal("0.1")
 
 
 @pytest.mark.parametrize(
-    "after", ["", "\nException ignored in: <function f>\nTraceback (most recent call last):\n  x\nE: y"]
-)
-@pytest.mark.parametrize("output", [RAISED, CAUSED])
-def test_the_exception_that_ended_it_is_the_message(output: str, after: str) -> None:
-    found = failure(output=output + after)
-    assert found.message == "ValueError: bad value"
-    assert found.traceback == RAISED.partition("\n")[2]
-    assert (found.collateral, found.final, found.log_tail) == (False, False, "")
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "output", "message"),
+    ("name", "value"),
     [
-        (3, "", "the script ended with exit code 3"),
-        (
-            2,
-            "usage: train.py\ntrain.py: error: no data\n\n",
-            "the script ended with exit code 2: train.py: error: no data",
-        ),
-        (-9, "step 1", "the script was ended by SIGKILL: step 1"),
-        (-200, "", "the script was ended by signal 200"),
+        *((name, value) for name in ("step", "steps", "loss", "samples", "accuracy") for value in NOT_A_NUMBER),
+        *((name, value) for name in ("step", "steps") for value in NOT_WHOLE),
+        *(("samples", value) for value in (-1, math.inf, math.nan, True)),
+        *((name, 10**400) for name in ("step", "samples", "loss", "accuracy")),
     ],
 )
-def test_without_a_traceback_the_exit_code_and_the_last_line(exit_code: int, output: str, message: str) -> None:
-    found = failure(exit_code, output)
-    assert (found.message, found.traceback, found.log_tail) == (message, "", "tail")
+def test_the_line_that_reports_no_number_is_told_which(socket: ReportSocket, name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"orchestrator\.report: {name}=.*: (expected|too large)"):
+        orchestrator.report(**{name: value})
+    orchestrator.report()
+    closed()
+    (sent,) = received(socket)
+    assert sent["step"] == 1, "what is refused is no step"
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        "RuntimeError: [../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:7",
-        "torch.distributed.DistNetworkError: The client socket has failed to connect",
-        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
-    ],
+    "value", [7, 7.0, np.int64(7), np.float32(7), torch.tensor(7), torch.tensor([[7.0]]), Decimal(7), Fraction(7)]
 )
-def test_a_lost_connection_follows_from_another_failure(error: str) -> None:
-    output = f'Traceback (most recent call last):\n  File "t.py", line 1\n{error}'
-    assert failure(output=output).collateral
-    assert failure(output="", after_end=True).collateral
+def test_numbers_of_every_kind_are_reported(socket: ReportSocket, value: Any) -> None:
+    orchestrator.report(step=value, steps=value, loss=value, samples=value, accuracy=value, none=None, yes=True)
+    closed()
+    (sent,) = received(socket)
+    assert {key: sent[key] for key in ("step", "steps", "loss", "samples")} == dict.fromkeys(
+        ("step", "steps", "loss", "samples"), 7
+    )
+    assert sent["metrics"] == {"accuracy": 7, "yes": 1}
 
 
-def test_a_taken_port_has_a_remedy() -> None:
-    error = "Traceback (most recent call last):\n  x\nOSError: [Errno 98] Address already in use"
-    assert "let it use MASTER_PORT" in failure(output=error).message
+def test_a_loss_that_is_not_finite_is_reported(socket: ReportSocket) -> None:
+    orchestrator.report(loss=math.nan, worst=-math.inf, samples=2)
+    closed()
+    (sent,) = received(socket)
+    point = Reports().point(json.dumps(sent).encode())
+    assert point is not None
+    assert math.isnan(point.loss_sum)
+    assert point.metrics["train/worst"].value == -math.inf
 
 
-def test_what_record_has_written_is_preferred() -> None:
-    written = {
-        "message": {"message": "RuntimeError: x", "extraInfo": {"py_callstack": "Traceback\n  y\n", "timestamp": "1"}}
-    }
-    found = failure(output=RAISED, error_file=json.dumps(written))
-    assert (found.message, found.traceback) == ("RuntimeError: x", "Traceback\n  y")
-    assert failure(output=RAISED, error_file="{").message == "ValueError: bad value"
+def test_large_reports_arrive_whole(socket: ReportSocket) -> None:
+    names = [f"größe/{i:05}" for i in range(5000)]
+    sending = threading.Thread(target=lambda: (orchestrator.report(**dict.fromkeys(names, 0.5)), closed()))
+    sending.start()
+    connection, _ = socket.listener.accept()
+    lines, found = Lines(LARGEST_REPORT_BYTES), []
+    while chunk := connection.recv(1 << 16):
+        found += lines.add(chunk)
+    sending.join()
+    point = Reports().point(found[0])
+    assert point is not None
+    assert list(point.metrics) == names
+    with pytest.raises(ValueError, match="so divide it"):
+        orchestrator.report(**{"x" * LARGEST_REPORT_BYTES: 1})
 
 
-def test_a_connection_that_others_have_closed_in_order_shows_that_the_ranks_disagree(golden: Golden) -> None:
-    closed = failure(output="Traceback (most recent call last):\n  x\nRuntimeError: Connection closed by peer")
-    outcomes = Outcomes(3)
-    outcomes.add(0, Outcome(status="failed", step=1, failure=closed))
-    assert outcomes.failure(0) == closed
-    outcomes.add(2, Outcome(status="done", step=1))
-    golden.says(outcomes.failure(0).message)
+def test_threads_and_forks_send_whole_lines(socket: ReportSocket) -> None:
+    def send(count: int) -> None:
+        for i in range(count):
+            orchestrator.report(step=i, **{f"metric_{j}": i for j in range(50)})
+
+    threads = [threading.Thread(target=send, args=(20,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if (child := os.fork()) == 0:
+        send(20)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    closed()
+    assert sorted(sent["step"] for sent in received(socket, connections=2)) == sorted([*range(20)] * 5)
 
 
-def test_no_traceback() -> None:
-    assert last_traceback("a\nb") == ""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": math.nan}, {"step": math.inf}, {"step": "x"}, {"steps": math.inf}, {"loss": "x"}, {"samples": -1},
+        {"samples": math.inf}, {"metrics": [1]}, {"metrics": {"a": "x"}}, {"time": math.nan}, {"step": 2**70},
+    ],
+)  # fmt: skip
+def test_what_other_programs_send_cannot_end_the_worker(changes: dict[str, Any]) -> None:
+    reports = Reports()
+    assert reports.point(line(**changes)) is None
+    assert (reports.step, reports.steps) == (0, 0)
+
+
+def test_a_step_may_be_a_token() -> None:
+    reports, run = Reports(), Aggregator(mesh=Mesh(), global_batch_size=1, tokens_per_sample=None)
+    assert reports.point(line(step=10**6)) is not None
+    point = reports.point(line(step=10**12, time=12.0, samples=64.0))
+    assert point is not None
+    assert len(point.step_ms) == MOST_STEP_TIMES
+    logged = run.add(0, point)
+    assert logged is not None
+    assert logged.metrics["perf/samples_per_s"] == pytest.approx(32)
+
+
+def test_a_clock_that_is_set_back_gives_no_times() -> None:
+    reports = Reports()
+    reports.point(line(time=10.0))
+    for time in (10.0, 9.0):
+        point = reports.point(line(step=reports.step + 1, time=time))
+        assert point is not None
+        assert point.step_ms == ()
+
+
+def test_infinite_losses_of_both_signs_are_no_error() -> None:
+    run = Aggregator(mesh=Mesh(replicate=2), global_batch_size=1, tokens_per_sample=None)
+    logged = None
+    for rank, loss in enumerate((math.inf, -math.inf)):
+        point = Reports().point(line(loss=loss, metrics={"a": loss, "b": 1e308}))
+        assert point is not None
+        logged = run.add(rank, point)
+    assert logged is not None
+    assert math.isnan(logged.metrics["train/loss"])
+    assert math.isnan(logged.metrics["train/a"])
