@@ -153,7 +153,7 @@ def _cells(question: Question, forecast: Forecast) -> dict[str, str]:
         **cells,
         "step s": f"{total:.3g}",
         f"{question.unit}/s": f"{question.tokens_s(forecast):,.0f}",
-        "each": f"{question.tokens_s(forecast) / question.cluster.devices:,.0f}",
+        "each": f"{question.tokens_s_device(forecast):,.0f}",
         "MFU": f"{question.mfu(forecast):.0%}",
         "bubble": f"{time.bubble / total:.0%}" if time.bubble else "",
         "exposed": ", ".join(f"{d} {s / total:.0%}" for d, s in exposed.items() if s / total >= 0.005),

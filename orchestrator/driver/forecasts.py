@@ -69,7 +69,7 @@ def answer(
     config, job = _composed([*words, *assumed], redactor)
     if "train.global_batch_size" not in given:
         samples = USUAL_TOKENS / job.tokens_per_sample if job.tokens_per_sample else config.train.global_batch_size
-        batch = cluster.devices * max(1, round(samples / cluster.devices))
+        batch = cluster.devices * _divisible(samples / cluster.devices)
         config = replace(config, train=replace(config.train, global_batch_size=batch))
         assumed = (*assumed, f"train.global_batch_size={batch}")
     traced = TracedJob(config, job, on_gpus=not on_cpus)
@@ -93,6 +93,12 @@ def answer(
         spread=_spread(traced.work, cluster),
         measured=measured.location if measured else "",
     )
+
+
+def _divisible(samples: float) -> int:
+    """Return the number nearest to ``samples`` that passes and stages can divide: a power of two, or three of them."""
+    power = 2 ** max(0, math.floor(math.log2(max(1.0, samples))))
+    return min((power, 3 * power // 2 if power > 1 else 1, 2 * power), key=lambda size: abs(size - samples))
 
 
 def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str | None:

@@ -15,6 +15,7 @@ from orchestrator.config.text import format_override
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, find_layout
+from orchestrator.planning.schedules import divisors
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
@@ -98,23 +99,29 @@ class Layouts:
         most_stages = min(LARGEST["pipeline"], layers)
         cuts = [
             {**tensor, **context, **pipeline}
-            for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
+            for tensor in self._free("strategy.tensor", self._tensor_sizes())
             for context in self._free("strategy.context", self._context_sizes())
-            for pipeline in self._free("strategy.pipeline", _powers(most_stages))
+            for pipeline in self._free("strategy.pipeline", _sizes(devices, most_stages))
         ]
         for cut in cuts:
             rest, beyond = divmod(devices, math.prod(self._size(cut, d) for d in LARGEST))
             schedules = self._free("strategy.schedule", SCHEDULES) if self._size(cut, "pipeline") > 1 else [{}]
-            for shard in self._free("strategy.shard", _powers(rest)):
+            for shard in self._free("strategy.shard", _sizes(rest, rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
                 divides = self._size(shard, "shard") * self._size(cut, "context") > 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
+    def _tensor_sizes(self) -> list[int]:
+        """Return powers of two, and what divides the matrices of all blocks evenly."""
+        width = self._job.block_width
+        sizes = _sizes(self._cluster.devices, LARGEST["tensor"])
+        return [size for size in sizes if size.bit_count() == 1 or (width and width % size == 0)]
+
     def _context_sizes(self) -> list[int]:
         tokens = self._job.work.tokens
-        fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
+        fitting = (size for size in _sizes(self._cluster.devices, LARGEST["context"]) if tokens % (2 * size) == 0)
         return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -125,9 +132,8 @@ class Layouts:
         if key in self._given or not samples:
             yield keys
             return
-        for rows in _powers(min(LARGEST_ROWS, samples)):
-            if samples % rows == 0:
-                yield {**keys, key: samples // rows}
+        for rows in _sizes(samples, LARGEST_ROWS):
+            yield {**keys, key: samples // rows}
 
     def _free(self, key: str, tried: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the values of a key that the strategy accepts; nothing to change if the command line gives one."""
@@ -183,5 +189,6 @@ def without_numbers(reason: str) -> str:
     return re.sub(r"\b\d+\b", "N", re.sub(r"=\d+\b", "", re.sub(r"=[^:]*:", ":", reason, count=1)))
 
 
-def _powers(most: int) -> tuple[int, ...]:
-    return tuple(2**i for i in range(most.bit_length()))
+def _sizes(whole: int, most: int) -> tuple[int, ...]:
+    """Return the sizes up to ``most`` into which a number can be divided."""
+    return tuple(size for size in divisors(whole) if size <= most)

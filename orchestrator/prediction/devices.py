@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,14 +114,27 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """The devices that the fast link joins: of a node, or of several in a rack."""
-        return self.device.domain or self.per_node
+        """The devices that the fast link joins: of a node, or of several whole ones in a rack."""
+        return self.per_node * max(1, (self.device.domain or 0) // self.per_node)
 
-    def bus_bytes_s(self, apart: int, size: int) -> float:
-        """Return the bus bandwidth of a group of ``size`` ranks that are ``apart``, of which all take part at once."""
-        if apart * size <= self.domain:
+    def of(self, workers: int) -> Cluster:
+        """Return the part of it that so many workers take."""
+        return replace(self, nodes=math.ceil(workers / self.per_node), per_node=min(workers, self.per_node))
+
+    def bus_bytes_s(self, *rows: tuple[int, int]) -> float:
+        """Return the bus bandwidth of groups of ranks, which all take part at once.
+
+        Args:
+            rows: by dimension of a group, how far apart neighbours are, and how many there are.
+        """
+        together = [self._together(apart, size) for apart, size in rows]
+        if together == [size for _, size in rows]:
             return self.inside.bytes_s
-        return min(self.inside.bytes_s, self.between.bytes_s * max(1, self.domain // apart))
+        return min(self.inside.bytes_s, self.between.bytes_s * math.prod(together))
+
+    def _together(self, apart: int, size: int) -> int:
+        """Return how many of a row of ranks are in each domain at least that has some of it."""
+        return min(size, max(1, math.gcd(apart * size, self.domain) // apart))
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.per_node}x{self.name}"

@@ -210,6 +210,7 @@ def as_run(row: Row, tables: Tables) -> Run:
             shard=min(shard, replicas),
             context=context,
             tensor=tensor,
+            replicas_close=True,
         ),
         rows=rows,
         passes=passes,
