@@ -22,8 +22,17 @@ from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
 from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, finite
+from orchestrator.verb_options import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    above_zero,
+    add_files,
+    file_words,
+    positive,
+)
 
+_PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -59,12 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--link", metavar="NAME", help="between nodes (default: the usual one of the device)")
     parser.add_argument("--devices", metavar="FILE", type=Path, help="YAML file with devices and links of yours")
     parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
-    parser.add_argument("--price", type=finite, help="of an hour of a device: for money; needs --tokens")
-    parser.add_argument("--failure-hours", type=finite, help="mean hours between the failures of one device")
+    parser.add_argument("--price", type=above_zero, help="of an hour of a device: for money; needs --tokens")
+    parser.add_argument("--failure-hours", type=above_zero, help="mean hours between the failures of one device")
     parser.add_argument("--measured", metavar="RUN", help="take the shares of the peak rates from a run of yours")
     parser.add_argument("--published", metavar="FILE.csv", type=Path, help="predict the runs of a file instead")
-    parser.add_argument("--rows", type=int, default=10, help="layouts to show (default: 10)")
-    parser.add_argument("--picture", metavar="FILE.png", type=Path, help="draw the time of a step by what takes it")
+    parser.add_argument("--rows", type=positive, default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--picture", metavar="FILE.png", type=_picture, help="draw the time of a step by what takes it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_files(parser)
     return parser
@@ -74,7 +83,16 @@ def _number(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text}: expected a number such as 15e9, written as 15B, or 1T")
-    return float(match[1]) * _UNITS[match[2]]
+    return above_zero(match[1]) * _UNITS[match[2]]
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file that ends with {' or '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
+    return path
 
 
 def _published(options: argparse.Namespace) -> int:

@@ -46,8 +46,10 @@ class Layouts:
             cluster: where it would be trained.
             given: the keys that stay as they are.
         """
-        self._config, self._job, self._cluster, self._given = config, job, cluster, given
+        self._config, self._job, self._given = config, job, given
         self.pruned: Counter[str] = Counter()
+        workers = config.strategy.num_workers
+        self._workers = workers if isinstance(workers, int) else cluster.devices
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
@@ -92,7 +94,7 @@ class Layouts:
         return find_layout(config, rules, self._nodes, oversubscribe_cpus=False).layout
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
-        devices, layers = self._cluster.devices, self._job.work.layers
+        devices, layers = self._workers, self._job.work.layers
         if not isinstance(self._config.strategy, MeshConfig):
             yield {}
             return
@@ -116,18 +118,18 @@ class Layouts:
     def _tensor_sizes(self) -> list[int]:
         """Return powers of two, and what divides the matrices of all blocks evenly."""
         width = self._job.block_width
-        sizes = _sizes(self._cluster.devices, LARGEST["tensor"])
+        sizes = _sizes(self._workers, LARGEST["tensor"])
         return [size for size in sizes if size.bit_count() == 1 or (width and width % size == 0)]
 
     def _context_sizes(self) -> list[int]:
         tokens = self._job.work.tokens
-        fitting = (size for size in _sizes(self._cluster.devices, LARGEST["context"]) if tokens % (2 * size) == 0)
+        fitting = (size for size in _sizes(self._workers, LARGEST["context"]) if tokens % (2 * size) == 0)
         return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
         parts = math.prod(self._size(keys, d) for d in LARGEST)
-        samples = self._config.train.global_batch_size // max(1, self._cluster.devices // parts)
+        samples = self._config.train.global_batch_size // max(1, self._workers // parts)
         key = "strategy.num_microbatches" if self._size(keys, "pipeline") > 1 else "train.grad_accumulation"
         if key in self._given or not samples:
             yield keys

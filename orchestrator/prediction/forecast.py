@@ -191,10 +191,18 @@ class Question:
         }
 
 
-def like(compared: Sequence[Compared], devices: int, *, sparse: bool) -> Spread:
-    """Return the errors for published runs with experts, or for those without that are as large or as small."""
+def like(compared: Sequence[Compared], devices: int, *, sparse: bool, measured: bool) -> Spread:
+    """Return the errors for published runs with experts, or for those without that are as large or as small.
+
+    Args:
+        compared: published runs.
+        devices: how many are planned.
+        sparse: whether the model has experts.
+        measured: whether a run of the same stack is known; otherwise each stack is predicted without its own rows.
+    """
     of_kind = [c for c in compared if c.run.is_sparse == sparse]
-    return Spread.of([c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)])
+    of_size = [c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)]
+    return Spread.of(of_size, unseen=not measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +217,7 @@ class Answer:
         pruned: by reason, how many layouts the product refuses.
         spread: the errors of predictions of published runs that are like these.
         measured: the run that the shares of the peak rates come from; empty for published ones.
+        notes: remarks for the user.
     """
 
     question: Question
@@ -219,6 +228,7 @@ class Answer:
     pruned: Mapping[str, int]
     spread: Spread
     measured: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def cheapest(self) -> Forecast | None:

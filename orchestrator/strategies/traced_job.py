@@ -21,7 +21,7 @@ from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import parameter_sizes
+from orchestrator.strategies.memory_plan import UNKNOWN_STATE, parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline import UNIT_TIMES, busy_s, extent_s, simulate
@@ -65,6 +65,11 @@ class TracedJob:
     def work(self) -> ModelWork:
         """The work of the model for a sample."""
         return self._traced.work
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the memory is not known."""
+        return () if all(size.state_known for size in self._sizes) else (UNKNOWN_STATE,)
 
     @property
     def block_width(self) -> int:
