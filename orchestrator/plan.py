@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 no layout fits, or the picture cannot be written; 2 wrong 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.redact import Redactor
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
@@ -43,16 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.cluster is None) == (options.published is None):
         parser.error("give --cluster or --published FILE.csv")
     redactor = Redactor.of_process()
-    try:
-        with exits_refused():
-            return _published(options) if options.published else _plan(options, redactor)
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
+    with masked_output(redactor):
+        try:
+            with exits_refused():
+                return _published(options) if options.published else _plan(options, redactor)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
 
-        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,19 +133,20 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.forecasts import answer
 
-    answered = answer(
-        [*file_words(options), *options.words],
-        cluster,
-        redactor,
-        tokens=options.tokens,
-        price=options.price,
-        device_hours=options.failure_hours,
-        measured=None if options.measured is None else _run(options.measured),
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # what the job prints
+        answered = answer(
+            [*file_words(options), *options.words],
+            cluster,
+            redactor,
+            tokens=options.tokens,
+            price=options.price,
+            device_hours=options.failure_hours,
+            measured=None if options.measured is None else _run(options.measured),
+        )
     if options.json:
-        print(redactor.text(json.dumps(as_json(answered), indent=2)))
+        print(json.dumps(as_json(answered), indent=2))
     else:
-        print(writable(redactor.text(text(answered, rows=options.rows)), sys.stdout))
+        print(writable(text(answered, rows=options.rows), sys.stdout))
     if options.picture is not None and answered.fitting:
         try:
             draw(answered, options.picture)

@@ -129,7 +129,7 @@ def choices(group: str, files: Files = SHIPPED) -> list[str]:
 def summary(group: str, name: str, files: Files = SHIPPED) -> str:
     """Return the comment in the first lines of a file of a group; empty without one."""
     path = files.find(group, name)
-    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").splitlines()
     comments = (line.lstrip("# ") for line in lines[:2] if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 
