@@ -158,13 +158,16 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
     mesh, passes, a_pass = step.mesh, step.passes, float(sum(dataclasses.astuple(one)))
     sent = sent_bytes(work, step)
 
-    def seen(size: float) -> float:
-        seconds = size / cluster.bus_bytes_s((mesh.tensor, step.shards))
-        return max(0.0, seconds - GATHER_HIDDEN * a_pass) + GATHER_SEEN * min(seconds, a_pass)
-
-    gathering = passes * seen(sent.shards_each_pass) + seen(sent.shards_once)
+    of_shards = cluster.bus_bytes_s((mesh.tensor, step.shards))
+    each, once = sent.shards_each_pass / of_shards, sent.shards_once / of_shards
     of_copies = (mesh.tensor, mesh.shard * mesh.context // step.shards), (mesh.distance("replicate"), mesh.replicate)
     exchanging = sent.replicas / cluster.bus_bytes_s(*of_copies)
+    # What hides behind computation leaves less of it for what comes next.
+    hidden = passes * min(each, GATHER_HIDDEN * a_pass)
+    hidden += min(once, GATHER_HIDDEN * a_pass, passes * a_pass - hidden)
+    slowed = GATHER_SEEN * (passes * min(each, a_pass) + min(once, a_pass))
+    gathering = passes * each + once - hidden + slowed
+    summing = exchanging - min(exchanging, SUMS_HIDDEN * a_pass, passes * a_pass - hidden)
     stages_meet = cluster.domain % (mesh.distance("pipeline") * mesh.pipeline) == 0
     sends = passes * SENDS_SEEN * sent.stages / (cluster.inside if stages_meet else cluster.between).bytes_s
     updated = step.own_parameters(work) / (step.copies if step.divides_update else 1)
@@ -175,7 +178,7 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
         host=passes * one.host,
         update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
         shard=gathering,
-        replicate=max(0.0, exchanging - SUMS_HIDDEN * a_pass),
+        replicate=summing,
         tensor=passes * one.tensor,
         context=passes * one.context,
         expert=passes * one.expert,
