@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.files import there
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
@@ -92,7 +93,7 @@ def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in _PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: expected a file that ends with {' or '.join(_PICTURES)}")
-    if not path.parent.is_dir():
+    if not there(path.parent.is_dir):
         raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
     return path
 

@@ -123,8 +123,8 @@ class Draw(random.Random):
     def some(self, draw: Callable[[], str], most: int = 3) -> list[str]:
         return [draw() for _ in range(self.randint(0, most))]
 
-    def given(self, *options: str) -> list[str]:
-        return [word for option in options if self.random() < 0.3 for word in (option, self.value())]
+    def given(self, *options: str, share: float = 0.3) -> list[str]:
+        return [word for option in options if self.random() < share for word in (option, self.value())]
 
 
 def files_of(draw: Draw, *, named: bool = True) -> list[str]:
@@ -143,14 +143,16 @@ def launched(draw: Draw) -> list[str]:
 
 
 def planned(draw: Draw) -> list[str]:
-    cluster = f"{draw.one('1', '2', '3', draw.value())}x{draw.one('1', '2', '5', draw.value())}x{draw.one('H100', 'Z')}"
-    jobs = ["job=toy", "train.global_batch_size=16"] if draw.random() < 0.8 else []
-    options = draw.given(
-        "--link", "--devices", "--tokens", "--price", "--failure-hours", "--rows", "--measured", "--picture"
-    )
     if draw.random() < 0.2:
-        return ["--published", draw.value(), *options]
-    return ["--cluster", draw.one(cluster, draw.value()), *jobs, *options, *draw.some(draw.override)]
+        return ["--published", draw.value(), *draw.given("--devices", "--rows")]
+    cluster = f"{draw.one('1', '2', '3', '12')}x{draw.one('1', '2', '5', '8')}x{draw.one('H100', 'A100', 'RTX4090')}"
+    odd = f"{draw.one('1', draw.value())}x{draw.one('2', draw.value())}x{draw.one('H100', draw.value())}"
+    options = ("--link", "--devices", "--tokens", "--price", "--failure-hours", "--rows", "--measured", "--picture")
+    return [
+        *("--cluster", draw.one(cluster, cluster, cluster, odd), "job=toy", "train.global_batch_size=16"),
+        *draw.given(*options, share=0.07),
+        *draw.some(draw.override, 1),
+    ]
 
 
 def torchrun(arguments: Sequence[str]) -> int:
