@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.eval_splits import VAL
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.plain_text import refuse
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
@@ -43,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="files to evaluate as the validation set of the job, without the recorded data; may be repeated",
     )
     options = parser.parse_intermixed_args(argv)
-    try:
-        with exits_refused(hard=True):
-            return _evaluate(options)
-    except (OSError, ValueError) as e:
-        return refuse("evaluate", e)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with masked_output(Redactor.of_process()):
+        try:
+            with exits_refused(hard=True):
+                return _evaluate(options)
+        except (OSError, ValueError) as e:
+            return refuse("evaluate", e)
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.display.terminal import closing_interrupts, still_working
 from orchestrator.records.output_dir import fetch
@@ -30,16 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", metavar="DIR", type=Path, help="a new directory (default: <name of the run>-<format>)")
     parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
     options = parser.parse_args(argv)
-    try:
-        with closing_interrupts(), exits_refused(hard=True):
-            return _export(options)
-    except (OSError, ValueError) as e:
-        return refuse("export", e)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    redactor = Redactor.of_process()
+    with masked_output(redactor):
+        try:
+            with closing_interrupts(), exits_refused(hard=True):
+                return _export(options, redactor)
+        except (OSError, ValueError) as e:
+            return refuse("export", e)
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace, redactor: Redactor) -> int:
     if options.address is not None:
         raise ValueError(f"--address={options.address}: run `orchestrator export` where the run is, or with its URL")
     run_dir = RunSearch.of(options.output_dir).look_up(options.run, trained=True)
@@ -50,7 +53,7 @@ def _export(options: argparse.Namespace) -> int:
 
     with still_working(lambda: f"export: the model of {run_dir.location} is being written"):
         step, averaged = export_run(
-            run_dir, directory.expanduser().absolute(), format=options.format, best=options.best
+            run_dir, directory.expanduser().absolute(), redactor, format=options.format, best=options.best
         )
     weights = ", with averaged weights," if averaged else ""
     print(writable(f"the model after step {step:,}{weights} is in {directory}", sys.stdout))

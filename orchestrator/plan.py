@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 no layout fits, or the picture cannot be written; 2 wrong 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -17,15 +18,25 @@ from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import refuse_wrong_keys
-from orchestrator.config.redact import Redactor
+from orchestrator.config.files import there
+from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
 from orchestrator.strategies import registry
 from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, finite
+from orchestrator.verb_options import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    above_zero,
+    add_files,
+    file_words,
+    positive,
+)
 
+_PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -36,16 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.cluster is None) == (options.published is None):
         parser.error("give --cluster or --published FILE.csv")
     redactor = Redactor.of_process()
-    try:
-        with exits_refused():
-            return _published(options) if options.published else _plan(options, redactor)
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
+    with masked_output(redactor):
+        try:
+            with exits_refused():
+                return _published(options) if options.published else _plan(options, redactor)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
 
-        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,12 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--link", metavar="NAME", help="between nodes (default: the usual one of the device)")
     parser.add_argument("--devices", metavar="FILE", type=Path, help="YAML file with devices and links of yours")
     parser.add_argument("--tokens", type=_number, help="tokens of the whole run, as in 1T: for days and money")
-    parser.add_argument("--price", type=finite, help="of an hour of a device: for money; needs --tokens")
-    parser.add_argument("--failure-hours", type=finite, help="mean hours between the failures of one device")
+    parser.add_argument("--price", type=above_zero, help="of an hour of a device: for money; needs --tokens")
+    parser.add_argument("--failure-hours", type=above_zero, help="mean hours between the failures of one device")
     parser.add_argument("--measured", metavar="RUN", help="take the shares of the peak rates from a run of yours")
     parser.add_argument("--published", metavar="FILE.csv", type=Path, help="predict the runs of a file instead")
-    parser.add_argument("--rows", type=int, default=10, help="layouts to show (default: 10)")
-    parser.add_argument("--picture", metavar="FILE.png", type=Path, help="draw the time of a step by what takes it")
+    parser.add_argument("--rows", type=positive, default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--picture", metavar="FILE.png", type=_picture, help="draw the time of a step by what takes it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_files(parser)
     return parser
@@ -76,7 +88,16 @@ def _number(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text}: expected a number such as 15e9, written as 15B, or 1T")
-    return float(match[1]) * _UNITS[match[2]]
+    return above_zero(match[1]) * _UNITS[match[2]]
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file that ends with {' or '.join(_PICTURES)}")
+    if not there(path.parent.is_dir):
+        raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
+    return path
 
 
 def _published(options: argparse.Namespace) -> int:
@@ -117,19 +138,20 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.forecasts import answer
 
-    answered = answer(
-        words,
-        cluster,
-        redactor,
-        tokens=options.tokens,
-        price=options.price,
-        device_hours=options.failure_hours,
-        measured=None if options.measured is None else _run(options.measured),
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # what the job prints
+        answered = answer(
+            words,
+            cluster,
+            redactor,
+            tokens=options.tokens,
+            price=options.price,
+            device_hours=options.failure_hours,
+            measured=None if options.measured is None else _run(options.measured),
+        )
     if options.json:
-        print(redactor.text(json.dumps(as_json(answered), indent=2)))
+        print(json.dumps(as_json(answered), indent=2))
     else:
-        print(writable(redactor.text(text(answered, rows=options.rows)), sys.stdout))
+        print(writable(text(answered, rows=options.rows), sys.stdout))
     if options.picture is not None and answered.fitting:
         try:
             draw(answered, options.picture)

@@ -30,8 +30,8 @@ def run_verb(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
-    options.address = address = _address(options)
     try:
+        options.address = address = _address(options)
         if address and is_url(address):
             return run_on_cluster(verb, words, address)
         known = _outputs_of(address) if address and options.output_dir is None else ()

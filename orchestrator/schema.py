@@ -6,11 +6,14 @@ Exit codes: 0 done; 2 the section or the configuration is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.display.plain_text import writable
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, add_files, file_words
 
@@ -34,22 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = [word for word in options.words if "=" not in word]
     if len(sections) > 1:
         parser.error(f"{' '.join(sections)}: name one section")
-    try:
-        with exits_refused():
-            schema = _schema([*file_words(options), *overrides], *sections)
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
+    redactor = Redactor.of_process()
+    with masked_output(redactor):
+        try:
+            with exits_refused(), contextlib.redirect_stdout(sys.stderr):  # what the module of the job prints
+                schema = _schema([*file_words(options), *overrides], redactor, *sections)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
 
-        print(errors_text(e.errors), file=sys.stderr)
-        return BAD_INPUT
-    print(json.dumps(schema, indent=2, ensure_ascii=False))
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+    print(writable(json.dumps(schema, indent=2, ensure_ascii=False), sys.stdout))
     return 0
 
 
-def _schema(words: Sequence[str], section: str | None = None) -> dict[str, object]:
+def _schema(words: Sequence[str], redactor: Redactor, section: str | None = None) -> dict[str, object]:
     from orchestrator.config.compose import compose
     from orchestrator.config.files import choices
     from orchestrator.config.json_schema import json_schema
+    from orchestrator.config.recorded_config import to_dict
     from orchestrator.strategies import registry
 
     errors: list[str] = []
@@ -61,8 +67,9 @@ def _schema(words: Sequence[str], section: str | None = None) -> dict[str, objec
     cls = None if job is None else find_class(job.target, errors)
     if errors or config is None:
         raise ConfigError(errors)
+    redactor.learn(to_dict(config))
     strategies = {name: registry.config_class(name) for name in choices("strategy")}
-    return json_schema(config, strategies, cls, section)
+    return json_schema(config, strategies, cls, redactor, section)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if not (rest and _OVERRIDE.match(rest[0])):
             break
         overrides.append(rest.pop(0))
+    if rest[:1] == ["--"]:
+        del rest[0]
     if not rest:
         raise ValueError("which script? As in `orchestrator torchrun --nproc-per-node 8 train.py`")
     from orchestrator.config.overrides import quote_text

@@ -74,6 +74,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """Return the finite number ``text``, which is above zero.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    value = finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return value
+
+
 def finite(text: str) -> float:
     """Return the number ``text``, which is finite.
 

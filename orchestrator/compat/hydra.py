@@ -31,6 +31,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.version import VersionBase, setbase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
 
 CHECKED_VERSION = "1.3.8"
 
@@ -142,6 +143,8 @@ def opened(
             config = read_yaml(path, keep if not config_path.startswith("hydra/") else lambda _, value: value)
             if "defaults" in config:  # names of files are texts
                 config.defaults = read_yaml(path, lambda text, _: text).defaults
+                if not OmegaConf.is_list(config.defaults):
+                    raise HydraException(f"{path}: defaults: expected a list, as in `defaults: [{{strategy: ddp}}]`")
             kept = {key: OmegaConf.select(config, key) for key in honoured}
             section = config.pop("hydra", None)
             read[path] = OmegaConf.to_container(section) if OmegaConf.is_config(section) else section
@@ -181,8 +184,23 @@ def compose_files(
         HydraException, OmegaConfBaseException: they cannot be composed.
     """
     read: dict[Path, Any] = {}
-    with opened(directories, keep, honoured, read):
+    with opened(directories, keep, honoured, read), _described(read):
         return Composed(compose(name, overrides=list(words), return_hydra_config=True), read)
+
+
+@contextlib.contextmanager
+def _described(read: Mapping[Path, Any]) -> Iterator[None]:
+    """Raise a HydraException for files that Hydra cannot compose, but does not expect. ``read``: those up to there."""
+    try:
+        yield
+    except RecursionError as e:
+        last = ", ".join(map(str, [*read][-2:]))
+        raise HydraException(f"{last}: cannot be composed, because a file has itself in its defaults") from e
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as e:
+        if isinstance(e, (HydraException, OmegaConfBaseException)):
+            raise
+        last = ", ".join(map(str, [*read][-1:])) or "the files"
+        raise HydraException(f"{last}: cannot be composed ({' '.join(str(e).split()) or type(e).__name__})") from e
 
 
 def show_info(directories: Sequence[Path], name: str, words: Sequence[str], topics: Sequence[str]) -> None:
@@ -194,7 +212,8 @@ def show_info(directories: Sequence[Path], name: str, words: Sequence[str], topi
     root = logging.getLogger()  # by which Hydra prints
     handlers, level = root.handlers[:], root.level
     try:
-        with opened(directories, lambda _, value: value, (), {}) as hydra:
+        read: dict[Path, Any] = {}
+        with opened(directories, lambda _, value: value, (), read) as hydra, _described(read):
             for topic in topics:
                 hydra.show_info(topic, name, list(words))
     finally:
@@ -215,11 +234,12 @@ def read_yaml(path: Path, keep: KeepText) -> DictConfig:
         loader.add_constructor(tag, lambda it, node, construct=construct: keep(node.value, construct(it, node)))
     try:
         with path.open(encoding="utf-8") as file:
-            config = OmegaConf.create(loader(file).get_single_data() or {})
+            data = loader(file).get_single_data()
+        config = OmegaConf.create({} if data is None else data if isinstance(data, (dict, list)) else [data])
     except yaml.MarkedYAMLError as e:
         line = "" if e.problem_mark is None else f", line {e.problem_mark.line + 1}"
         raise HydraException(f"{path}{line}: not YAML ({e.problem})") from e
-    except (OSError, ValueError, yaml.YAMLError) as e:
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as e:
         reason = getattr(e, "strerror", None) or " ".join(str(e).split())
         raise HydraException(f"{path}: cannot be read ({reason})") from e
     if not isinstance(config, DictConfig):

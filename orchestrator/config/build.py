@@ -81,9 +81,9 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
     """
     before = len(errors)
     try:
-        hints = _hints(cls)  # type: ignore[arg-type]
-    except NameError as e:
-        errors.append(f"{path}: a field type of {cls.__name__} is unknown: {e}; import it outside `if TYPE_CHECKING:`")
+        hints = type_hints(cls, path)
+    except ConfigError as e:
+        errors += e.errors
         return None
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in sorted(str(n) for n in data if n not in fields):
@@ -115,6 +115,21 @@ def with_key(path: str, error: Exception) -> str:
 
 
 _hints = functools.cache(get_type_hints)
+
+
+def type_hints(cls: type[Any], path: str) -> Mapping[str, Any]:
+    """Return the types of the fields of ``cls``, which has the key ``path``.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    try:
+        return _hints(cls)
+    except NameError as e:
+        reason = f"{e}; import it outside `if TYPE_CHECKING:`"
+    except (TypeError, SyntaxError, AttributeError) as e:
+        reason = str(e)
+    raise ConfigError([f"{path}: a field type of {cls.__name__} is unknown: {reason}"])
 
 
 def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path: str) -> str:

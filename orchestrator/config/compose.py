@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.compat.hydra import Composed, compose_files, show_info, yaml_value
+from orchestrator.compat.hydra import Composed, compose_files, read_yaml, show_info, yaml_value
 from orchestrator.config.build import ConfigError, build
 from orchestrator.config.files import (
     DIR_OPTION,
@@ -379,9 +379,12 @@ def recorded_data(path: Path) -> dict[str, Any]:
     """Return the recorded configuration ``path`` as nested plain values.
 
     Raises:
-        ValueError: it has no keys.
+        ValueError: it cannot be read, or has no keys.
     """
-    recorded = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        recorded = OmegaConf.to_container(read_yaml(path, lambda _, value: value))
+    except HydraException as e:
+        raise ValueError(str(e)) from e
     if not isinstance(recorded, dict):
         raise ValueError(f"{path}: not the configuration of a run")
     return {str(key): value for key, value in recorded.items()}

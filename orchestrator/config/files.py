@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def there(look: Callable[[], bool]) -> bool:
+    """Return what ``look`` finds, as ``path.is_dir`` does; False for a path that cannot be looked for."""
+    try:
+        return look()
+    except (OSError, ValueError):  # too long, or a character that no name has
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """Where the files of a command are.
@@ -44,7 +52,7 @@ class Files:
         """Return the files that the options among ``words`` choose; without any, the user's are in ``conf/``."""
         given = dict(word.split("=", 1) for word in words if is_option(word))
         own = Path(given.get(DIR_OPTION, DEFAULT_DIR)).expanduser().absolute()
-        without = DIR_OPTION not in given and not own.is_dir()
+        without = DIR_OPTION not in given and not there(own.is_dir)
         return cls(
             own=None if without or own.resolve() == conf_dir() else own,
             name=given.get(NAME_OPTION, PRIMARY).removesuffix(".yaml"),
@@ -57,7 +65,7 @@ class Files:
 
     def error(self) -> str | None:
         """Return what is wrong with the options; None if nothing is."""
-        if self.own is not None and not self.own.is_dir():
+        if self.own is not None and not there(self.own.is_dir):
             return f"{DIR_OPTION}={self.own}: no such directory"
         if self.find("", self.name) is None:
             return f"{NAME_OPTION}={self.name}: no such file; {did_you_mean(self.name, self.choices(''))}"
@@ -70,11 +78,11 @@ class Files:
     def find(self, group: str, name: str) -> Path | None:
         """Return the file of a name of a group; None if there is none."""
         paths = (directory / group / f"{name}.yaml" for directory in self.directories)
-        return next((path for path in paths if path.is_file()), None)
+        return next((path for path in paths if there(path.is_file)), None)
 
     def is_group(self, key: str) -> bool:
         """Return whether ``key`` is a group, and not a key with a value: a directory of ours or of the user."""
-        own = self.own is not None and re.fullmatch(r"[\w/-]+", key) and (self.own / key).is_dir()
+        own = self.own is not None and re.fullmatch(r"[\w/-]+", key) and there((self.own / key).is_dir)
         return key in GROUPS or bool(own)
 
     def may_set_any(self, given: Mapping[str, Any]) -> bool:
@@ -129,7 +137,7 @@ def choices(group: str, files: Files = SHIPPED) -> list[str]:
 def summary(group: str, name: str, files: Files = SHIPPED) -> str:
     """Return the comment in the first lines of a file of a group; empty without one."""
     path = files.find(group, name)
-    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").splitlines()
     comments = (line.lstrip("# ") for line in lines[:2] if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@package")), "")
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.config.build import ConfigError
+from orchestrator.config.build import ConfigError, type_hints
 from orchestrator.config.compose import group_values
 from orchestrator.config.recorded_config import to_dict
-from orchestrator.config.redact import holds_secret, redact
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.config.text import did_you_mean
 from orchestrator.config.typed import Typed, plain
@@ -36,7 +36,11 @@ _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximu
 
 
 def json_schema(
-    config: Config, strategies: Mapping[str, type[StrategyConfig]], job: type[Job] | None, section: str | None = None
+    config: Config,
+    strategies: Mapping[str, type[StrategyConfig]],
+    job: type[Job] | None,
+    redactor: Redactor,
+    section: str | None = None,
 ) -> dict[str, Any]:
     """Return the schema of a file with keys of all sections, or of one ``section``, such as ``strategy``.
 
@@ -44,16 +48,17 @@ def json_schema(
         config: its values are the defaults.
         strategies: the configuration class of each strategy, by name.
         job: the class whose fields ``job`` has; others are allowed too, as another file may choose another job.
+        redactor: knows the secrets of the configuration.
         section: the section that the file has, without its name; None for all.
 
     Raises:
         ConfigError: there is no such section.
     """
-    values = redact(to_dict(config))
+    values = redactor.data(to_dict(config))
     root = _section(Config, values)
     root["properties"] |= {
         "strategy": {"anyOf": [_strategy(name, cls) for name, cls in strategies.items()]},
-        "job": _job(job, config.job.fields),
+        "job": _job(job, config.job.fields, redactor),
         "hydra": {"type": "object", "description": "of Hydra's own keys, only hydra.sweeper.params"},
     }
     schema = root
@@ -88,15 +93,16 @@ def _strategy(name: str, cls: type[StrategyConfig]) -> dict[str, Any]:
     return {**schema, "title": name}
 
 
-def _job(cls: type[Job] | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def _job(cls: type[Job] | None, values: Mapping[str, Any], redactor: Redactor) -> dict[str, Any]:
     properties: dict[str, Any] = {"_target_": {"type": "string", "description": "package.module.Class of the job"}}
     for field in dataclasses.fields(cls) if cls is not None else ():
         if field.init:
-            kind = get_type_hints(cls)[field.name]
+            kind = type_hints(cls, "job")[field.name]  # type: ignore[arg-type]
             properties[field.name] = _of_type(Optional[kind] if field.default is None else kind, {})  # noqa: UP045
             given = values.get(field.name, field.default)
             default = str(given) if isinstance(given, Typed) and kind in (str, Path) else plain(given)
-            if not holds_secret(field.name, default) and _is_plain(default):
+            default = default.name if isinstance(default, enum.Enum) else default
+            if _is_plain(default) and redactor.data({field.name: default}) == {field.name: default}:
                 properties[field.name]["default"] = default
     return {"type": "object", "properties": properties}
 
@@ -117,7 +123,8 @@ def _exact(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         return {"anyOf": [_exact(arg, limits) for arg in args]}
     if origin is Literal:
-        return {"enum": list(args)}
+        names = [arg.name if isinstance(arg, enum.Enum) else arg for arg in args]
+        return {"enum": names} if all(map(_is_plain, names)) else {}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return {"enum": list(kind.__members__)}
     if origin is tuple and args and args[-1] is not ...:
@@ -131,7 +138,7 @@ def _exact(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
         return False
     return True

@@ -42,10 +42,10 @@ _WORKING_DIRECTORIES = frozenset(["PWD", "OLDPWD"])
 _USER_AND_PASSWORD = re.compile(r"((?<![\w+.-])\w[\w+.-]*+://)[^/?#\s:@]*:[^/?#\s]*@")
 _TOKEN_AS_USER = re.compile(r"(\bhttps?://)[^/?#\s:@*]+@", re.IGNORECASE)
 _SIGNATURES = frozenset(["sig", "signature"])
-_AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*[\d=])[\w.~+/=-]{8,}")
+_AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)((?=\S*[\d=])[\w.~+/=-]{8,})")
 _PRIVATE_KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 _PRIVATE_KEY_ENDS = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
-_IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:])['\"]?\*\*\*(?:[@&,}'\"]|$)")
+_IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:]|--[A-Za-z][\w-]*['\"]?[ ,]+)['\"]?\*\*\*(?:[@&,}\]'\"\s]|$)")
 _ASSIGNMENT = re.compile(
     r"""(?: (?<![\w.\\-]) [\d-]*+ | (?<=\\[nrt]) )
         (?P<key>[A-Za-z_][\w.-]*+)
@@ -55,6 +55,8 @@ _ASSIGNMENT = re.compile(
 )
 """``key=value``, ``key = "value"``, ``key: "value"`` and ``"key": value``, up to the value. Not ``key: value``: this is
 how a message begins that names a key. Escapes such as \\n may precede the key."""
+_OPTION = re.compile(r"""(?<![\w-])--(?P<name>[A-Za-z][\w-]*+)(?: [ \t]++ | ["']?,[ ]? )""", re.VERBOSE)
+"""``--key value``, ``[--key,value]`` and ``['--key', 'value']``, up to the value."""
 _OPENING_QUOTE = re.compile(r"""\\*+["']""")
 _QUOTES = {quote: re.compile(rf"(?<!\\)(\\*+){quote}") for quote in "'\""}
 _BRACKETS = re.compile(r"[\[\]{}()]")
@@ -142,7 +144,11 @@ class Redactor:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.data(v, by_key=by_key) for v in value))
         if isinstance(value, (list, tuple, set, frozenset)):
-            return type(value)(self.data(v, by_key=by_key) for v in value)
+            pairs = zip((None, *value), value, strict=False)
+            return type(value)(
+                MASK if (option := _option_before(before)) and _is_of_option(option, v) else self.data(v, by_key=by_key)
+                for before, v in pairs
+            )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (f.name for f in dataclasses.fields(value) if f.init)
             return dataclasses.replace(
@@ -265,8 +271,11 @@ def _find_secrets(value: Any, *, key: str) -> Iterator[tuple[str, str]]:
         for k, v in value.items():
             yield from _find_secrets(v, key=f"{key}.{k}" if key else str(k) if holds_secret(str(k), v) else "")
     elif isinstance(value, (list, tuple, set, frozenset)):
+        before: Any = None
         for v in value:
-            yield from _find_secrets(v, key=key)
+            option = None if key else _option_before(before)
+            before = v
+            yield from _find_secrets(v, key=option if option and _is_of_option(option, v) else key)
     elif isinstance(value, bytes):
         yield from _find_secrets(value.decode(errors="surrogateescape"), key=key)
     elif key and value is not None and not isinstance(value, bool) and str(value) not in _NOT_SECRET:
@@ -274,8 +283,12 @@ def _find_secrets(value: Any, *, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, str):
         if _PRIVATE_KEY_BEGINS.search(value):
             yield "private_key", value
-        elif "://" in value:
-            yield from (("password", secret) for secret in url_secrets(value))
+        else:
+            if "://" in value:
+                yield from (("password", secret) for secret in url_secrets(value))
+            for name, start, end in (*_assigned(value), *_after_options(value)):
+                yield name, value[start:end]
+            yield from (("authorization", found[2]) for found in _AUTHORIZATION.finditer(value))
 
 
 def _as_word(form: str) -> re.Pattern[str] | None:
@@ -296,13 +309,25 @@ def _mask_line(line: str) -> str:
     if "://" in line:
         line = _TOKEN_AS_USER.sub(rf"\1{MASK}@", _USER_AND_PASSWORD.sub(rf"\1{MASK}@", line))
     line = _AUTHORIZATION.sub(rf"\1{MASK}", line)
-    return _mask_assignments(line) if ("=" in line or ":" in line) and may_name_secret(line) else line
+    if not may_name_secret(line):
+        return line
+    line = _without(line, _assigned(line)) if "=" in line or ":" in line else line
+    return _without(line, _after_options(line)) if "--" in line else line
 
 
-def _mask_assignments(text: str) -> str:
-    """Return ``text`` with the values of secret keys masked, as in ``password=...`` and ``{"token": "..."}``."""
+def _without(text: str, found: Iterable[tuple[str, int, int]]) -> str:
+    """Return ``text`` with a mask in the place of each span."""
     parts: list[str] = []
-    done = position = 0
+    done = 0
+    for _, start, end in found:
+        parts += [text[done:start], MASK]
+        done = end
+    return "".join([*parts, text[done:]])
+
+
+def _assigned(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the secret keys in ``password=...`` and ``{"token": "..."}``, each with the span of its value."""
+    position = 0
     while (found := _ASSIGNMENT.search(text, position)) is not None:
         position = found.end()
         name = found["key"]
@@ -312,9 +337,33 @@ def _mask_assignments(text: str) -> str:
         span = _value_span(text, position)
         if span is None or text[slice(*span)] in _NOT_SECRET:
             continue
-        parts += [text[done : span[0]], MASK]
-        done = position = span[1]
-    return "".join([*parts, text[done:]])
+        yield name, *span
+        position = span[1]
+
+
+def _after_options(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the secret options of a program in ``--hf-token ...``, each with the span of its value."""
+    position = 0
+    while (found := _OPTION.search(text, position)) is not None:
+        position = found.end()
+        if not is_secret(found["name"]):
+            continue
+        span = _value_span(text, position)
+        if span is not None and _is_of_option(found["name"], text[slice(*span)]):
+            yield found["name"], *span
+            position = span[1]
+
+
+def _is_of_option(name: str, value: Any) -> bool:
+    """Return whether ``value`` may be the secret of an option, and is no other option and no placeholder."""
+    is_text = isinstance(value, str) and re.match(r"-|<|[A-Z_]+$", value) is None
+    return is_text and value not in _NOT_SECRET and is_distinctive(name, value)
+
+
+def _option_before(word: Any) -> str | None:
+    """Return the name of the secret whose value follows a word of a command; None if it is another word."""
+    found = re.fullmatch(r"--([A-Za-z][\w-]*)", word) if isinstance(word, str) else None
+    return found[1] if found is not None and is_secret(found[1]) else None
 
 
 def _value_span(text: str, start: int) -> tuple[int, int] | None:

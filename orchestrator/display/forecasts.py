@@ -37,6 +37,7 @@ def text(answer: Answer, *, rows: int) -> str:
     if answer.measured:
         shares = f"products {question.stack.products:.0%}, attention {question.stack.attention:.0%}"
         lines.append(f"shares of the peak rate by the steps of {answer.measured}: {shares}")
+    lines += [f"note: {note}" for note in answer.notes]
     lines.append("")
     shown = answer.fitting[:rows] or answer.refused[:rows]
     lines += _table(question, shown)
@@ -60,17 +61,18 @@ def speed_text(question: Question, forecast: Forecast, spread: Spread) -> str:
     if question.work.layer.experts:
         error = f"{spread.low:.0%} to {spread.high:.0%} of that in nine of ten published runs with experts"
     else:
-        error = _error(spread) if question.work.tokens > 1 else UNLIKE
+        error = _error(spread, measured=False) if question.work.tokens > 1 else UNLIKE
     return (
         f"predicted for {question.cluster}: {seconds:.3g} s a step, {rate:,.0f} {question.unit}/s, MFU {share:.0%}; "
         f"{error}; `orchestrator plan --cluster {question.cluster}` with these keys compares layouts"
     )
 
 
-def _error(spread: Spread) -> str:
+def _error(spread: Spread, *, measured: bool) -> str:
+    of = "of stacks with a known run" if measured else "of stacks that were left out"
     return (
-        f"± {spread.mean:.0%} in the mean and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published runs "
-        "of this size (orchestrator plan --published)"
+        f"± {spread.median:.0%} in the median and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published "
+        f"runs of this size, {of} (orchestrator plan --published)"
     )
 
 
@@ -81,7 +83,7 @@ def _speed(answer: Answer) -> str:
     if answer.question.work.tokens == 1:
         return f"speed: {UNLIKE}"
     if not answer.question.work.layer.experts:
-        return f"speed {_error(spread)}"
+        return f"speed {_error(spread, measured=bool(answer.measured))}"
     text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
     if answer.fitting:
         most = answer.question.tokens_s(answer.fitting[0])
@@ -153,7 +155,7 @@ def _cells(question: Question, forecast: Forecast) -> dict[str, str]:
         **cells,
         "step s": f"{total:.3g}",
         f"{question.unit}/s": f"{question.tokens_s(forecast):,.0f}",
-        "each": f"{question.tokens_s(forecast) / question.cluster.devices:,.0f}",
+        "each": f"{question.tokens_s_device(forecast):,.0f}",
         "MFU": f"{question.mfu(forecast):.0%}",
         "bubble": f"{time.bubble / total:.0%}" if time.bubble else "",
         "exposed": ", ".join(f"{d} {s / total:.0%}" for d, s in exposed.items() if s / total >= 0.005),
@@ -176,6 +178,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "shares": dataclasses.asdict(answer.question.stack),
         "layouts": [record(f) for f in (*answer.fitting, *answer.refused)],
         "refused_by_this_version": dict(answer.pruned),
+        "notes": list(answer.notes),
         "spread": dataclasses.asdict(answer.spread),
     }
 
@@ -204,7 +207,7 @@ def draw(answer: Answer, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-_PUBLISHED_HEADS = ("runs", "predicted", "median", "mean", "90 %", "worst")
+_PUBLISHED_HEADS = ("runs", "predicted", "median", "mean", "90 %", "worst", "left out: median", "90 %")
 
 
 def published_table(compared: Sequence[Compared]) -> str:
@@ -222,14 +225,18 @@ def published_table(compared: Sequence[Compared]) -> str:
         own = [c for c in compared if belongs(c)]
         if any(not c.tuned for c in own):
             spread = Spread.of(own)
-            shares = (spread.median, spread.mean, spread.ninth, spread.worst)
+            unseen = Spread.of(own, unseen=True)
+            shares = (spread.median, spread.mean, spread.ninth, spread.worst, unseen.median, unseen.ninth)
             rows.append((name, f"{spread.count}", *(f"{share:.1%}" for share in shares)))
     columns = [
         TableColumn(heading=heading, cells=cells, justify="left" if heading == "runs" else "right")
         for heading, cells in zip(_PUBLISHED_HEADS, zip(*rows, strict=True), strict=True)
     ]
     tuned = sum(c.tuned for c in compared)
-    notes = [f"absolute errors of tokens per second and device; {tuned} runs that shares were taken from are left out"]
+    notes = [
+        f"absolute errors of tokens per second and device; {tuned} runs that shares were taken from do not count",
+        "left out: all runs, each predicted without its own stack, with the shares of the most similar other one",
+    ]
     similar = sorted({(c.run.stack, c.known) for c in compared if c.run.stack != c.known})
     notes += [f"no shares are known of {stack}, which takes those of {known}" for stack, known in similar]
     return "\n".join([*text_lines(columns, unicode=True), "", *notes])
@@ -246,6 +253,7 @@ def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
             "predicted": c.predicted,
             "error": c.error,
             "tuned": c.tuned,
+            "error_left_out": c.unseen_error,
         }
         for c in compared
     ]

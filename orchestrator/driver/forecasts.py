@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from orchestrator.config.build import ConfigError
@@ -16,6 +16,7 @@ from orchestrator.config.overrides import values
 from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.config.text import to_cli
 from orchestrator.display.forecasts import speed_text
 from orchestrator.driver.layouts import Layouts, best_of_each
 from orchestrator.driver.preflight.child_process import in_child
@@ -24,12 +25,13 @@ from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.prediction.cost import Stack, step_time
 from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
-from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Question, like
+from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Question, like
 from orchestrator.prediction.published import Spread, compare, fitted, published_runs, stack_for
 from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.model_work import UNFUSED
+from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.strategies.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
@@ -67,32 +69,77 @@ def answer(
     of_cpus = {"train.precision": "fp32", "strategy.num_workers": cluster.devices} if on_cpus else {}
     assumed = tuple(f"{key}={value}" for key, value in {**USUAL, **of_cpus}.items() if key not in given)
     config, job = _composed([*words, *assumed], redactor)
-    if "train.global_batch_size" not in given:
-        samples = USUAL_TOKENS / job.tokens_per_sample if job.tokens_per_sample else config.train.global_batch_size
-        batch = cluster.devices * max(1, round(samples / cluster.devices))
-        config = replace(config, train=replace(config.train, global_batch_size=batch))
-        assumed = (*assumed, f"train.global_batch_size={batch}")
+    if isinstance(config.strategy.num_workers, tuple):
+        reason = f"strategy.num_workers={to_cli(config.strategy.num_workers)}: each size of an elastic run has a layout"
+        raise ConfigError([f"{reason} of its own; plan one of them"])
     traced = TracedJob(config, job, on_gpus=not on_cpus)
-    search = Layouts(config, traced, cluster, given.keys())
     question = Question(
         work=traced.work,
         cluster=cluster,
         stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
         tokens=tokens,
         price=price,
-        device_hours=device_hours or DEVICE_HOURS,
+        device_hours=DEVICE_HOURS if device_hours is None else device_hours,
     )
-    forecasts = best_of_each([question.answered(f) for f in search.forecasts()])
+    forecasts: list[Forecast] = []
+    pruned: Mapping[str, int] = {}
+    chosen: tuple[str, ...] = ()
+    for workers in _numbers_of_workers(config, cluster):
+        set_keys: dict[str, int] = {} if workers == _workers(config, cluster) else {"strategy.num_workers": workers}
+        if "train.global_batch_size" not in given:
+            set_keys["train.global_batch_size"] = usual_batch(config, job, workers)
+        search = Layouts(_changed(config, set_keys), traced, cluster, given.keys())
+        found = best_of_each([question.answered(f) for f in search.forecasts()])
+        if not forecasts or any(not f.refused for f in found):
+            forecasts, pruned = found, search.pruned
+            chosen = tuple(f"{key}={value}" for key, value in set_keys.items())
+        if any(not f.refused for f in found):
+            break
+    assumed = (*assumed, *chosen)
     return Answer(
         question=question,
         command=(*words, *assumed),
         assumed=assumed,
         fitting=tuple(f for f in forecasts if not f.refused),
         refused=tuple(f for f in forecasts if f.refused),
-        pruned=search.pruned,
-        spread=_spread(traced.work, cluster),
+        pruned=pruned,
+        spread=_spread(traced.work, cluster, measured=measured is not None),
         measured=measured.location if measured else "",
+        notes=traced.notes,
     )
+
+
+def usual_batch(config: Config, job: Job, workers: int) -> int:
+    """Return the samples of a step that are planned where the command line does not say it."""
+    samples = USUAL_TOKENS / job.tokens_per_sample if job.tokens_per_sample else config.train.global_batch_size
+    return workers * _divisible(samples / workers)
+
+
+def _workers(config: Config, cluster: Cluster) -> int:
+    workers = config.strategy.num_workers
+    return workers if isinstance(workers, int) else cluster.devices
+
+
+def _numbers_of_workers(config: Config, cluster: Cluster) -> list[int]:
+    """Return all workers, and what to try if these fit no layout: fewer of them, which several sizes divide."""
+    every = _workers(config, cluster)
+    if not isinstance(config.strategy, MeshConfig) or config.strategy.num_workers != "auto":
+        return [every]
+    fewer = {every // size * size for size in (2, 4, 8)} | {2 ** (every.bit_length() - 1)}
+    return [every, *sorted(fewer - {0, every}, reverse=True)]
+
+
+def _changed(config: Config, keys: Mapping[str, int]) -> Config:
+    workers, batch = keys.get("strategy.num_workers"), keys.get("train.global_batch_size")
+    strategy = config.strategy if workers is None else replace(config.strategy, num_workers=workers)
+    train = config.train if batch is None else replace(config.train, global_batch_size=batch)
+    return replace(config, strategy=strategy, train=train)
+
+
+def _divisible(samples: float) -> int:
+    """Return the number nearest to ``samples`` that passes and stages can divide: a power of two, or three of them."""
+    power = 2 ** max(0, math.floor(math.log2(max(1.0, samples))))
+    return min((power, 3 * power // 2 if power > 1 else 1, 2 * power), key=lambda size: abs(size - samples))
 
 
 def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> str | None:
@@ -121,7 +168,8 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
             work=traced.work, cluster=cluster, stack=_usual_stack(cluster, config), device_hours=DEVICE_HOURS
         )
         forecast = asked.answered(traced.forecast(config, plan))
-        return None if forecast.time is None else speed_text(asked, forecast, _spread(traced.work, cluster))
+        spread = _spread(traced.work, cluster, measured=False)
+        return None if forecast.time is None else speed_text(asked, forecast, spread)
 
     try:
         return in_child(predicted, timeout_s=config.recovery.build_max_s)
@@ -129,9 +177,9 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
         return f"its speed cannot be predicted: {e}"
 
 
-def _spread(work: ModelWork, cluster: Cluster) -> Spread:
+def _spread(work: ModelWork, cluster: Cluster, *, measured: bool) -> Spread:
     published = compare([run.row for run in published_runs()], read_tables())
-    return like(published, cluster.devices, sparse=work.layer.experts > 0)
+    return like(published, cluster.devices, sparse=work.layer.experts > 0, measured=measured)
 
 
 def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:

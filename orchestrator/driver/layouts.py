@@ -15,6 +15,7 @@ from orchestrator.config.text import format_override
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, find_layout
+from orchestrator.planning.schedules import divisors
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
@@ -45,8 +46,10 @@ class Layouts:
             cluster: where it would be trained.
             given: the keys that stay as they are.
         """
-        self._config, self._job, self._cluster, self._given = config, job, cluster, given
+        self._config, self._job, self._given = config, job, given
         self.pruned: Counter[str] = Counter()
+        workers = config.strategy.num_workers
+        self._workers = workers if isinstance(workers, int) else cluster.devices
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = isinstance(config.strategy, MeshConfig)
@@ -91,43 +94,48 @@ class Layouts:
         return find_layout(config, rules, self._nodes, oversubscribe_cpus=False).layout
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
-        devices, layers = self._cluster.devices, self._job.work.layers
+        devices, layers = self._workers, self._job.work.layers
         if not isinstance(self._config.strategy, MeshConfig):
             yield {}
             return
         most_stages = min(LARGEST["pipeline"], layers)
         cuts = [
             {**tensor, **context, **pipeline}
-            for tensor in self._free("strategy.tensor", _powers(LARGEST["tensor"]))
+            for tensor in self._free("strategy.tensor", self._tensor_sizes())
             for context in self._free("strategy.context", self._context_sizes())
-            for pipeline in self._free("strategy.pipeline", _powers(most_stages))
+            for pipeline in self._free("strategy.pipeline", _sizes(devices, most_stages))
         ]
         for cut in cuts:
             rest, beyond = divmod(devices, math.prod(self._size(cut, d) for d in LARGEST))
             schedules = self._free("strategy.schedule", SCHEDULES) if self._size(cut, "pipeline") > 1 else [{}]
-            for shard in self._free("strategy.shard", _powers(rest)):
+            for shard in self._free("strategy.shard", _sizes(rest, rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
                 divides = self._size(shard, "shard") * self._size(cut, "context") > 1
                 for optimizer in self._free("strategy.shard_optimizer", (False, True)) if divides else [{}]:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
+    def _tensor_sizes(self) -> list[int]:
+        """Return powers of two, and what divides the matrices of all blocks evenly."""
+        width = self._job.block_width
+        sizes = _sizes(self._workers, LARGEST["tensor"])
+        return [size for size in sizes if size.bit_count() == 1 or (width and width % size == 0)]
+
     def _context_sizes(self) -> list[int]:
         tokens = self._job.work.tokens
-        fitting = (size for size in _powers(LARGEST["context"]) if tokens % (2 * size) == 0)
+        fitting = (size for size in _sizes(self._workers, LARGEST["context"]) if tokens % (2 * size) == 0)
         return [size for size in fitting if tokens >= size * LEAST_TOKENS] or [1]
 
     def _passes(self, keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the keys with each number of samples that a pass may have."""
         parts = math.prod(self._size(keys, d) for d in LARGEST)
-        samples = self._config.train.global_batch_size // max(1, self._cluster.devices // parts)
+        samples = self._config.train.global_batch_size // max(1, self._workers // parts)
         key = "strategy.num_microbatches" if self._size(keys, "pipeline") > 1 else "train.grad_accumulation"
         if key in self._given or not samples:
             yield keys
             return
-        for rows in _powers(min(LARGEST_ROWS, samples)):
-            if samples % rows == 0:
-                yield {**keys, key: samples // rows}
+        for rows in _sizes(samples, LARGEST_ROWS):
+            yield {**keys, key: samples // rows}
 
     def _free(self, key: str, tried: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the values of a key that the strategy accepts; nothing to change if the command line gives one."""
@@ -183,5 +191,6 @@ def without_numbers(reason: str) -> str:
     return re.sub(r"\b\d+\b", "N", re.sub(r"=\d+\b", "", re.sub(r"=[^:]*:", ":", reason, count=1)))
 
 
-def _powers(most: int) -> tuple[int, ...]:
-    return tuple(2**i for i in range(most.bit_length()))
+def _sizes(whole: int, most: int) -> tuple[int, ...]:
+    """Return the sizes up to ``most`` into which a number can be divided."""
+    return tuple(size for size in divisors(whole) if size <= most)

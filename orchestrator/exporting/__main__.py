@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 from orchestrator.compat.torch import as_bytes, pytree
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.recorded_config import recorded_job
-from orchestrator.config.redact import MASK
+from orchestrator.config.redact import MASK, Redactor, masked_output
 from orchestrator.config.schema import JobSpec
 from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
@@ -80,11 +80,11 @@ def main(run_dir: RunDir, folder: Path, exports: Collection[str]) -> None:
 
 
 def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Facts:
-    spec = recorded_job(run_dir.config_file)
+    spec, redactor = recorded_job(run_dir.config_file), Redactor.of_process()
     facts, tensors, manifest = _weights(run_dir, folder) if "model" in exports else (Facts(), None, {})
     try:
-        with exits_refused():
-            job = _job(spec)
+        with exits_refused(), masked_output(redactor):
+            job = _job(spec, redactor)
             dataset = job.dataset("train")
             if "dataset" in exports:
                 facts = replace(facts, dataset=dataset_facts(spec, dataset))
@@ -92,7 +92,7 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
                 steer_as_trained(job, manifest)
                 _export(job, dataset, tensors, folder)
     except Exception as e:  # of any type: the code of the job
-        problem = str(e) if isinstance(e, NotExportedError) else error_text(e)
+        problem = redactor.text(str(e) if isinstance(e, NotExportedError) else error_text(e))
         if "model" in exports:
             facts = replace(facts, problem=facts.problem or problem)
         if tensors is not None:
@@ -129,10 +129,10 @@ def _weights(run_dir: RunDir, folder: Path) -> tuple[Facts, Mapping[str, Tensor]
     return facts, StoredTensors(folder, {_WEIGHTS: digests}), manifest
 
 
-def _job(spec: JobSpec) -> Job:
+def _job(spec: JobSpec, redactor: Redactor) -> Job:
     errors: list[str] = []
     spec = unmasked(spec, errors)
-    job = None if errors else load_job(spec, errors)
+    job = None if errors else load_job(spec, errors, redactor)
     if job is None:
         raise NotExportedError(" ".join(errors))
     return job

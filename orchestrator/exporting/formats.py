@@ -18,6 +18,7 @@ from orchestrator.config.build import build
 from orchestrator.config.compose import recorded_data
 from orchestrator.config.job_loader import find_class, unmasked
 from orchestrator.config.recorded_config import recorded_job, why_no_checkpoint
+from orchestrator.config.redact import Redactor
 from orchestrator.config.text import did_you_mean
 from orchestrator.job import Job
 from orchestrator.planning.placement import Box
@@ -30,10 +31,10 @@ from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.steering import steer_as_trained
 
 
-def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> tuple[int, bool]:
+def export_run(run_dir: RunDir, directory: Path, redactor: Redactor, *, format: str, best: bool) -> tuple[int, bool]:
     """Write the weights of the newest checkpoint of a run, or of the ``best``, into a new directory.
 
-    The directory is there if and only if everything is in it.
+    The directory is there if and only if everything is in it. ``redactor`` learns the secrets of the job.
 
     Returns:
         The step of the weights, and whether they are moving averages.
@@ -45,6 +46,7 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
     if directory.exists():
         raise ValueError(f"--to={directory}: exists already; name a directory that does not")
     job = _job(run_dir, format)
+    redactor.learn(job)
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:

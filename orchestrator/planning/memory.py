@@ -22,12 +22,16 @@ class ParameterSize:
         row_bytes: the bytes of a row.
         trained: whether it has a gradient.
         state_bytes: the bytes of optimizer state for each row.
+        whole_bytes: those that each worker with a shard of it has.
+        state_known: whether both are known; they count as 0 otherwise.
     """
 
     rows: int
     row_bytes: int
     trained: bool
     state_bytes: float
+    whole_bytes: float = 0.0
+    state_known: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,7 @@ def worker_memory(sizes: Sequence[ParameterSize], division: Division) -> WorkerM
     return WorkerMemory(
         parameters=sum(rows(s, division.parameters) * s.row_bytes for s in sizes) / division.stages,
         gradients=sum(rows(s, division.gradients) * s.row_bytes for s in trained) / division.stages,
-        optimizer=sum(rows(s, division.optimizer) * s.state_bytes for s in trained) / division.stages,
+        optimizer=sum(rows(s, division.optimizer) * s.state_bytes + s.whole_bytes for s in trained) / division.stages,
         on_host=division.on_host,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -180,6 +181,10 @@ class Mesh:
         """Return the number of places in ``dimension``."""
         found: int = getattr(self, dimension)
         return found
+
+    def distance(self, dimension: Dimension) -> int:
+        """Return how far apart the ranks are that are neighbours in ``dimension``."""
+        return math.prod(map(self.size, self._order[self._order.index(dimension) + 1 :]))
 
     @property
     def _order(self) -> Axes:

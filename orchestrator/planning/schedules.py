@@ -70,7 +70,7 @@ class Schedule:
             A number that divides each of ``samples`` and keeps the rules of the schedule; None if there is none.
         """
         common, chosen = math.gcd(*samples), None
-        for m in _divisors(common):
+        for m in divisors(common):
             if not self.microbatches_error(m, num_stages, pipeline_parallel_size):
                 chosen = m
                 if m >= 2 * num_stages:
@@ -79,7 +79,7 @@ class Schedule:
 
 
 @functools.cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a positive number in ascending order."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*low, *(number // d for d in low)}))

@@ -68,6 +68,7 @@ class Step:
         passes: the micro-batches of a replica in a step.
         expert: the ranks that the experts of a layer are divided over, of those that train on different samples.
         chunks: the stages of a worker.
+        fullest: the layers of the worker that has most, relative to the mean.
         bubble: the time that a pipeline waits relative to the time that it computes.
         recompute: the share of the forward products that the backward pass computes again.
         recompute_attention: the same of attention.
@@ -90,6 +91,7 @@ class Step:
     passes: float
     expert: int = 1
     chunks: int = 1
+    fullest: float = 1.0
     bubble: float = 0.0
     recompute: float = 0.0
     recompute_attention: float = 0.0
@@ -154,15 +156,20 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
     """Return the time of a step."""
     one = _one_pass(work, step, cluster, stack)
     mesh, passes, a_pass = step.mesh, step.passes, float(sum(dataclasses.astuple(one)))
-    sent, apart = sent_bytes(work, step), mesh.tensor * step.shards
+    sent = sent_bytes(work, step)
 
-    def seen(size: float) -> float:
-        seconds = size / cluster.bus_bytes_s(mesh.tensor, step.shards)
-        return max(0.0, seconds - GATHER_HIDDEN * a_pass) + GATHER_SEEN * min(seconds, a_pass)
-
-    gathering = passes * seen(sent.shards_each_pass) + seen(sent.shards_once)
-    exchanging = sent.replicas / cluster.bus_bytes_s(apart, step.copies)
-    sends = passes * SENDS_SEEN * sent.stages / cluster.between.bytes_s
+    of_shards = cluster.bus_bytes_s((mesh.tensor, step.shards))
+    each, once = sent.shards_each_pass / of_shards, sent.shards_once / of_shards
+    of_copies = (mesh.tensor, mesh.shard * mesh.context // step.shards), (mesh.distance("replicate"), mesh.replicate)
+    exchanging = sent.replicas / cluster.bus_bytes_s(*of_copies)
+    # What hides behind computation leaves less of it for what comes next.
+    hidden = passes * min(each, GATHER_HIDDEN * a_pass)
+    hidden += min(once, GATHER_HIDDEN * a_pass, passes * a_pass - hidden)
+    slowed = GATHER_SEEN * (passes * min(each, a_pass) + min(once, a_pass))
+    gathering = passes * each + once - hidden + slowed
+    summing = exchanging - min(exchanging, SUMS_HIDDEN * a_pass, passes * a_pass - hidden)
+    stages_meet = cluster.domain % (mesh.distance("pipeline") * mesh.pipeline) == 0
+    sends = passes * SENDS_SEEN * sent.stages / (cluster.inside if stages_meet else cluster.between).bytes_s
     updated = step.own_parameters(work) / (step.copies if step.divides_update else 1)
     return StepTime(
         products=passes * one.products,
@@ -171,7 +178,7 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
         host=passes * one.host,
         update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
         shard=gathering,
-        replicate=max(0.0, exchanging - SUMS_HIDDEN * a_pass),
+        replicate=summing,
         tensor=passes * one.tensor,
         context=passes * one.context,
         expert=passes * one.expert,
@@ -234,7 +241,7 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     mesh, layer, ends = step.mesh, work.layer, work.ends
     memory, wide = cluster.device.memory_bytes_s, cluster.device.peak_flops_s("bf16")
     peak, is_narrow = cluster.device.peak_flops_s(step.precision), step.precision != "bf16"
-    layers = work.layers / mesh.pipeline
+    layers = step.fullest * work.layers / mesh.pipeline
     rows = step.rows / mesh.context / mesh.tensor  # the share of a rank in the samples and their computation
     weights = layer.parameters / mesh.tensor + layer.experts / (mesh.tensor * step.expert)
     product_bytes = TILED * (BYTES * weights + rows * layer.product_bytes)
@@ -244,7 +251,7 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     moved = rows * layer.moved_bytes * stack.moved * again + is_narrow * rows * layer.product_bytes  # and casts
     at_ends = 1.0 if mesh.pipeline == 1 else HEAD_SHARE
     head = at_ends * (1 if step.divides_ends else mesh.tensor)
-    summing = sent_bytes(work, step).tensor / cluster.bus_bytes_s(1, mesh.tensor)
+    summing = sent_bytes(work, step).tensor / cluster.bus_bytes_s((1, mesh.tensor))
     of_head = min(HEAD_MOST, stack.products * (2 if is_narrow else 1))
     return _Pass(
         products=layers * products + head * 3 * rows * ends.products / (wide * of_head),
@@ -261,7 +268,7 @@ def _between_context_ranks(work: ModelWork, step: Step, cluster: Cluster) -> flo
     """All keys and values, three times."""
     tensor, context = step.mesh.tensor, step.mesh.context
     sent = 3 * 2 * (context - 1) / context * step.rows * work.layer.key_bytes / tensor
-    return sent / cluster.bus_bytes_s(tensor, context)
+    return sent / cluster.bus_bytes_s((tensor, context))
 
 
 def _between_experts(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ Precision = Literal["bf16", "fp8", "fp4"]
 TABLE = Path(__file__).with_name("devices.yaml")
 CPU = "cpu"
 """The device, and the link between its processes, that are no entries of the table: this machine."""
+SMALLEST, LARGEST = 1e-6, 1e9
+"""The limits of the figures in a table."""
 ACHIEVED = 0.8
 """The share of a link's rate that large collectives reach, as nccl-tests reports bus bandwidths."""
 
@@ -30,6 +33,9 @@ class Link:
 
     gb_s: float
     source: str
+
+    def __post_init__(self) -> None:
+        _check(self, "gb_s")
 
     @property
     def bytes_s(self) -> float:
@@ -68,6 +74,11 @@ class Device:
     reached: float | None = None
     operator_us: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self, "bf16", "memory_gib", "memory_gb_s", "node", "domain", "fp8", "fp4", "reached")
+        if self.reached is not None and self.reached > 1:
+            raise ValueError(f"reached={self.reached}: must be at most 1")
+
     def peak_flops_s(self, precision: Precision) -> float:
         """Return the peak rate of matrix products, in FLOP/s; that of the next wider type if it has none."""
         fp8 = self.fp8 or self.bf16
@@ -77,6 +88,13 @@ class Device:
     def memory_bytes_s(self) -> float:
         """The bandwidth of its memory."""
         return self.memory_gb_s * 1e9
+
+
+def _check(owner: Link | Device, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not SMALLEST <= value <= LARGEST:
+            raise ValueError(f"{name}={value}: must be between {SMALLEST:g} and {LARGEST:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +131,27 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """The devices that the fast link joins: of a node, or of several in a rack."""
-        return self.device.domain or self.per_node
+        """The devices that the fast link joins: of a node, or of several whole ones in a rack."""
+        return self.per_node * max(1, (self.device.domain or 0) // self.per_node)
 
-    def bus_bytes_s(self, apart: int, size: int) -> float:
-        """Return the bus bandwidth of a group of ``size`` ranks that are ``apart``, of which all take part at once."""
-        if apart * size <= self.domain:
+    def of(self, workers: int) -> Cluster:
+        """Return the part of it that so many workers take."""
+        return replace(self, nodes=math.ceil(workers / self.per_node), per_node=min(workers, self.per_node))
+
+    def bus_bytes_s(self, *rows: tuple[int, int]) -> float:
+        """Return the bus bandwidth of groups of ranks, which all take part at once.
+
+        Args:
+            rows: by dimension of a group, how far apart neighbours are, and how many there are.
+        """
+        together = [self._together(apart, size) for apart, size in rows]
+        if together == [size for _, size in rows]:
             return self.inside.bytes_s
-        return min(self.inside.bytes_s, self.between.bytes_s * max(1, self.domain // apart))
+        return min(self.inside.bytes_s, self.between.bytes_s * math.prod(together))
+
+    def _together(self, apart: int, size: int) -> int:
+        """Return how many of a row of ranks are in each domain at least that has some of it."""
+        return min(size, max(1, math.gcd(apart * size, self.domain) // apart))
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.per_node}x{self.name}"
@@ -138,7 +169,7 @@ def read_tables(own: Path | None = None) -> Tables:
         try:
             for section, entries in (yaml.safe_load(path.read_text()) or {}).items():
                 data.setdefault(section, {}).update(entries)
-        except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as e:
+        except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as e:
             raise ConfigError([f"--devices {path}: cannot be read: {e}"]) from e
     tables = build(Tables, data, "", errors)
     if tables is None:
@@ -157,7 +188,7 @@ def parse_cluster(text: str, tables: Tables, *, link: str | None = None) -> Clus
     Raises:
         ConfigError: the text is no cluster, or a name is unknown; with the nearest one.
     """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(.+)", text)
+    match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x(.+)", text)
     if match is None:
         raise ConfigError([f"--cluster {text}: expected NODESxDEVICESxNAME, as in --cluster 64x8xH100"])
     nodes, per_node, name = int(match[1]), int(match[2]), match[3]

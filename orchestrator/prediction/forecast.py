@@ -107,7 +107,8 @@ class Question:
         if forecast.memory_bytes > there:
             needed = forecast.memory_bytes / GIB
             return dataclasses.replace(forecast, refused=f"needs {needed:.0f} of {there / GIB:.0f} GiB")
-        time = step_time(self.work, forecast.step, self.cluster, self.stack)
+        workers = forecast.mesh.num_workers
+        time = step_time(self.work, forecast.step, self.cluster.of(workers), self.stack)
         has_copies = forecast.mesh.replicate > 1
         state = forecast.memory.parameters + forecast.memory.optimizer
         reliability = Reliability(
@@ -116,7 +117,7 @@ class Question:
             stall_s=state / SNAPSHOT_BYTES_S,
             copied_s=time.total if has_copies else None,
         )
-        return dataclasses.replace(forecast, time=time, goodput=goodput(self.cluster.devices, reliability))
+        return dataclasses.replace(forecast, time=time, goodput=goodput(workers, reliability))
 
     @property
     def unit(self) -> str:
@@ -124,12 +125,16 @@ class Question:
         return "tokens" if self.work.tokens > 1 else "samples"
 
     def tokens_s(self, forecast: Forecast) -> float:
-        """Return the tokens, or samples, in a second on all devices."""
+        """Return the tokens, or samples, in a second on all workers."""
         return forecast.step.samples * self.work.tokens / forecast.seconds
+
+    def tokens_s_device(self, forecast: Forecast) -> float:
+        """Return those of a worker."""
+        return self.tokens_s(forecast) / forecast.mesh.num_workers
 
     def mfu(self, forecast: Forecast) -> float:
         """Return the share of bf16's peak rate that the model's own operations take, causal attention as a half."""
-        peak = self.cluster.devices * self.cluster.device.peak_flops_s("bf16")
+        peak = forecast.mesh.num_workers * self.cluster.device.peak_flops_s("bf16")
         return forecast.step.samples * self.work.step_flops / forecast.seconds / peak
 
     def days(self, forecast: Forecast) -> float | None:
@@ -141,7 +146,7 @@ class Question:
     def money(self, forecast: Forecast) -> float | None:
         """Return what that costs; None without a price."""
         days = self.days(forecast)
-        return None if days is None or self.price is None else days * 24 * self.cluster.devices * self.price
+        return None if days is None or self.price is None else days * 24 * forecast.mesh.num_workers * self.price
 
     def record(self, forecast: Forecast) -> dict[str, Any]:
         """Return the layout and all figures as values of JSON."""
@@ -176,7 +181,7 @@ class Question:
             "step_s": total,
             "step_s_by_kind": dataclasses.asdict(forecast.time),
             "tokens_s": self.tokens_s(forecast),
-            "tokens_s_device": self.tokens_s(forecast) / self.cluster.devices,
+            "tokens_s_device": self.tokens_s_device(forecast),
             "mfu": self.mfu(forecast),
             "bubble": forecast.time.bubble / total,
             "steps_day": 86_400 / total,
@@ -186,10 +191,18 @@ class Question:
         }
 
 
-def like(compared: Sequence[Compared], devices: int, *, sparse: bool) -> Spread:
-    """Return the errors for published runs with experts, or for those without that are as large or as small."""
+def like(compared: Sequence[Compared], devices: int, *, sparse: bool, measured: bool) -> Spread:
+    """Return the errors for published runs with experts, or for those without that are as large or as small.
+
+    Args:
+        compared: published runs.
+        devices: how many are planned.
+        sparse: whether the model has experts.
+        measured: whether a run of the same stack is known; otherwise each stack is predicted without its own rows.
+    """
     of_kind = [c for c in compared if c.run.is_sparse == sparse]
-    return Spread.of([c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)])
+    of_size = [c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)]
+    return Spread.of(of_size, unseen=not measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +217,7 @@ class Answer:
         pruned: by reason, how many layouts the product refuses.
         spread: the errors of predictions of published runs that are like these.
         measured: the run that the shares of the peak rates come from; empty for published ones.
+        notes: remarks for the user.
     """
 
     question: Question
@@ -214,6 +228,7 @@ class Answer:
     pruned: Mapping[str, int]
     spread: Spread
     measured: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def cheapest(self) -> Forecast | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
+import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,10 @@ COLUMNS = (
     *("options", "tokens_s_gpu", "tflops_gpu"),
 )
 """The columns that a file of runs has; ``replicate``, ``date``, ``memory_gib`` and others may follow."""
+_COUNTS = (
+    *("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "gpus", "seq", "tp", "pp", "cp", "ep", "shard", "gbs"),
+)
+_MOST = 10**9
 LARGE = 128
 """The devices of a large run."""
 
@@ -97,11 +102,12 @@ def read_rows(path: Path) -> list[Row]:
     """
     try:
         with path.open(newline="") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, restval="")
+            columns = reader.fieldnames or ()
             rows: list[Row] = [*reader]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise ConfigError([f"--published {path}: cannot be read: {e}"]) from e
-    if missing := [column for column in COLUMNS if column not in (reader.fieldnames or ())]:
+    if missing := [column for column in COLUMNS if column not in columns]:
         reason = f"lacks the columns {', '.join(missing)}; take {PUBLISHED.name} in the package as a pattern"
         raise ConfigError([f"--published {path}: {reason}"])
     return rows
@@ -118,10 +124,24 @@ def stack_name(row: Row) -> str:
 
 
 def known_stack(name: str) -> str:
-    """Return the stack itself if its shares are known, or the most similar one.
+    """Return the stack itself if its shares are known, or the most similar one."""
+    return name if name in CALIBRATIONS else _most_similar(name, CALIBRATIONS)
 
-    Of the same framework, if there is one; then as wide in its products; then on the most similar device.
-    """
+
+def other_stack(name: str) -> str:
+    """Return the most similar stack whose shares come from no row of this one."""
+    own = _origin(name)
+    return _most_similar(name, [other for other in CALIBRATIONS if _origin(other) != own])
+
+
+def _origin(name: str) -> str:
+    """Return the stack whose row the share in products comes from."""
+    rule = CALIBRATIONS.get(name)
+    return _origin(rule.products) if rule is not None and isinstance(rule.products, str) else name
+
+
+def _most_similar(name: str, known: Iterable[str]) -> str:
+    """Return one of the same framework, if there is one; then as wide in its products; then on the nearest device."""
 
     def likeness(other: str) -> tuple[object, ...]:
         words, others = name.split(), other.split()
@@ -129,7 +149,7 @@ def known_stack(name: str) -> str:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words[-1], others[-1], strict=False))
         return words[0] == others[0], same_width, len([*same]), len({*words} & {*others})
 
-    return name if name in CALIBRATIONS else max(CALIBRATIONS, key=likeness)
+    return max(known, key=likeness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +194,9 @@ def as_run(row: Row, tables: Tables) -> Run:
         ConfigError: the device is unknown.
         ValueError: a number of the row is none.
     """
+    for column in _COUNTS:
+        if not 1 <= int(row[column]) <= _MOST:
+            raise ValueError(f"{column}={row[column]}: expected a whole number of at least 1")
     tensor, pipeline, context, shard, expert = (int(row[k]) for k in ("tp", "pp", "cp", "shard", "ep"))
     devices, tokens, hidden, heads = (int(row[k]) for k in ("gpus", "seq", "hidden", "heads"))
     is_titan, is_foundry = row["framework"] == "torchtitan", row["framework"] == "llm-foundry"
@@ -210,6 +233,7 @@ def as_run(row: Row, tables: Tables) -> Run:
             shard=min(shard, replicas),
             context=context,
             tensor=tensor,
+            replicas_close=True,
         ),
         rows=rows,
         passes=passes,
@@ -256,17 +280,24 @@ class Compared:
         predicted: tokens in a second on a device.
         tuned: whether the shares of a stack come from this row.
         known: the stack whose shares it took.
+        unseen: the same as ``predicted``, with the shares of the most similar other stack.
     """
 
     run: Run
     predicted: float
     tuned: bool
     known: str
+    unseen: float
 
     @property
     def error(self) -> float:
         """The relative error of the prediction."""
         return self.predicted / self.run.measured - 1
+
+    @property
+    def unseen_error(self) -> float:
+        """The relative error without any row of its stack."""
+        return self.unseen / self.run.measured - 1
 
 
 def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
@@ -336,13 +367,16 @@ def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
     for number, row in enumerate(rows, 1):
         try:
             run = as_run(row, tables)
-        except (ValueError, ZeroDivisionError, TypeError) as e:
+            known = known_stack(run.stack)
+            stack, tuned_on = _calibrated(known)
+            predicted, unseen = run.predicted(stack), run.predicted(_calibrated(other_stack(run.stack))[0])
+            if not (0 < run.measured < math.inf and 0 < predicted < math.inf):
+                raise ValueError("its tokens per second are no positive number")
+        except (ValueError, ArithmeticError, TypeError) as e:
             reason = f"--published: row {number} ({row['model']}) cannot be read: {e}; compare it with {PUBLISHED.name}"
             raise ConfigError([reason]) from e
-        known = known_stack(run.stack)
-        stack, tuned_on = _calibrated(known)
         tuned = any(run.row == other.row for other in tuned_on)
-        found.append(Compared(run=run, predicted=run.predicted(stack), tuned=tuned, known=known))
+        found.append(Compared(run=run, predicted=predicted, tuned=tuned, known=known, unseen=unseen))
     if not found:
         raise ConfigError([f"--published: the file has no rows; {PUBLISHED.name} in the package is an example"])
     return found
@@ -382,10 +416,15 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, compared: Sequence[Compared]) -> Spread:
-        """Return that of the predictions that nothing was tuned on, of which there are some."""
-        errors = sorted(abs(c.error) for c in compared if not c.tuned)
-        speeds = sorted(1 / (1 + c.error) for c in compared if not c.tuned)
+    def of(cls, compared: Sequence[Compared], *, unseen: bool = False) -> Spread:
+        """Return that of some predictions.
+
+        Args:
+            compared: with some that nothing was tuned on; the others count only if ``unseen``.
+            unseen: whether no row of a stack is known when its rows are predicted, as in a new program.
+        """
+        found = [c.unseen_error for c in compared] if unseen else [c.error for c in compared if not c.tuned]
+        errors, speeds = sorted(map(abs, found)), sorted(1 / (1 + error) for error in found)
         beyond = int(0.05 * (len(speeds) - 1))
         return cls(
             count=len(errors),

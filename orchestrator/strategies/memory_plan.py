@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.attention import FusedAttention
@@ -17,7 +16,6 @@ from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
 from orchestrator.model.layers import Kept, kept_tensors
 from orchestrator.model.repeated_blocks import Block, blocks_of
-from orchestrator.model.stages import module_of
 from orchestrator.planning.memory import (
     Division,
     HostMemory,
@@ -32,11 +30,12 @@ from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.peer_copies import KEPT
-from orchestrator.strategies.update.job_optimizer import ELEMENTWISE, optimizer_of_part
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 """The schedules that make the forward passes of all micro-batches before a backward pass."""
+UNKNOWN_STATE = "the optimizer cannot be tried with tensors without values, so its state is not counted in the memory"
 _ROWS = (2, 4)
 """The numbers of samples with which passes are tried: what they keep grows with the samples by the difference."""
 
@@ -73,6 +72,7 @@ def memory_notes(
     count = plan.mesh.num_workers
     limit_bytes = plan.memory.of_each(count)
     notes = [_text(config, model, memory)] if config.plan or gathered else []
+    notes += [UNKNOWN_STATE] if config.plan and not all(size.state_known for size in sizes) else []
     notes += of_hosts
     if not limit_bytes or memory.total <= limit_bytes:
         return tuple(notes)
@@ -153,48 +153,24 @@ def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], divi
 def parameter_sizes(config: Config, job: Job, model: nn.Module) -> list[ParameterSize]:
     """Return the sizes of the parameters, with their optimizer state as far as it is known."""
     has_average = config.train.ema_decay is not None
-    state = _state_per_byte(job, model)
+    state = state_sizes(job, model)
     found = []
     for name, parameter in model.named_parameters():
         rows = len(parameter) if parameter.ndim else 1
         row_bytes = parameter.nbytes // max(1, rows)
-        trained = parameter.requires_grad
+        own = NO_STATE if state is None or not parameter.requires_grad else state.get(name, NO_STATE)
         averages = has_average * max(1.0, 4 / parameter.itemsize)  # at least float32
         found.append(
             ParameterSize(
                 rows=rows,
                 row_bytes=row_bytes,
-                trained=trained,
-                state_bytes=row_bytes * (state.get(name, 0.0) + averages) if trained else 0.0,
+                trained=parameter.requires_grad,
+                state_bytes=own.divided / max(1, rows) + averages * row_bytes * parameter.requires_grad,
+                whole_bytes=own.whole,
+                state_known=state is not None,
             )
         )
     return found
-
-
-def _state_per_byte(job: Job, model: nn.Module) -> dict[str, float]:
-    """Return the optimizer state for each byte of the parameters, by name, as an update of small stand-ins shows it.
-
-    Empty for optimizers whose state may depend on the shape of a parameter, and for those that refuse the stand-ins.
-    """
-    own = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
-    try:
-        optimizer = optimizer_of_part(job, model, module_of(own))
-        if type(optimizer) not in ELEMENTWISE:
-            return {}
-        optimizer.step()
-    except Exception:  # whatever the optimizer raises, the workers will say it
-        return {}
-    return {
-        name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.ndim) / p.nbytes
-        for name, p in own.items()
-        if p in optimizer.state
-    }
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    small = nn.Parameter(torch.zeros(2, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-    small.grad = torch.zeros_like(small) if small.requires_grad else None
-    return small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import parameter_sizes
+from orchestrator.strategies.memory_plan import UNKNOWN_STATE, parameter_sizes
 from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline import UNIT_TIMES, busy_s, extent_s, simulate
@@ -66,6 +66,16 @@ class TracedJob:
         """The work of the model for a sample."""
         return self._traced.work
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the memory is not known."""
+        return () if all(size.state_known for size in self._sizes) else (UNKNOWN_STATE,)
+
+    @property
+    def block_width(self) -> int:
+        """The largest number that divides both sizes of each matrix in blocks; 0 if there are none."""
+        return math.gcd(*(size for matrix in self._divided(1)[0] for size in matrix.shape))
+
     def forecast(self, config: Config, layout: Layout | Plan, overrides: Sequence[str] = ()) -> Forecast:
         """Return what a device has and does in a layout, without its time.
 
@@ -89,6 +99,7 @@ class TracedJob:
             rows=samples / passes,
             passes=passes,
             chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
+            fullest=1.0 if layout.pipeline is None else _fullest(layout.pipeline, mesh.pipeline, self.work.layers),
             bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
             recompute=float(recomputes == "blocks"),
             recompute_attention=float(again != "none"),
@@ -128,6 +139,11 @@ class TracedJob:
         return worker_memory(sizes, division)
 
 
+def _fullest(layout: PipelineLayout, workers: int, layers: int) -> float:
+    """Return the layers of the worker that has most, relative to the mean, if stages begin at layers."""
+    return layout.num_stages // workers * math.ceil(layers / layout.num_stages) * workers / layers
+
+
 def _bubble(layout: PipelineLayout, workers: int) -> float:
     """Return the time that a pipeline waits relative to the time that it computes, by a replay of its schedule.
 
@@ -136,6 +152,7 @@ def _bubble(layout: PipelineLayout, workers: int) -> float:
     """
     stages, replayed = layout.num_stages // workers, min(workers, REPLAYED)
     microbatches = min(layout.num_microbatches, 2 * stages * replayed)
+    microbatches -= microbatches % replayed if microbatches > replayed else 0  # whole rounds, as some schedules need
     waits = _waits(layout.schedule, replayed, microbatches, stages) * (workers - 1) / (replayed - 1)
     return waits / layout.num_microbatches
 

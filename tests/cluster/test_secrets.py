@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from helpers.machines import commands
-from orchestrator import logs, runs, show, stop, submit
+from orchestrator import compare, doctor, evaluate, export, logs, plan, runs, schema, show, stop, submit, sync
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.preflight.submitted import checked
 from orchestrator.driver.process.origin import origin_of_submission
@@ -41,16 +41,33 @@ SECRETS = {
     "tracking password": "tracking-Oo55",
     "tracking query": "query-Pp66",
     "tracking token": "mlflow-Qq77",
+    "mapping in a list": "service-Tt11",
+    "bearer": "bearer-Uu22vv",
+    "below a secret mapping": "deep-Vv33",
+    "list under a secret key": "listed-Ww44",
+    "password of another URL": "database-Xx55",
+    "query of a URL": "endpoint-Yy66",
+    "word after an option": "word-Zz77",
+    "text after an option": "option-Ab88",
+    "assignment in a text": "assigned-Cd99",
 }
 """Texts that must appear nowhere."""
 
+SERVICES = (
+    "{name:a,token:service-Tt11},{headers:{Authorization:'Bearer bearer-Uu22vv'}},{secret:{value:deep-Vv33}},"
+    "{passwords:[listed-Ww44]}"
+)
 OVERRIDES = (
     "strategy=single", "cluster=local", "train.steps=12", "train.log_every=4", "name=planted", "job.hidden=8",
     "job._target_=helpers.jobs.secret_job.Secretive", "job.password=overridden-Cc33", "job.client_secret=8675309042",
     "job.passphrase='it\\'s \"quoted\" \\ and $long;'", "job.pwd=zq7k", "job.door_secret=7", "job.auth='auth-Dd44/+='",
     "job.api_key=api-Ee55", "job.credentials=/vault/team-seven/Ff66", "job.hf_tokens=[hf-Gg77,hf-Hh88]",
     "job.options={password:nested-Ii99,depth:3}", "job.login.password=login-Jj00",
-    "job.data_url='https://ghp-Kk11Ll22@host/data'", "cluster.env.PLANTED_WORKER_TOKEN=workers-Rr88Ss99",
+    "job.data_url='https://ghp-Kk11Ll22@host/data'", f"job.services=[{SERVICES}]",
+    "job.database='postgres://ada:database-Xx55@db/x'", "job.endpoint='https://host/x?api_key=endpoint-Yy66&page=1'",
+    "job.command=[train,--hf-token,word-Zz77,--lr,x]",
+    "job.setup='train --hf-token option-Ab88 PASSWORD=assigned-Cd99 host=h'",
+    "cluster.env.PLANTED_WORKER_TOKEN=workers-Rr88Ss99",
 )  # fmt: skip
 
 
@@ -79,7 +96,9 @@ def leaks(folder: Path, console: str) -> Iterator[str]:
                 yield f"{kind} in {place}"
 
 
-def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_none_of_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     quick = ("tracking.log_model=false", "tracking.log_dataset=false", "tracking.flush_timeout_s=100")
     done = commands.run(*OVERRIDES, uri, *quick, cwd=tmp_path, timeout_s=150, **planted(tmp_path))
@@ -93,7 +112,12 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.Capture
         SECRETS["quoted override"], SECRETS["auth"], SECRETS["number"], SECRETS["four characters"], SECRETS["api_key"],
         SECRETS["path"], SECRETS["item of a list"], SECRETS["last item of a list"],
         "{'password': 'nested-Ii99', 'depth': 3}", SECRETS["nested dataclass"], "https://ghp-Kk11Ll22@host/data",
-        SECRETS["environment"], SECRETS["environment of the workers"],
+        SECRETS["environment"],
+        "({'name': 'a', 'token': 'service-Tt11'}, {'headers': {'Authorization': 'Bearer bearer-Uu22vv'}}, "
+        "{'secret': {'value': 'deep-Vv33'}}, {'passwords': ['listed-Ww44']})",
+        "postgres://ada:database-Xx55@db/x", "https://host/x?api_key=endpoint-Yy66&page=1",
+        "('train', '--hf-token', 'word-Zz77', '--lr', 'x')",
+        "train --hf-token option-Ab88 PASSWORD=assigned-Cd99 host=h", SECRETS["environment of the workers"],
     ]  # fmt: skip
     fingerprint = hashlib.sha256("".join(values).encode()).hexdigest()
     assert f"fingerprint {fingerprint}" in (run_dir / "logs" / "rank-0.log").read_text()
@@ -103,9 +127,15 @@ def test_a_run_writes_none_of_its_secrets(tmp_path: Path, capsys: pytest.Capture
     assert (job["options"]["depth"], job["login"]["user"], job["hidden"]) == (3, "anybody", 8)
     assert "door_secret=***" in json.loads((run_dir / "run.json").read_text())["command"]
 
-    for verb in (logs, show, stop):
+    for verb in (logs, show, stop, sync):
         verb.main([str(run_dir)])
     runs.main(["--output-dir", str(run_dir.parents[1])])
+    compare.main([str(run_dir), "--picture", str(tmp_path / "compared.png")])
+    compare.main([str(run_dir), "--json"])
+    monkeypatch.chdir(tmp_path)
+    for name, value in planted(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    assert export.main([str(run_dir), "--to", str(tmp_path / "exported")]) == 2
     shown = "".join(capsys.readouterr())
     assert "fingerprint" in shown
     assert list(leaks(tmp_path, shown)) == []
@@ -122,18 +152,51 @@ def test_a_run_that_fails_writes_none_of_its_secrets(tmp_path: Path) -> None:
     assert list(leaks(tmp_path, failed.stdout)) == []
 
 
-@pytest.mark.parametrize("words", [["plan=true"], ["--help"], ["train.stepss=3", "job.api_keys=[api-Ee55]"]])
+LAUNCHES = {
+    "plan": ["plan=true"],
+    "sweep": ["-m", "plan=true", "job.hidden=8,9"],
+    "help": ["--help"],
+    "cfg": ["--cfg", "job"],
+    "cfg all": ["--cfg", "all"],
+    "cfg resolved": ["--cfg", "job", "--resolve"],
+    "cfg of a section": ["--cfg", "job", "--package", "job"],
+    "info": ["--info"],
+    "unknown key": ["train.stepss=3", "job.api_keys=[api-Ee55]"],
+    "unknown field": ["job.hiddenn=3"],
+    "wrong type": ["job.services=[service-Tt11]", "job.options=[nested-Ii99]"],
+    "not parsed": ["job.services=[{token:service-Tt11]"],
+}
+"""What `launch` says without training, by place."""
+VERBS: Mapping[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
+    "schema": (schema.main, []),
+    "schema of the job": (schema.main, ["job"]),
+    "schema of the tracking": (schema.main, ["tracking"]),
+    "schema with an error": (schema.main, ["train.stepss=3"]),
+    "plan verb": (plan.main, ["--cluster", "1x2xH100"]),
+    "plan verb as JSON": (plan.main, ["--cluster", "1x2xH100", "--json"]),
+    "plan verb with an error": (plan.main, ["--cluster", "1x2xH100", "train.stepss=3"]),
+    "doctor": (doctor.main, ["--json"]),
+    "evaluate": (evaluate.main, ["nowhere"]),
+}
+PLACES = {**{name: (main, words) for name, words in LAUNCHES.items()}, **VERBS}
+"""Everything that shows configuration without a run; what runs leave is looked through above."""
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_other_output_has_no_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in planted(tmp_path).items():
         monkeypatch.setenv(name, value)
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
-    main([*OVERRIDES, uri, *words])
-    shown = "".join(capsys.readouterr())
-    assert shown
-    assert list(leaks(tmp_path, shown)) == []
+    verb, words = PLACES[place]
+    verb([*words, *OVERRIDES, uri])
+    said = capsys.readouterr()
+    assert said.out + said.err
+    assert list(leaks(tmp_path, said.out + said.err)) == []
+    if "JSON" in place or place in ("schema", "schema of the job"):
+        json.loads(said.out)
 
 
 def test_a_submission_shows_no_secrets(

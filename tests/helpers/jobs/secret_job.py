@@ -40,6 +40,11 @@ class Secretive(Digits):
     options: Mapping[str, Any] = field(default_factory=dict)
     login: Login = Login()
     data_url: str = ""
+    services: tuple[Mapping[str, Any], ...] = ()
+    database: str = ""
+    endpoint: str = ""
+    command: tuple[str, ...] = ()
+    setup: str = ""
     raises: bool = False
 
     def everything(self) -> list[str]:
@@ -47,6 +52,7 @@ class Secretive(Digits):
         known = [self.token, self.aws_secret_access_key, self.private_key, self.password, self.passphrase, self.auth]
         known += [str(self.client_secret), self.pwd, self.api_key, self.credentials, *self.hf_tokens]
         known += [str(self.options), self.login.password, self.data_url, os.environ["PLANTED_ENVIRONMENT_TOKEN"]]
+        known += [str(self.services), self.database, self.endpoint, str(self.command), self.setup]
         return [*known, os.environ.get("PLANTED_WORKER_TOKEN", "")]
 
     def check(self) -> None:

@@ -39,11 +39,15 @@ def test_every_device_names_known_links_and_every_entry_a_source() -> None:
 def test_the_bandwidth_of_a_group_is_that_of_its_slowest_link() -> None:
     cluster = parse_cluster("4x8xH100", TABLES)
     inside, between = cluster.inside.bytes_s, cluster.between.bytes_s
-    assert cluster.bus_bytes_s(1, 8) == inside
-    assert cluster.bus_bytes_s(1, 32) == 8 * between  # all 8 ports of a node carry a part
-    assert cluster.bus_bytes_s(8, 4) == between
+    assert cluster.bus_bytes_s((1, 8)) == inside
+    assert cluster.bus_bytes_s((1, 32)) == 8 * between  # all 8 ports of a node carry a part
+    assert cluster.bus_bytes_s((8, 4)) == between
+    assert cluster.bus_bytes_s((1, 4), (16, 2)) == 4 * between, "4 neighbours here, and as many on another node"
+    assert cluster.bus_bytes_s((1, 5)) == between, "the second group has 3 ranks on a node and 2 on the next"
+    assert cluster.of(5).bus_bytes_s((1, 5)) == inside
     rack = parse_cluster("18x4xGB200", TABLES)
-    assert rack.bus_bytes_s(1, 72) == rack.inside.bytes_s
+    assert rack.bus_bytes_s((1, 72)) == rack.inside.bytes_s
+    assert parse_cluster("4x64xGB200", TABLES).domain == 64, "whole nodes"
 
 
 @pytest.mark.parametrize(
