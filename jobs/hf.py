@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
+from jobs import hf_export
 from jobs.examples import Blocks, Encoder, Examples, Padded
 from jobs.hf_checks import check_hugging_face
 from jobs.hugging_face import (
@@ -245,16 +246,16 @@ class HuggingFace(Job):
         return prompt, made if self.task == "seq2seq" else made[len(prompt) :]
 
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
-        if format == "adapter" and self.peft is None:
-            raise ValueError("--format=adapter: the run trained the whole model; use --format=hf")
-        wrapper = self.model()
-        wrapper.load_state_dict(weights)
-        model: Any = wrapper.model
-        if format == "hf" and self.peft is not None:
-            model = model.merge_and_unload()
-        with quiet():
-            model.save_pretrained(directory)
-        self.tokenizer().save_pretrained(directory)
+        hf_export.write(self, weights, directory, format)
+
+    def exported(self, directory: Path, format: str) -> nn.Module | None:
+        return hf_export.load(self, directory, format)
+
+    def example_inputs(self) -> Mapping[str, Tensor]:
+        text = "one two"
+        row = {"text": text, "label": 1, "prompt": text, "completion": text, "chosen": text, "rejected": f"{text} {text}"}
+        batch: Mapping[str, Tensor] = self.collate([self.encoder(self.tokenizer())(row)] * 2)
+        return batch
 
     def check(self) -> None:
         check_hugging_face(self)

@@ -185,6 +185,22 @@ def save(
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
 
 
+def load_theirs(directory: Path) -> nn.Module:
+    """Load what :func:`save` has written with ``transformers``, as a module from tokens to logits."""
+    from transformers import AutoModelForCausalLM
+
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(directory)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.model(tokens).logits
+            return logits
+
+    return Theirs()
+
+
 def _in_their_layout(weights: Mapping[str, Tensor], a: Architecture) -> Iterator[tuple[str, Tensor]]:
     parts: dict[str, list[tuple[str, bool]]] = {}
     for name, place in _places(a):
