@@ -29,7 +29,11 @@ from jobs.hugging_face import (
     FIELDS,
     Logits,
     Task,
+    align_special_tokens,
+    load_config,
     load_tokenizer,
+    padding_of,
+    pads_before,
     place,
     quiet,
     with_adapters,
@@ -109,6 +113,7 @@ class HuggingFace(Job):
         else:  # from_pretrained refuses to build a model without memory, as checks do
             source = place(self.model_name_or_path or self.config_name)
             model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self.label_options))
+        align_special_tokens(model, self.tokenizer(), self.task)
         if self.peft is not None:
             model = with_adapters(model, self.peft_config())
         if self.task == "dpo":
@@ -135,9 +140,8 @@ class HuggingFace(Job):
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        tokenizer = self.tokenizer()
-        token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return Padded(token=token or 0, length=self.block_size if self.pad_to_max_length else None)
+        length = self.block_size if self.pad_to_max_length else None
+        return Padded(token=self.padding, length=length, before=pads_before(self.config))
 
     def loss(self, output: Tensor, target: Mapping[str, Tensor]) -> Tensor:
         if self.task == "dpo":
@@ -234,14 +238,12 @@ class HuggingFace(Job):
         if self.task != "seq2seq":
             first = int((labels != IGNORED).int().argmax())
             prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
-        end = self.tokenizer().eos_token_id
         made = model.model.generate(  # type: ignore[union-attr, operator]
             input_ids=prompt[None].to(device),
             attention_mask=torch.ones_like(prompt)[None].to(device),
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
-            eos_token_id=end,
-            pad_token_id=end,
+            pad_token_id=self.padding,
         )[0]
         return prompt, made if self.task == "seq2seq" else made[len(prompt) :]
 
@@ -264,6 +266,15 @@ class HuggingFace(Job):
     def has_files(self) -> bool:
         """Whether the weights are in a directory, so that a check has told what is in them."""
         return self.model_name_or_path is not None and Path(place(self.model_name_or_path)).exists()
+
+    @property
+    def config(self) -> Any:
+        return load_config(place(self.model_name_or_path or self.config_name))
+
+    @property
+    def padding(self) -> int:
+        """The token that fills up examples."""
+        return padding_of(self.config, self.tokenizer())
 
     @property
     def label_options(self) -> Mapping[str, int]:
