@@ -210,7 +210,7 @@ class Encoder:
         return self._ended(self.tokenizer(example["text"])["input_ids"]), 0
 
     def _divided(self, prompt: str, answer: str, **options: bool) -> tuple[list[int], int]:
-        """Return the tokens of one text, because some tokenizers write a space before each; and where the answer begins.
+        """Return the tokens of both as one text, because some tokenizers begin each with a space; and where it is cut.
 
         That is where the tokens are no longer those of the prompt alone, as ``trl`` divides them.
         """

@@ -255,7 +255,7 @@ class HuggingFace(Job):
 
     def example_inputs(self) -> Mapping[str, Tensor]:
         text = "one two"
-        row = {"text": text, "label": 1, "prompt": text, "completion": text, "chosen": text, "rejected": f"{text} {text}"}
+        row = {**dict.fromkeys(("text", "prompt", "completion", "chosen", "rejected"), text), "label": 1}
         batch: Mapping[str, Tensor] = self.collate([self.encoder(self.tokenizer())(row)] * 2)
         return batch
 

@@ -113,7 +113,7 @@ def load_config(place: str) -> Any:
 
 
 def padding_of(config: Any, tokenizer: Any) -> int:
-    """Return the token that fills up texts: that of the model, which a head for classes looks for, or the tokenizer's."""
+    """Return the token that fills up texts: the model's, which a head for classes looks for, or the tokenizer's."""
     config = config.get_text_config()
     known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token for token in known if token is not None and 0 <= token < config.vocab_size), 0)

@@ -40,7 +40,7 @@ _SAMPLES = 2
 _COPIES = 2
 """Of the stored weights: one model in memory, whose numbers may be twice as wide as the stored ones."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""By the type of the numbers: the largest difference of outputs that rounding explains, relative to the largest output."""
+"""By the type of the numbers: the largest difference that rounding explains, relative to the largest number."""
 _TENSORS, _NORMS, _RESULT = "trained.safetensors", "norms.json", "result.json"
 
 

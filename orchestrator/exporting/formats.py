@@ -82,7 +82,11 @@ def export_run(run_dir: RunDir, directory: Path, *, format: str, best: bool) -> 
         size = store.model_size(checkpoint)
         compared = compare(job, model, run_dir.config_file, made, format, size=size, folder=beside)
         if compared.fault is not None:
-            raise ValueError(f"{type(job).__name__}.export: it wrote another model than the trained one: {compared.fault}")
+            others = " or ".join(f"--format={other}" for other in job.export_formats if other != format)
+            raise ValueError(
+                f"{type(job).__name__}.export: wrote another model than the trained one: {compared.fault}"
+                + (f"; try {others}" if others else "")
+            )
         made.rename(directory)
     return Export(step=step_of(checkpoint), averaged=exports_average(store, checkpoint), comparison=compared)
 
