@@ -224,6 +224,8 @@ def main(folder: Path, config_file: Path, export: Path, format: str) -> Comparis
 
 def said(error: float, limit: float) -> str:
     """Return in words that outputs differ."""
+    if math.isinf(error):
+        return "its output has other numbers that are zero or not finite than that of the trained model"
     return (
         f"its output differs from that of the trained model by {error:.2g} of the largest number, and rounding "
         f"explains {limit:g}"

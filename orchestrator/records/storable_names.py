@@ -34,7 +34,7 @@ def storable_name(name: str) -> str:
 
 
 def storable_text(text: str, length: int) -> str:
-    """Return ``text``, cut to ``length`` characters with a mark and a digest of the whole, so that no two become one."""
+    """Return ``text``, cut to ``length`` characters with a mark and a digest of the whole: no two become one."""
     if len(text) <= length:
         return text
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGEST_LENGTH]

@@ -226,9 +226,7 @@ def _tls() -> ssl.SSLContext:
     env = os.environ
     trusted = env.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or env.get("REQUESTS_CA_BUNDLE") or None
     is_folder = trusted is not None and Path(trusted).is_dir()
-    context = ssl.create_default_context(
-        cafile=None if is_folder else trusted, capath=trusted if is_folder else None
-    )
+    context = ssl.create_default_context(cafile=None if is_folder else trusted, capath=trusted if is_folder else None)
     if env.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1"):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if own := env.get("MLFLOW_TRACKING_CLIENT_CERT_PATH"):

@@ -65,9 +65,7 @@ def test_long_values_are_stored_as_far_as_mlflow_takes_them_and_stay_apart(tmp_p
         long = {f"job.p{i}": "ä" * 6000 + end for i in range(40)}
         params = {"job.prompt": "a" * 600 + end, **long}
         record = {**run_dir.read_record(), "uid": end, "params": params, "command": "b" * 7000 + end, "name": end * 300}
-        run_id = MlflowBackend(uri, request_timeout_s=10).open_run(
-            record, run_id=None, start_time=0.0, running=True
-        ).id
+        run_id = MlflowBackend(uri, request_timeout_s=10).open_run(record, run_id=None, start_time=0.0, running=True).id
         found.append(client_of(uri).get_run(run_id))
     one, other = found
     assert [run.data.params["job.prompt"] for run in found] == ["a" * 600 + end for end in "XY"]
@@ -82,5 +80,8 @@ def test_a_request_is_small_enough_for_a_server():
     items = [Param(str(i), "ä" * 6000) for i in range(60)]
     batches = list(_small_batches(items))
     assert [item for batch in batches for item in batch] == items
-    assert max(len(json.dumps([item.value for item in batch])) for batch in batches) < validation.MAX_BATCH_LOG_REQUEST_SIZE
+    assert (
+        max(len(json.dumps([item.value for item in batch])) for batch in batches)
+        < validation.MAX_BATCH_LOG_REQUEST_SIZE
+    )
     assert [len(batch) for batch in _small_batches([Param(str(i), "1") for i in range(250)])] == [100, 100, 50]
