@@ -304,3 +304,17 @@ def test_a_job_with_a_secret_is_exported(
     run.config_file.write_text(run.config_file.read_text() + f"  api_key: '{MASK}'\n")
     assert export.main([str(run.path), "--format", "mine", "--to", str(tmp_path / "other")]) == 2
     assert f"job.api_key={MASK}: {MASK} stands for a secret" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_model_in_mlflow_has_weights_of_the_type_that_its_graph_takes(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"hidden": 4, "depth": 2}
+    run, model = run_of(tmp_path, Digits(**fields), **fields)
+    optimizer = Digits(**fields).optimizer(model.parameters())
+    state = capture(model.bfloat16(), optimizer, None, step=1300, samples_consumed=30)
+    save(run.checkpoints, state, run_uid="first")
+    export_for_mlflow(run, tmp_path / "uploaded", ["model"])
+    facts = json.loads((tmp_path / "uploaded" / "facts.json").read_text())
+    assert (facts["problem"], facts["step"]) == (None, 1300)
+    assert {t.dtype for t in load_file(tmp_path / "uploaded" / "model.safetensors").values()} == {torch.float32}
+    assert not (tmp_path / "uploaded" / "found.npz").exists()
