@@ -261,7 +261,9 @@ def _warn_of_ends(job: HuggingFace, key: str, examples: Examples) -> None:
     tokenizer, named = job.tokenizer(), str(job.model_name_or_path or job.config_name)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     labels = examples[0]["labels"].flatten().tolist()
-    last = next((token for token in reversed(labels) if token in special), None)
+    if len(labels) > job.block_size:
+        return  # it may be cut
+    last = next((token for token in reversed(labels[-2:]) if token in special), None)  # a line break may follow
     if last is None or last in ends_of(named, job.config, tokenizer):
         return
     warnings.warn(

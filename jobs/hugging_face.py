@@ -115,8 +115,9 @@ def load_config(place: str) -> Any:
 def padding_of(config: Any, tokenizer: Any) -> int:
     """Return the token that fills up texts: the model's, which a head for classes looks for, or the tokenizer's."""
     config = config.get_text_config()
-    known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in known if token is not None and 0 <= token < config.vocab_size), 0)
+    words = getattr(config, "vocab_size", len(tokenizer))
+    known = (getattr(config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in known if token is not None and 0 <= token < words), 0)
 
 
 def pads_before(config: Any) -> bool:
@@ -139,7 +140,7 @@ def ends_of(named: str, config: Any, tokenizer: Any) -> set[int]:
     """Return the tokens at which the model ``named`` ends an answer after :func:`align_special_tokens`."""
     from transformers import GenerationConfig
 
-    ends = config.get_text_config().eos_token_id
+    ends = getattr(config.get_text_config(), "eos_token_id", None)
     with contextlib.suppress(OSError):  # it has no generation_config.json
         ends = GenerationConfig.from_pretrained(place(named)).eos_token_id
     return {*_listed(ends), *_listed(tokenizer.eos_token_id)}

@@ -39,6 +39,8 @@ _ENDS = {
 }
 _PREFIX = {"gpt2": "transformer.", "llama": "model."}
 _LAYERS = {"gpt2": "h", "llama": "layers"}
+_BESIDE = ("*token*", "generation_config.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
+"""The files of a tokenizer, and how answers are generated."""
 FILE_BYTES = 5 << 30
 """The largest size of a file of weights in a new directory."""
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -180,7 +182,7 @@ def save(
     if origin is not None:
         before = json.loads((origin / CONFIG).read_text())
         config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
-        for file in (*origin.glob("*token*"), *origin.glob("generation_config.json")):
+        for file in [file for pattern in _BESIDE for file in origin.glob(pattern)]:
             shutil.copy(file, directory)
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
 

@@ -52,6 +52,7 @@ MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
 
 _EXAMPLE_SIZE = 4
+_PREDICTION_TIMEOUT_S = 120.0
 _WEIGHTS, _PROGRAM, _EXAMPLE, _LOADER, _FOUND = (
     "model.safetensors",
     "model.pt2",
@@ -186,8 +187,14 @@ def _compare(expected: Sequence[Tensor], folder: Path) -> None:
     Raises:
         NotExportedError: it cannot, or predicts something else than the trained model.
     """
-    words = [sys.executable, "-I", "-c", _PREDICT, str(folder), _PROGRAM, _WEIGHTS, _EXAMPLE, _LOADER]
-    ended = subprocess.run(words, check=False, capture_output=True, stdin=subprocess.DEVNULL, text=True)
+    words = [sys.executable, "-c", _PREDICT, str(folder.absolute()), _PROGRAM, _WEIGHTS, _EXAMPLE, _LOADER]
+    try:
+        ended = subprocess.run(
+            words, check=False, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=folder,
+            timeout=_PREDICTION_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        raise NotExportedError(f"another process took longer than {_PREDICTION_TIMEOUT_S:.0f} s to predict") from e
     if ended.returncode:
         (*_, why) = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
         raise NotExportedError(f"another process cannot load it: {why}")
