@@ -61,8 +61,9 @@ class HuggingFace(Job):
             line, or tokens of ``orchestrator tokenize``, which fill each ``block_size``. A ``causal`` example has a
             ``text``; or a ``prompt`` and a ``completion``, and only the completion is learned; or ``messages`` for the
             chat template, and only the last one is learned. ``seq2seq`` needs ``prompt`` and ``completion``, ``masked``
-            a ``text``, ``classification`` a ``text``, or also a ``text_pair``, and a ``label`` from 0. ``dpo`` needs a ``prompt``, and answers
-            ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin with the prompt.
+            a ``text``, ``classification`` a ``text``, or also a ``text_pair``, and a ``label`` from 0. ``dpo`` needs a
+            ``prompt``, and answers ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin
+            with the prompt.
         validation_file: the held-out examples; None to hold out the last ``validation_split_percentage`` of the others.
         damaged: ``refuse`` names a damaged example and ends; ``skip`` leaves it out.
         block_size: the tokens to which an example is cut, and padded, because pipelines need it.
