@@ -69,12 +69,19 @@ def _example(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones(len(tokens), dtype=torch.long), "labels": labels}
 
 
-class Padded:
-    """Joins examples to a batch: padded to ``length``, or to the longest of them if that is None."""
+SEGMENTS = "token_type_ids"
+"""The key under which an example has the number of the text that each token is of."""
 
-    def __init__(self, *, token: int, length: int | None):
-        self.values = {"input_ids": token, "attention_mask": 0, "labels": IGNORED}
-        self.length = length
+
+class Padded:
+    """Joins examples to a batch: padded to ``length``, or to the longest of them if that is None.
+
+    Padding comes after a text, or before it with ``before``.
+    """
+
+    def __init__(self, *, token: int, length: int | None, before: bool = False):
+        self.values = {"input_ids": token, "attention_mask": 0, SEGMENTS: 0, "labels": IGNORED}
+        self.length, self.before = length, before
 
     def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {
@@ -82,12 +89,14 @@ class Padded:
             if examples[0][name].ndim
             else torch.stack([example[name] for example in examples])
             for name, value in self.values.items()
+            if name in examples[0]
         }
 
     def _of_one_length(self, tensors: Sequence[Tensor], value: int) -> Iterator[Tensor]:
         length = self.length or max(tensor.shape[-1] for tensor in tensors)
         for tensor in tensors:
-            yield torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=value)
+            missing = length - tensor.shape[-1]
+            yield torch.nn.functional.pad(tensor, (missing, 0) if self.before else (0, missing), value=value)
 
 
 def chat_parts(tokenizer: Any, example: Mapping[str, Any]) -> tuple[str, str]:
@@ -162,51 +171,59 @@ class Encoder:
         return self._encoded(example)
 
     def _encoded(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
-        tokens, labels = self._tokens_and_labels(example)
-        return _example(torch.tensor(tokens), torch.tensor(labels))
-
-    def _tokens_and_labels(self, example: Mapping[str, Any]) -> tuple[list[int], Any]:
         size = self.block_size
         if self.task in ("causal", "dpo"):
-            prompt, answer = self._prompt_and_answer(example)
-            return (prompt + answer)[:size], ([IGNORED] * len(prompt) + answer)[:size]
+            tokens, first = self._tokens_and_answer(example)
+            return _example(torch.tensor(tokens[:size]), torch.tensor(([IGNORED] * first + tokens[first:])[:size]))
+        cut = {"truncation": True, "max_length": size}  # keeps what a tokenizer writes at the end, such as [SEP]
         if self.task == "seq2seq":
-            tokens = self.tokenizer(example["prompt"])["input_ids"]
-            labels = self.tokenizer(text_target=example["completion"])["input_ids"]
-            return tokens[:size], labels[:size]
-        tokens = self.tokenizer(example["text"])["input_ids"][:size]
+            tokens = self.tokenizer(example["prompt"], **cut)["input_ids"]
+            labels = self.tokenizer(text_target=example["completion"], **cut)["input_ids"]
+            return _example(torch.tensor(tokens), torch.tensor(labels))
         if self.task == "classification":
-            label = int(example["label"])
-            if not 0 <= label < self.num_labels:
-                raise ValueError(f"label {label} is not in 0 to {self.num_labels - 1}; set job.num_labels")
-            return tokens, label
-        return self._masked(tokens)
+            found = self.tokenizer(example["text"], example.get("text_pair"), **cut)
+            made = _example(torch.tensor(found["input_ids"]), torch.tensor(self._label(example["label"])))
+        else:
+            found = self.tokenizer(example["text"], **cut)
+            made = _example(*map(torch.tensor, self._masked(found["input_ids"])))
+        return {**made, SEGMENTS: torch.tensor(found[SEGMENTS])} if SEGMENTS in found else made
 
-    def _prompt_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    def _label(self, given: Any) -> int:
+        label = int(given)
+        if label != float(given):
+            raise ValueError(f"label {given} is no whole number")
+        if not 0 <= label < self.num_labels:
+            raise ValueError(f"label {label} is not in 0 to {self.num_labels - 1}; set job.num_labels")
+        return label
+
+    def _tokens_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], int]:
+        """Return the tokens of an example, and the number of the first one that is learned."""
         if "messages" in example:
             if not self.tokenizer.chat_template:
                 raise ValueError("messages need a chat template, and the tokenizer has none; use prompt and completion")
-            return self._chat(*chat_parts(self.tokenizer, example))
-        end = [token for token in (self.tokenizer.eos_token_id,) if token is not None]
+            prompt, answer = chat_parts(self.tokenizer, example)
+            return self._divided(prompt, answer, add_special_tokens=False)
         if "prompt" in example:
-            prompt, answer = self.tokenizer(example["prompt"])["input_ids"], self._tokens(example["completion"])
-            if end and self._tokens(example["prompt"])[-1:] != end == prompt[-1:]:
-                prompt.pop()  # some tokenizers end every text, and the prompt goes on
-            return prompt, answer if end and answer[-1:] == end else [*answer, *end]
-        text = self.tokenizer(example["text"])["input_ids"]
-        return [], text if end and text[-1:] == end else [*text, *end]
+            tokens, first = self._divided(example["prompt"], example["completion"])
+            tokens = self._ended(tokens)
+            return tokens, min(first, len(tokens) - 1)
+        return self._ended(self.tokenizer(example["text"])["input_ids"]), 0
 
-    def _chat(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        if not self.tokenizer.is_fast:
-            return self._tokens(prompt), self._tokens(answer)
-        # As one text, because some tokenizers write a space before every text.
-        found = self.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True)
-        first = sum(end <= len(prompt) for _, end in found["offset_mapping"])
-        return found["input_ids"][:first], found["input_ids"][first:]
+    def _divided(self, prompt: str, answer: str, **options: bool) -> tuple[list[int], int]:
+        """Return the tokens of both as one text, because some tokenizers begin each with a space; and where it is cut.
 
-    def _tokens(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        That is where the tokens are no longer those of the prompt alone, as ``trl`` divides them.
+        """
+        before: list[int] = self.tokenizer(prompt, **options)["input_ids"]
+        tokens: list[int] = self.tokenizer(prompt + answer, **options)["input_ids"]
+        return tokens, len(os.path.commonprefix([before, tokens]))  # noqa: RUF071 - of tokens
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """Return tokens with one end, which some tokenizers write after each text and some texts have."""
+        end = self.tokenizer.eos_token_id
+        while len(tokens) > 1 and tokens[-1] == tokens[-2] == end:
+            tokens = tokens[:-1]
+        return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
     def _masked(self, tokens: list[int]) -> tuple[list[int], list[int]]:
         """Hide some tokens, the same ones each time the example is read (Devlin et al., 2019)."""

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import has_torch_function
 from torch.utils.data import Dataset
 
-from jobs.pretrained import CONFIG, architecture_of, check_weights, load, save, save_tokenizer
+from jobs.pretrained import CONFIG, architecture_of, check_weights, load, load_theirs, save, save_tokenizer
 from jobs.tokens import BYTES, IGNORED, TOKEN_SUFFIXES, Documents, Source, Windows, help_texts, open_source
 from jobs.transformer import SIZES, Architecture, Size, Variant, transformer
 from orchestrator.job import Job, Split
@@ -191,6 +191,13 @@ class GPT(Job):
         save(weights, replace(self.architecture(), end_token=self.end_token), directory, origin=origin)
         if self.tokenizer is not None:
             save_tokenizer(Path(self.tokenizer).expanduser(), directory, end_token=self.end_token)
+
+    def exported(self, directory: Path, format: str) -> nn.Module:
+        return load_theirs(directory)
+
+    def example_inputs(self) -> Tensor:
+        a = self.architecture()
+        return torch.randint(a.vocabulary, (2, a.context))
 
     def architecture(self) -> Architecture:
         """Return the sizes of the model.

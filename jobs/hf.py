@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
+from jobs import hf_export
 from jobs.examples import Blocks, Encoder, Examples, Padded
 from jobs.hf_checks import check_hugging_face
 from jobs.hugging_face import (
@@ -28,7 +29,11 @@ from jobs.hugging_face import (
     FIELDS,
     Logits,
     Task,
+    align_special_tokens,
+    load_config,
     load_tokenizer,
+    padding_of,
+    pads_before,
     place,
     quiet,
     with_adapters,
@@ -56,8 +61,9 @@ class HuggingFace(Job):
             line, or tokens of ``orchestrator tokenize``, which fill each ``block_size``. A ``causal`` example has a
             ``text``; or a ``prompt`` and a ``completion``, and only the completion is learned; or ``messages`` for the
             chat template, and only the last one is learned. ``seq2seq`` needs ``prompt`` and ``completion``, ``masked``
-            a ``text``, ``classification`` a ``text`` and a ``label`` from 0. ``dpo`` needs a ``prompt``, and answers
-            ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin with the prompt.
+            a ``text``, ``classification`` a ``text``, or also a ``text_pair``, and a ``label`` from 0. ``dpo`` needs a
+            ``prompt``, and answers ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin
+            with the prompt.
         validation_file: the held-out examples; None to hold out the last ``validation_split_percentage`` of the others.
         damaged: ``refuse`` names a damaged example and ends; ``skip`` leaves it out.
         block_size: the tokens to which an example is cut, and padded, because pipelines need it.
@@ -108,6 +114,7 @@ class HuggingFace(Job):
         else:  # from_pretrained refuses to build a model without memory, as checks do
             source = place(self.model_name_or_path or self.config_name)
             model = auto.from_config(transformers.AutoConfig.from_pretrained(source, **self.label_options))
+        align_special_tokens(model, self.tokenizer(), self.task)
         if self.peft is not None:
             model = with_adapters(model, self.peft_config())
         if self.task == "dpo":
@@ -134,9 +141,8 @@ class HuggingFace(Job):
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        tokenizer = self.tokenizer()
-        token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return Padded(token=token or 0, length=self.block_size if self.pad_to_max_length else None)
+        length = self.block_size if self.pad_to_max_length else None
+        return Padded(token=self.padding, length=length, before=pads_before(self.config))
 
     def loss(self, output: Tensor, target: Mapping[str, Tensor]) -> Tensor:
         if self.task == "dpo":
@@ -233,28 +239,26 @@ class HuggingFace(Job):
         if self.task != "seq2seq":
             first = int((labels != IGNORED).int().argmax())
             prompt = prompt[: first or min(8, len(prompt))]  # the first words of a text without a prompt
-        end = self.tokenizer().eos_token_id
         made = model.model.generate(  # type: ignore[union-attr, operator]
             input_ids=prompt[None].to(device),
             attention_mask=torch.ones_like(prompt)[None].to(device),
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
-            eos_token_id=end,
-            pad_token_id=end,
+            pad_token_id=self.padding,
         )[0]
         return prompt, made if self.task == "seq2seq" else made[len(prompt) :]
 
     def export(self, weights: Mapping[str, Tensor], directory: Path, format: str) -> None:
-        if format == "adapter" and self.peft is None:
-            raise ValueError("--format=adapter: the run trained the whole model; use --format=hf")
-        wrapper = self.model()
-        wrapper.load_state_dict(weights)
-        model: Any = wrapper.model
-        if format == "hf" and self.peft is not None:
-            model = model.merge_and_unload()
-        with quiet():
-            model.save_pretrained(directory)
-        self.tokenizer().save_pretrained(directory)
+        hf_export.write(self, weights, directory, format)
+
+    def exported(self, directory: Path, format: str) -> nn.Module | None:
+        return hf_export.load(self, directory, format)
+
+    def example_inputs(self) -> Mapping[str, Tensor]:
+        text = "one two"
+        row = {**dict.fromkeys(("text", "prompt", "completion", "chosen", "rejected"), text), "label": 1}
+        batch: Mapping[str, Tensor] = self.collate([self.encoder(self.tokenizer())(row)] * 2)
+        return batch
 
     def check(self) -> None:
         check_hugging_face(self)
@@ -263,6 +267,15 @@ class HuggingFace(Job):
     def has_files(self) -> bool:
         """Whether the weights are in a directory, so that a check has told what is in them."""
         return self.model_name_or_path is not None and Path(place(self.model_name_or_path)).exists()
+
+    @property
+    def config(self) -> Any:
+        return load_config(place(self.model_name_or_path or self.config_name))
+
+    @property
+    def padding(self) -> int:
+        """The token that fills up examples."""
+        return padding_of(self.config, self.tokenizer())
 
     @property
     def label_options(self) -> Mapping[str, int]:

@@ -16,7 +16,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from jobs.examples import Blocks, Examples, leaves_out_text
-from jobs.hugging_face import AUTO_CLASSES, FIELDS, first_sentence, load_on_meta, place, unmatched, with_adapters
+from jobs.hugging_face import (
+    AUTO_CLASSES,
+    FIELDS,
+    ends_of,
+    first_sentence,
+    load_on_meta,
+    place,
+    unmatched,
+    with_adapters,
+)
 from jobs.predictions import function_named
 from jobs.rows import damaged
 from jobs.tokens import IGNORED, Source
@@ -127,6 +136,10 @@ def _check_model(job: HuggingFace) -> None:
         config = transformers.AutoConfig.from_pretrained(place(named), **job.label_options)
         model = _without_memory(job, config)
     longest = getattr(config, "max_position_embeddings", None)
+    longest = None if longest is None or longest < 1 else longest  # XLNet has -1: any number
+    padded = [getattr(m, "padding_idx", None) for n, m in model.named_modules() if n.endswith("position_embeddings")]
+    if longest is not None and padded and padded[0] is not None:  # as RoBERTa, which counts from the padding on
+        longest -= padded[0] + 1
     if longest is not None and job.block_size > longest:
         raise ValueError(f"job.block_size={job.block_size}: the model has positions for {longest} tokens; lower it")
     tokens = len(job.tokenizer())
@@ -231,6 +244,7 @@ def _warn_of_losses(job: HuggingFace, key: str, examples: Examples) -> None:
             + (f"; nothing of {unlearned} is learned, whose prompts fill it" if unlearned else ""),
             stacklevel=1,
         )
+    _warn_of_ends(job, key, whole)
     kept = whole.kept[: len(looked_at)]
     if shortened := sum(leaves_out_text(tokenizer, rows.row(int(number))) for number in kept):
         warnings.warn(
@@ -238,6 +252,25 @@ def _warn_of_losses(job: HuggingFace, key: str, examples: Examples) -> None:
             "chain of thoughts; messages are learned as the template writes them",
             stacklevel=1,
         )
+
+
+def _warn_of_ends(job: HuggingFace, key: str, examples: Examples) -> None:
+    """Warn of a chat whose answers end with another token than those at which the model ends an answer."""
+    if not len(examples) or "messages" not in examples.rows.row(int(examples.kept[0])):
+        return
+    tokenizer, named = job.tokenizer(), str(job.model_name_or_path or job.config_name)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    labels = examples[0]["labels"].flatten().tolist()
+    if len(labels) > job.block_size:
+        return  # it may be cut
+    last = next((token for token in reversed(labels[-2:]) if token in special), None)  # a line break may follow
+    if last is None or last in ends_of(named, job.config, tokenizer):
+        return
+    warnings.warn(
+        f"{key}: answers end with {tokenizer.convert_ids_to_tokens(last)!r}, at which the model does not stop: add "
+        f"{last} to eos_token_id in generation_config.json of {named}",
+        stacklevel=1,
+    )
 
 
 def _check_tokens(job: HuggingFace, key: str, source: Source) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
+
+from jobs.examples import SEGMENTS
 
 Task = Literal["causal", "masked", "seq2seq", "classification", "dpo"]
 AUTO_CLASSES: Mapping[Task, str] = {
@@ -60,6 +63,7 @@ def with_adapters(model: nn.Module, settings: Any) -> nn.Module:
     with warnings.catch_warnings():
         # peft asks for a property that transformers has renamed.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")  # an export unties them
         made: nn.Module = get_peft_model(model, settings)
     return made
 
@@ -100,6 +104,52 @@ def load_tokenizer(place: str) -> Any:
     return AutoTokenizer.from_pretrained(place)
 
 
+@functools.lru_cache(maxsize=4)
+def load_config(place: str) -> Any:
+    """Return a configuration, which nobody changes."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(place)
+
+
+def padding_of(config: Any, tokenizer: Any) -> int:
+    """Return the token that fills up texts: the model's, which a head for classes looks for, or the tokenizer's."""
+    config = config.get_text_config()
+    words = getattr(config, "vocab_size", len(tokenizer))
+    known = (getattr(config, "pad_token_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in known if token is not None and 0 <= token < words), 0)
+
+
+def pads_before(config: Any) -> bool:
+    """Return whether the model makes its prediction of a text at the last place, as XLNet does."""
+    return getattr(config, "summary_type", None) == "last"
+
+
+def align_special_tokens(model: Any, tokenizer: Any, task: Task) -> None:
+    """Let answers end at the tokenizer's end too, and a head for classes know the padding, as ``Trainer`` does."""
+    if task == "classification":
+        config = model.config.get_text_config()
+        config.pad_token_id = padding_of(config, tokenizer)
+    if (generation := getattr(model, "generation_config", None)) is None or tokenizer.eos_token_id is None:
+        return
+    if tokenizer.eos_token_id not in (ends := _listed(generation.eos_token_id)):
+        generation.eos_token_id = [tokenizer.eos_token_id, *ends]
+
+
+def ends_of(named: str, config: Any, tokenizer: Any) -> set[int]:
+    """Return the tokens at which the model ``named`` ends an answer after :func:`align_special_tokens`."""
+    from transformers import GenerationConfig
+
+    ends = getattr(config.get_text_config(), "eos_token_id", None)
+    with contextlib.suppress(OSError):  # it has no generation_config.json
+        ends = GenerationConfig.from_pretrained(place(named)).eos_token_id
+    return {*_listed(ends), *_listed(tokenizer.eos_token_id)}
+
+
+def _listed(tokens: int | Sequence[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
 def place(text: str | None) -> str:
     """Return the path of a directory or a file, ``~`` expanded; or the text, if there is none: a name on the hub."""
     assert text is not None
@@ -118,9 +168,13 @@ class Logits(nn.Module):
         super().__init__()
         self.model = model
         self.task = task
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.takes_segments = SEGMENTS in inspect.signature(plain.forward).parameters
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        if SEGMENTS in batch and self.takes_segments:
+            inputs[SEGMENTS] = batch[SEGMENTS]
         if self.task == "seq2seq":
             labels = batch["labels"]
             inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels)

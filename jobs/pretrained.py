@@ -39,6 +39,8 @@ _ENDS = {
 }
 _PREFIX = {"gpt2": "transformer.", "llama": "model."}
 _LAYERS = {"gpt2": "h", "llama": "layers"}
+_BESIDE = ("*token*", "generation_config.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
+"""The files of a tokenizer, and how answers are generated."""
 FILE_BYTES = 5 << 30
 """The largest size of a file of weights in a new directory."""
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -180,9 +182,25 @@ def save(
     if origin is not None:
         before = json.loads((origin / CONFIG).read_text())
         config |= {key: value for key, value in before.items() if key.endswith("_token_id")}
-        for file in (*origin.glob("*token*"), *origin.glob("generation_config.json")):
+        for file in [file for pattern in _BESIDE for file in origin.glob(pattern)]:
             shutil.copy(file, directory)
     (directory / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def load_theirs(directory: Path) -> nn.Module:
+    """Load what :func:`save` has written with ``transformers``, as a module from tokens to logits."""
+    from transformers import AutoModelForCausalLM
+
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(directory)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.model(tokens).logits
+            return logits
+
+    return Theirs()
 
 
 def _in_their_layout(weights: Mapping[str, Tensor], a: Architecture) -> Iterator[tuple[str, Tensor]]:

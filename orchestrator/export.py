@@ -1,6 +1,7 @@
 """Write the model of a run as files for other programs: ``orchestrator export <run> --format hf``.
 
-Exit codes: 0 done; 2 wrong arguments, no such run or checkpoint, or a job that cannot be exported.
+Exit codes: 0 done; 2 wrong arguments, no such run or checkpoint, a job that cannot be exported, or an export that
+computes something else than the trained model.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def _export(options: argparse.Namespace, redactor: Redactor) -> int:
     from orchestrator.exporting.formats import export_run
 
     with still_working(lambda: f"export: the model of {run_dir.location} is being written"):
-        step, averaged = export_run(
+        made = export_run(
             run_dir, directory.expanduser().absolute(), redactor, format=options.format, best=options.best
         )
-    weights = ", with averaged weights," if averaged else ""
-    print(writable(f"the model after step {step:,}{weights} is in {directory}", sys.stdout))
+    weights = ", with averaged weights," if made.averaged else ""
+    print(writable(f"the model after step {made.step:,}{weights} is in {directory}", sys.stdout))
+    print(writable(made.comparison.text(), sys.stdout))
     return 0
 
 

@@ -488,6 +488,21 @@ class Job(Callback, abc.ABC):
         """
         raise NotImplementedError
 
+    def exported(self, directory: Path, format: str) -> nn.Module | None:
+        """Load what :meth:`export` has written as other programs do, as a model for :meth:`forward`.
+
+        ``orchestrator export`` calls this in a process of its own, and refuses an export that computes something else
+        than the trained model. None, the default, says that it cannot be compared.
+        """
+        return None
+
+    def example_inputs(self) -> Any:
+        """Return the input of a batch of the right form, for this comparison where the data of the run is gone.
+
+        None, the default, says that there is none.
+        """
+        return None
+
     @classmethod
     def fields_to_evaluate(cls, paths: Sequence[str]) -> Mapping[str, Any] | None:
         """Return the values of the fields that name data of the job, for ``orchestrator evaluate --data``.

@@ -17,9 +17,10 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from orchestrator.compat.torch import as_bytes, pytree
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.redact import MASK, Redactor, masked_output
 from orchestrator.config.schema import JobSpec
+from orchestrator.exporting.comparison import LIMITS, difference, example_batch, run_trained, said
 from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
@@ -52,7 +53,32 @@ MAX_BYTES = 1_000_000_000
 """Weights that are larger stay in the checkpoint."""
 
 _EXAMPLE_SIZE = 4
-_WEIGHTS = "model.safetensors"
+_PREDICTION_TIMEOUT_S = 240.0
+_WEIGHTS, _PROGRAM, _EXAMPLE, _LOADER, _FOUND = (
+    "model.safetensors",
+    "model.pt2",
+    "example.npz",
+    "loader.py",
+    "found.npz",
+)
+_PREDICT = """
+import importlib.util, pathlib, sys, types
+import numpy as np
+pyfunc, models = types.SimpleNamespace(PythonModel=object), types.SimpleNamespace(set_model=lambda model: None)
+sys.modules["mlflow"] = types.SimpleNamespace(pyfunc=pyfunc, models=models)  # its import takes longer than the rest
+folder, (program, weights, example, loader) = pathlib.Path(sys.argv[1]), sys.argv[2:]
+spec = importlib.util.spec_from_file_location("loader", folder / loader)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+model = module.ExportedModel()
+files = {"program": str(folder / program), "weights": str(folder / weights)}
+model.load_context(types.SimpleNamespace(artifacts=files))
+with np.load(folder / example) as arrays:
+    inputs = {name.removeprefix("input:"): arrays[name] for name in arrays}
+found = model.predict(None, inputs[""] if list(inputs) == [""] else inputs)
+found = list(found.values()) if isinstance(found, dict) else [found]
+np.savez(folder / "found.npz", *found)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,26 +165,52 @@ def _job(spec: JobSpec, redactor: Redactor) -> Job:
 
 
 def _export(job: Job, dataset: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    inputs = prediction_inputs(split_batch(_example_batch(job, dataset))[0])
+    inputs = prediction_inputs(split_batch(example_batch(job, dataset, _EXAMPLE_SIZE))[0])
+    expected, _ = run_trained(job, tensors, inputs)
     torch.manual_seed(0)
     model = job.model()
     own = own_tensors(model)
-    tensors = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items() if name in own}
-    program = export_program(job, model, tensors, inputs)
-    torch.export.save(program, folder / "model.pt2")
+    weights = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items() if name in own}
+    program = export_program(job, model, weights, inputs)
+    torch.export.save(program, folder / _PROGRAM)
     named = {"": inputs} if isinstance(inputs, Tensor) else inputs
     arrays: dict[str, Any] = {f"input:{name}": tensor.numpy() for name, tensor in named.items()}
-    with (folder / "example.npz").open("wb") as file:
+    with (folder / _EXAMPLE).open("wb") as file:
         np.savez(file, **arrays)
-    shutil.copyfile(Path(__file__).with_name("loader.py"), folder / "loader.py")
+    shutil.copyfile(Path(__file__).with_name(_LOADER), folder / _LOADER)
+    if any(weights[name].dtype != tensors[name].dtype for name in weights):  # the graph takes no other types
+        tensor_file.write(folder / "new", weights)
+        (folder / "new").replace(folder / _WEIGHTS)
+    try:
+        _compare(expected, folder)
+    except NotExportedError:
+        for name in (_PROGRAM, _EXAMPLE, _LOADER):
+            (folder / name).unlink()
+        raise
 
 
-def _example_batch(job: Job, dataset: Any) -> Any:
-    if is_stream(dataset):
-        samples = [sample for sample, _ in zip(dataset, range(_EXAMPLE_SIZE), strict=False)]
-    else:
-        samples = [dataset[i % len(dataset)] for i in range(_EXAMPLE_SIZE)]
-    return (job.collate or default_collate)(samples)
+def _compare(expected: Sequence[Tensor], folder: Path) -> None:
+    """Let the code that MLflow loads predict in a process that has only these files.
+
+    Raises:
+        NotExportedError: it cannot, or predicts something else than the trained model.
+    """
+    words = [sys.executable, "-c", _PREDICT, str(folder.absolute()), _PROGRAM, _WEIGHTS, _EXAMPLE, _LOADER]
+    try:
+        ended = subprocess.run(
+            words, check=False, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=folder,
+            timeout=_PREDICTION_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        raise NotExportedError(f"another process took longer than {_PREDICTION_TIMEOUT_S:.0f} s to predict") from e
+    if ended.returncode:
+        (*_, why) = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise NotExportedError(f"another process cannot load it: {why}")
+    with np.load(folder / _FOUND) as arrays:
+        found = [torch.from_numpy(arrays[name]) for name in sorted(arrays, key=lambda name: int(name[4:]))]
+    (folder / _FOUND).unlink()
+    if (error := difference(found, expected)) > (limit := max(LIMITS.get(t.dtype, 0.0) for t in expected)):
+        raise NotExportedError(said(error, limit))
 
 
 def _readme(spec: JobSpec, *, problem: str) -> str:

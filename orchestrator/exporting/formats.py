@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import seed_generators
-from orchestrator.config.build import build
 from orchestrator.config.compose import recorded_data
-from orchestrator.config.job_loader import find_class, unmasked
-from orchestrator.config.recorded_config import recorded_job, why_no_checkpoint
+from orchestrator.config.recorded_config import why_no_checkpoint
 from orchestrator.config.redact import Redactor
-from orchestrator.config.text import did_you_mean
+from orchestrator.exporting.comparison import Comparison, compare
+from orchestrator.exporting.recorded import job_to_export
 from orchestrator.job import Job
 from orchestrator.planning.placement import Box
 from orchestrator.records.run_dir import RunDir
@@ -31,21 +31,35 @@ from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.steering import steer_as_trained
 
 
-def export_run(run_dir: RunDir, directory: Path, redactor: Redactor, *, format: str, best: bool) -> tuple[int, bool]:
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What has been exported.
+
+    Attributes:
+        step: of the weights.
+        averaged: whether they are moving averages.
+        comparison: of the export with the trained model.
+    """
+
+    step: int
+    averaged: bool
+    comparison: Comparison
+
+
+def export_run(run_dir: RunDir, directory: Path, redactor: Redactor, *, format: str, best: bool) -> Export:
     """Write the weights of the newest checkpoint of a run, or of the ``best``, into a new directory.
 
-    The directory is there if and only if everything is in it. ``redactor`` learns the secrets of the job.
-
-    Returns:
-        The step of the weights, and whether they are moving averages.
+    The directory is there if and only if everything is in it, and what it computes is what the trained model computes
+    or cannot be compared. ``redactor`` learns the secrets of the job.
 
     Raises:
-        ValueError: the directory exists, there is no such checkpoint or it is damaged, or the job cannot write it.
+        ValueError: the directory exists, there is no such checkpoint or it is damaged, the job cannot write it, or
+            what it has written computes something else.
         OSError: a file cannot be read or written.
     """
     if directory.exists():
         raise ValueError(f"--to={directory}: exists already; name a directory that does not")
-    job = _job(run_dir, format)
+    job = job_to_export(run_dir.config_file, format)
     redactor.learn(job)
     store = CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +82,25 @@ def export_run(run_dir: RunDir, directory: Path, redactor: Redactor, *, format: 
             raise ValueError(f"{type(job).__name__}.export: wrote nothing; write into the directory that it is given")
         for file in made.rglob("*"):  # safetensors makes files that nobody else may read
             file.chmod(file.stat().st_mode | made.stat().st_mode & 0o666)
+        beside = Path(tempfile.mkdtemp(dir=scratch))
+        compared = compare(
+            job,
+            model,
+            run_dir.config_file,
+            made,
+            format,
+            manifest=store.read_manifest(checkpoint),
+            size=store.model_size(checkpoint),
+            folder=beside,
+        )
+        if compared.fault is not None:
+            others = " or ".join(f"--format={other}" for other in job.export_formats if other != format)
+            raise ValueError(
+                f"{type(job).__name__}.export: wrote another model than the trained one: {compared.fault}"
+                + (f"; try {others}" if others else "")
+            )
         made.rename(directory)
-    return step_of(checkpoint), exports_average(store, checkpoint)
+    return Export(step=step_of(checkpoint), averaged=exports_average(store, checkpoint), comparison=compared)
 
 
 def _whole_model(
@@ -89,19 +120,6 @@ def _whole_model(
     own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in own_tensors(job.model()).items()}
     check_built(left_out, {n: checksum(own[n], Box.whole(own[n].shape)) for n in left_out if n in own})
     return {name: own[name] if name in left_out else stored[name] for name in own}
-
-
-def _job(run_dir: RunDir, format: str) -> Job:
-    """Return the job of the run without a call of its ``check``, because its data need not be here."""
-    spec, errors = recorded_job(run_dir.config_file), list[str]()
-    cls = find_class(spec.target, errors)
-    if cls is not None and format not in cls.export_formats:
-        known = did_you_mean(format, cls.export_formats) if cls.export_formats else "it defines no Job.export"
-        raise ValueError(f"--format={format}: no format of {spec.target}; {known}")
-    job = None if cls is None else build(cls, unmasked(spec, errors).fields, "job", errors)
-    if job is None or errors:
-        raise ValueError("; ".join(errors))
-    return job
 
 
 def _checkpoint(store: CheckpointStore, names: Sequence[str], run_dir: RunDir, *, best: bool) -> str:

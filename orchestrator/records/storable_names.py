@@ -33,6 +33,15 @@ def storable_name(name: str) -> str:
     return f"{stored[: _MAX_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
 
 
+def storable_text(text: str, length: int) -> str:
+    """Return ``text``, cut to ``length`` characters with a mark and a digest of the whole: no two become one."""
+    if len(text) <= length:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGEST_LENGTH]
+    mark = f"... (cut: {len(text):,} characters, {digest})"
+    return text[: length - len(mark)] + mark
+
+
 def metric_name(name: str) -> str:
     """Return ``name`` as the journal and MLflow have it; ``_step`` for ``step``, which is another key of a line."""
     name = storable_name(name)

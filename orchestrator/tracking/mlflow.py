@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchestrator.records.journal import Ending, Point, Sample
 from orchestrator.records.lock import locked
-from orchestrator.records.storable_names import storable_name
+from orchestrator.records.storable_names import storable_name, storable_text
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import mlflow_model, mlflow_sweep, views
 from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 MAX_PARAMS_PER_BATCH = 100
-MAX_PARAM_LENGTH = 500
+MAX_PARAM_LENGTH = 6000
+MAX_BATCH_LENGTH = 150_000
+"""The characters in a request, which JSON may make six times as long: MLflow takes a million bytes."""
 SMALL_IMAGE_PIXELS = 256
 
 _MAX_FOLDER_LENGTH = 60  # of up to 255 bytes
@@ -125,7 +127,8 @@ class MlflowBackend:
         from mlflow.exceptions import MlflowException
 
         run = client.get_run(run_id)
-        client.update_run(run_id, status="KILLED", name=f"{run.info.run_name}{_DISCARDED}"[:MAX_NAME_LENGTH])
+        name = storable_text(run.info.run_name, MAX_NAME_LENGTH - len(_DISCARDED)) + _DISCARDED
+        client.update_run(run_id, status="KILLED", name=name)
         if UID_TAG in run.data.tags:
             client.delete_tag(run_id, UID_TAG)
         with contextlib.suppress(MlflowException):
@@ -264,12 +267,12 @@ def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str,
     """Set new and changed tags, and the parameters that the server lacks: MLflow refuses to change a parameter."""
     from mlflow.entities import Param, RunTag
 
-    cleaned = {storable_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in params.items()}
+    cleaned = {storable_name(key): storable_text(str(value), MAX_PARAM_LENGTH) for key, value in params.items()}
     new = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
     changed = [RunTag(k, v) for k, v in tags.items() if run.data.tags.get(k) != v]
-    for param_batch in _batches(new, MAX_PARAMS_PER_BATCH):
+    for param_batch in _small_batches(new):
         client.log_batch(run.info.run_id, params=param_batch)
-    for tag_batch in _batches(changed, MAX_PARAMS_PER_BATCH):
+    for tag_batch in _small_batches(changed):
         client.log_batch(run.info.run_id, tags=tag_batch)
 
 
@@ -298,6 +301,19 @@ def _log_image(client: MlflowClient, run_id: str, sample: Sample) -> None:
 def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _small_batches(items: Sequence[Any]) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    length = 0
+    for item in items:
+        if batch and (len(batch) == MAX_PARAMS_PER_BATCH or length + len(item.value) > MAX_BATCH_LENGTH):
+            yield batch
+            batch, length = [], 0
+        batch.append(item)
+        length += len(item.value)
+    if batch:
         yield batch
 
 

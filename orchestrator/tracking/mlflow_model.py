@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records.storable_names import storable
+from orchestrator.records.storable_names import storable, storable_text
 from orchestrator.tracking.views import MAX_LENGTH
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
         kind = {"weights": "moving averages"} if facts["averaged"] else {}
         _log_program(client, run, folder, step=facts["step"], tags=kind)
     elif facts["problem"] is not None:
-        client.set_tag(run_id, _NAME, f"not loadable: {facts['problem']}"[:MAX_LENGTH])
+        client.set_tag(run_id, _NAME, storable_text(f"not loadable: {facts['problem']}", MAX_LENGTH))
         for name in ("model.safetensors", "README.md"):
             if (folder / name).is_file():
                 client.log_artifact(run_id, str(folder / name), artifact_path=_NAME)

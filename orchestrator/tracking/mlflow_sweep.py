@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.config.text import plain
+from orchestrator.records.storable_names import storable_text
 from orchestrator.records.sweep_dir import REPORT
 from orchestrator.tracking import views
 
@@ -41,7 +42,7 @@ def open_sweep(
         for key in views.obsolete_tags(experiment.tags):
             client.delete_experiment_tag(experiment_id, key)
         tags = {_OWN_RUN: sweep["id"], views.COLOR: _BLACK, **views.sweep_tags(sweep)}
-        name = f"sweep: {sweep['name']}"[: views.MAX_NAME_LENGTH]
+        name = storable_text(f"sweep: {sweep['name']}", views.MAX_NAME_LENGTH)
         client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=name)
         own = _own_run(client, experiment_id, sweep)  # another process may have created one meanwhile
         assert own is not None

@@ -134,7 +134,7 @@ class Transfer:
                 clear_pending(self._run_dir)
         except Exception as e:
             self._opened = False  # the run may have been deleted on the server
-            self._advance(error=self._redactor.text(self._backend.describe(e)).splitlines()[0][:500])
+            self._advance(error=self._redactor.text(self._backend.describe(e)).splitlines()[0])
             raise
 
     def push_model(self, folder: Path, ending: journal.Ending) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import configparser
+import contextlib
 import functools
 import os
 import re
 import shlex
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -164,6 +167,7 @@ def is_redacted(uri: str) -> bool:
 _ASK = "/api/2.0/mlflow/experiments/search?max_results=1"
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _REFUSED = (401, 403)
+_OTHER_LOGINS = ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
 
 
 def check_tracking(uri: str | None, *, timeout_s: float) -> Finding:
@@ -186,9 +190,11 @@ def _server(uri: str, timeout_s: float) -> Finding:
     base = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
     request = urllib.request.Request(base + _ASK, headers=_credentials(parts.username, parts.password))
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s):
+        with urllib.request.urlopen(request, timeout=timeout_s, context=_tls()):
             return Finding(check="tracking", level="ok", text=f"{shown} answers")
     except urllib.error.HTTPError as e:
+        if e.code in _REFUSED and (how := next(filter(os.environ.get, _OTHER_LOGINS), None)):
+            return Finding(check="tracking", level="ok", text=f"{shown} answers; the login by {how} was not tried")
         if e.code in _REFUSED:
             remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             return _fault(f"{shown} refuses this user ({e.code})", remedy)
@@ -198,14 +204,34 @@ def _server(uri: str, timeout_s: float) -> Finding:
 
 
 def _credentials(user: str | None, password: str | None) -> dict[str, str]:
-    """The header that MLflow's client sends: the user in the address, or in the environment."""
-    env = os.environ
+    """The header that MLflow's client sends: the user in the address, in the environment, or in its file."""
+    env = {**_saved_login(), **os.environ}
     user, password = user or env.get("MLFLOW_TRACKING_USERNAME"), password or env.get("MLFLOW_TRACKING_PASSWORD")
     if user and password:
         pair = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
         return {"Authorization": f"Basic {pair}"}
     token = env.get("MLFLOW_TRACKING_TOKEN")
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _saved_login() -> dict[str, str]:
+    file = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
+        file.read(Path("~/.mlflow/credentials").expanduser())
+    return {name.upper(): value for name, value in file["mlflow"].items()} if "mlflow" in file else {}
+
+
+def _tls() -> ssl.SSLContext:
+    """How MLflow's client checks the server's certificate, and which one it shows itself."""
+    env = os.environ
+    trusted = env.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or env.get("REQUESTS_CA_BUNDLE") or None
+    is_folder = trusted is not None and Path(trusted).is_dir()
+    context = ssl.create_default_context(cafile=None if is_folder else trusted, capath=trusted if is_folder else None)
+    if env.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1"):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if own := env.get("MLFLOW_TRACKING_CLIENT_CERT_PATH"):
+        context.load_cert_chain(own)
+    return context
 
 
 def _database(uri: str, default_port: int, timeout_s: float) -> Finding:

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from orchestrator.config.text import code
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.records.storable_names import storable_name
+from orchestrator.records.storable_names import storable_name, storable_text
 
 SWEEP_ID = "sweep_id"
 """The tag of all runs of a sweep, and of the sweep's own run."""
@@ -78,14 +78,14 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
     if description := _description(record):
         tags[DESCRIPTION] = description
-    return {key: value[:MAX_LENGTH] for key, value in tags.items()}
+    return {key: storable_text(value, MAX_LENGTH) for key, value in tags.items()}
 
 
 def run_name(record: Mapping[str, Any]) -> str:
     """Return the name of a run in MLflow: with the settings in which it differs from others of its sweep."""
     settings = (record.get("sweep") or {}).get("settings")
     parts = [record["name"], settings, "(pruned)" if record.get("state") == PRUNED else None]
-    return " ".join(filter(None, parts))[:MAX_NAME_LENGTH]
+    return storable_text(" ".join(filter(None, parts)), MAX_NAME_LENGTH)
 
 
 def _color(record: Mapping[str, Any]) -> str | None:
@@ -99,7 +99,7 @@ def _color(record: Mapping[str, Any]) -> str | None:
 
 def sweep_tags(sweep: Mapping[str, str]) -> dict[str, str]:
     """Return the tags that the runs of a sweep and its own run share."""
-    return {"sweep": sweep["name"][:MAX_LENGTH], SWEEP_ID: sweep["id"]}
+    return {"sweep": storable_text(sweep["name"], MAX_LENGTH), SWEEP_ID: sweep["id"]}
 
 
 def picture(run_id: str, path: str) -> str:
@@ -117,7 +117,7 @@ def shortened(text: str, length: int, *, rest_in: str) -> str:
 
 def _description(record: Mapping[str, Any]) -> str:
     """The end of the run in words, and its command."""
-    command = code(record["command"]) if record.get("command") else ""
+    command = code(storable_text(record["command"], MAX_LENGTH // 2)) if record.get("command") else ""
     words = shortened(record.get("description", ""), MAX_LENGTH - len(command) - 2, rest_in="auto.md")
     return "\n\n".join(filter(None, [words, command]))
 
@@ -258,7 +258,7 @@ def sweep_view(sweep_id: str, name: str, *, created_ms: int, has_settings: bool 
     return replace(
         COMPARE,
         id=f"{_SWEEP}{sweep_id[:8]}",
-        name=name[:_MAX_NAME_LENGTH],
+        name=storable_text(name, _MAX_NAME_LENGTH),
         columns=columns,
         filter=f"tags.{SWEEP_ID} = '{sweep_id}' AND {ALL_RUNS}",
         created_ms=created_ms,

@@ -1,13 +1,17 @@
-"""What the upload relies on in MLflow: equal points and images are stored once."""
+"""What the upload relies on in MLflow: equal points and images are stored once, and long texts are cut visibly."""
 
+import json
 import math
 import re
 
+from mlflow.entities import Param
+from mlflow.utils import validation
 from PIL import Image
 
 from helpers.records.tracked_runs import artifacts, client_of, history, new_run, save_samples
 from orchestrator.records.journal import Journal, Point, Sample
-from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.tracking.mlflow import MAX_PARAM_LENGTH, MlflowBackend, _small_batches
+from orchestrator.tracking.views import MAX_LENGTH
 
 
 def test_the_same_batch_twice_leaves_each_point_once(uri):
@@ -50,3 +54,34 @@ def test_an_image_is_stored_as_mlflow_stores_its_own_and_the_same_twice_is_one(t
     assert sizes[0] == sizes[1] == [(128, 256), (300, 600)]
     tags = [client.get_run(run_id).data.tags["mlflow.loggedImages"] for run_id in (ours, theirs)]
     assert tags[0] == tags[1]
+
+
+def test_long_values_are_stored_as_far_as_mlflow_takes_them_and_stay_apart(tmp_path, uri):
+    assert validation.MAX_PARAM_VAL_LENGTH == MAX_PARAM_LENGTH
+    assert validation.MAX_TAG_VAL_LENGTH >= MAX_LENGTH
+    found = []
+    for end in "XY":
+        run_dir = new_run(tmp_path, uri)
+        long = {f"job.p{i}": "ä" * 6000 + end for i in range(40)}
+        params = {"job.prompt": "a" * 600 + end, **long}
+        record = {**run_dir.read_record(), "uid": end, "params": params, "command": "b" * 7000 + end, "name": end * 300}
+        run_id = MlflowBackend(uri, request_timeout_s=10).open_run(record, run_id=None, start_time=0.0, running=True).id
+        found.append(client_of(uri).get_run(run_id))
+    one, other = found
+    assert [run.data.params["job.prompt"] for run in found] == ["a" * 600 + end for end in "XY"]
+    assert one.data.params["job.p39"] != other.data.params["job.p39"]
+    assert re.fullmatch(r"ä+\.\.\. \(cut: 6,001 characters, [0-9a-f]{8}\)", one.data.params["job.p39"])
+    assert one.data.tags["mlflow.note.content"] != other.data.tags["mlflow.note.content"]
+    assert one.info.run_name != other.info.run_name
+    assert max(map(len, [*one.data.tags.values(), *one.data.params.values()])) <= MAX_PARAM_LENGTH
+
+
+def test_a_request_is_small_enough_for_a_server():
+    items = [Param(str(i), "ä" * 6000) for i in range(60)]
+    batches = list(_small_batches(items))
+    assert [item for batch in batches for item in batch] == items
+    assert (
+        max(len(json.dumps([item.value for item in batch])) for batch in batches)
+        < validation.MAX_BATCH_LOG_REQUEST_SIZE
+    )
+    assert [len(batch) for batch in _small_batches([Param(str(i), "1") for i in range(250)])] == [100, 100, 50]

@@ -67,7 +67,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     assert run.info.run_id == upload.run_id
     assert (run.info.status, run.info.run_name) == ("FINISHED", "digits-ddp")
     assert history(uri, upload.run_id) == expected(run_dir)
-    assert run.data.params == {"train.steps": "10", "job.hidden": "x" * 500, "time": "1"}
+    assert run.data.params == {"train.steps": "10", "job.hidden": "x" * 600, "time": "1"}
     assert run.data.tags["strategy"] == "ddp"
     bars = {k: v for k, v in run.data.metrics.items() if k.startswith("summary/")}
     assert math.isnan(bars.pop("summary/lost"))

@@ -23,6 +23,19 @@ from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
+_IGNORED = {
+    "MLFLOW_EXPERIMENT_ID": "set tracking.experiment to the name of the experiment",
+    "MLFLOW_RUN_ID": "each run makes its own; resume=<run> goes on with one",
+    "MLFLOW_RUN_NAME": "set name",
+    "MLFLOW_PARENT_RUN_ID": "the runs of a sweep have the tag sweep_id",
+    "MLFLOW_TAGS": "add tags with MlflowClient.set_tag",
+    "MLFLOW_REGISTRY_URI": "models are logged at tracking.uri",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "set tracking.request_timeout_s",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "uploads are repeated until they succeed",
+    "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "set tracking.system_metrics_every_s",
+    "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "set tracking.system_metrics_every_s",
+}
+"""Variables that MLflow knows and a run does not follow, with what to do in their place."""
 PATH_KEYS = ("output_dir", "tracking.uri", "resume", "evaluate")
 
 
@@ -90,9 +103,12 @@ def tracking_variables(config: Config) -> dict[str, str]:
 
 
 def tracking_note(config: Config) -> list[str]:
-    """Return a remark on what the environment decides about the tracking; none if it decides nothing."""
+    """Return remarks on what the environment decides about the tracking, and on what it does not decide."""
     found = tracking_variables(config)
-    return [f"MLflow: {', '.join(f'{name}={value}' for name, value in found.items())}"] if found else []
+    notes = [f"MLflow: {', '.join(f'{name}={value}' for name, value in found.items())}"] if found else []
+    if config.tracking.uri is not None:
+        notes += [f"{name} is ignored: {remedy}" for name, remedy in _IGNORED.items() if os.environ.get(name)]
+    return notes
 
 
 def output_errors(config: Config) -> list[str]:

@@ -3,7 +3,10 @@
 import base64
 import http.server
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -147,6 +150,50 @@ def test_a_tracking_server_that_knows_the_user(server: str, monkeypatch: pytest.
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pw")
     assert check_tracking(f"http://{server}", timeout_s=5).level == "ok"
+
+
+def test_a_tracking_server_whose_login_or_certificate_the_environment_has(
+    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "plugin")
+    found = check_tracking(f"http://{server}", timeout_s=5)
+    assert (found.level, "the login by MLFLOW_TRACKING_AUTH was not tried" in found.text) == ("ok", True)
+    monkeypatch.delenv("MLFLOW_TRACKING_AUTH")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".mlflow").mkdir()
+    saved = "[mlflow]\nmlflow_tracking_username = ada\nmlflow_tracking_password = pw\n"
+    (tmp_path / ".mlflow" / "credentials").write_text(saved)
+    assert check_tracking(f"http://{server}", timeout_s=5).level == "ok"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_tracking_server_with_a_certificate_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = "req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -subj /CN=me"
+    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pw")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
+        running.socket = context.wrap_socket(running.socket, server_side=True)
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        uri = f"https://127.0.0.1:{running.server_port}"
+        levels = [check_tracking(uri, timeout_s=5).level]
+        for name, value in (
+            ("MLFLOW_TRACKING_SERVER_CERT_PATH", str(certificate)),
+            ("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "gone")),
+            ("MLFLOW_TRACKING_INSECURE_TLS", "true"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                levels.append(check_tracking(uri, timeout_s=5).level)
+        running.shutdown()
+        thread.join(timeout=60)
+    assert levels == ["fault", "ok", "fault", "ok"]
 
 
 def test_a_tracking_server_that_does_not_answer() -> None:

@@ -426,3 +426,17 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
         (error,) = errors("jobs.gpt.GPT", **fields)
         assert error.startswith(f"job.weights={tmp_path / 'model'}: "), error
         assert reason in error, error
+
+
+def test_what_is_beside_the_weights_goes_along(tmp_path: Path) -> None:
+    """Tokenizers may be in several files, and a chat template in one of its own."""
+    job = GPT(variant="llama", layers=1, width=8, heads=2, context=8, vocabulary=16)
+    job.export(job.model().state_dict(), tmp_path / "first", "hf")
+    names = {"vocab.json", "merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json"}
+    for name in names | {"special_tokens_map.json", "optimizer.pt"}:
+        (tmp_path / "first" / name).write_text("{}")
+    (tmp_path / "a.npy").touch()
+    further = replace(job, weights=str(tmp_path / "first"), path=str(tmp_path / "a.npy"))
+    further.export(job.model().state_dict(), tmp_path / "second", "hf")
+    written = {file.name for file in (tmp_path / "second").iterdir()}
+    assert written == names | {"special_tokens_map.json", "config.json", "model.safetensors"}

@@ -172,9 +172,9 @@ def test_a_text_that_the_template_leaves_out_is_noticed(words: Any) -> None:
 
 def test_the_end_is_there_once_and_only_at_the_end(words: Any) -> None:
     """Also with a tokenizer that ends every text, cuts it and fills it up."""
-    prompt = {"prompt": "what is two plus two", "completion": "the four"}
+    prompt = {"prompt": "what is two plus two", "completion": " the four"}
     assert encoded(words, prompt) == ("<bos> what is two plus two the four <end>", "the four <end>")
-    assert encoded(words, {**prompt, "completion": "the four <end>"})[1] == "the four <end>"
+    assert encoded(words, {**prompt, "completion": " the four <end>"})[1] == "the four <end>"
     text = "<bos> what is two plus two plus two plus two <end>"
     assert encoded(words, {"text": "what is two plus two plus two plus two"}) == (text, text)
 

@@ -64,7 +64,9 @@ def test_transformers_loads_the_model_with_the_same_logits(
     fields = {**TINY, **VARIANTS[variant]}
     run, model = run_of(tmp_path, GPT(**fields), **fields)
     assert export.main([str(run.path), "--format", "hf", "--to", str(tmp_path / "new" / "model")]) == 0
-    assert f"the model after step 1,200 is in {tmp_path / 'new' / 'model'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"the model after step 1,200 is in {tmp_path / 'new' / 'model'}" in said
+    assert "its output is that of the trained model, for an input of the right form (difference" in said
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "new" / "model").iterdir()}
     assert modes == {run.config_file.stat().st_mode & 0o777}, "others may read it"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "model").eval()
@@ -100,7 +102,14 @@ def test_what_exists_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOnly(GPT):
+class Uncompared(GPT):
+    """Is exported without another process, which takes seconds."""
+
+    exported = Job.exported
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOnly(Uncompared):
     """Trains its head alone, and has other frozen parameters with another standard deviation."""
 
     std: float = 0.02
@@ -142,7 +151,7 @@ def test_the_weights_that_the_best_evaluation_has_judged_are_exported(
     tmp_path: Path, metric: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields: dict[str, Any] = {**TINY, "variant": "llama", "tied": True}
-    job = GPT(**fields)
+    job = Uncompared(**fields)
     run, _ = run_of(tmp_path, job, **fields)
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -321,3 +330,17 @@ def test_a_job_with_a_secret_is_exported(
     run.config_file.write_text(run.config_file.read_text() + f"  api_key: '{MASK}'\n")
     assert export.main([str(run.path), "--format", "mine", "--to", str(tmp_path / "other")]) == 2
     assert f"job.api_key={MASK}: {MASK} stands for a secret" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_model_in_mlflow_has_weights_of_the_type_that_its_graph_takes(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"hidden": 4, "depth": 2}
+    run, model = run_of(tmp_path, Digits(**fields), **fields)
+    optimizer = Digits(**fields).optimizer(model.parameters())
+    state = capture(model.bfloat16(), optimizer, None, step=1300, samples_consumed=30)
+    save(run.checkpoints, state, run_uid="first")
+    export_for_mlflow(run, tmp_path / "uploaded", ["model"])
+    facts = json.loads((tmp_path / "uploaded" / "facts.json").read_text())
+    assert (facts["problem"], facts["step"]) == (None, 1300)
+    assert {t.dtype for t in load_file(tmp_path / "uploaded" / "model.safetensors").values()} == {torch.float32}
+    assert not (tmp_path / "uploaded" / "found.npz").exists()

@@ -90,6 +90,12 @@ def test_what_the_environment_decides_is_named(tmp_path: Path, monkeypatch: pyte
     assert tracking_note(config_of(tmp_path)) == [
         "MLflow: MLFLOW_TRACKING_URI=http://***@host:5000, MLFLOW_EXPERIMENT_NAME=mine"
     ]
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "7")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    assert tracking_note(config_of(tmp_path))[1:] == [
+        "MLFLOW_EXPERIMENT_ID is ignored: set tracking.experiment to the name of the experiment",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT is ignored: set tracking.request_timeout_s",
+    ]
     assert tracking_note(config_of(tmp_path, "tracking=none")) == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:///runs")
     (error,) = environment_errors(config_of(tmp_path))
