@@ -30,6 +30,7 @@ from orchestrator.job import Job
 from orchestrator.protocol import messages
 from orchestrator.records.output_dir import prepare_staging
 from orchestrator.records.run_dir import RunDir
+from orchestrator.user_code.breakpoints import held_at
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.errors import exits_refused, readable
 from orchestrator.worker.control.control import Outbox, StepGate
@@ -37,7 +38,7 @@ from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
 from orchestrator.worker.process import network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
-from orchestrator.worker.process.output import Output, all_stacks, is_waiting
+from orchestrator.worker.process.output import Output, all_stacks, is_waiting, training_frame
 from orchestrator.worker.process.shared_directory import check_shared
 
 if TYPE_CHECKING:
@@ -116,8 +117,9 @@ class BaseWorker(abc.ABC):
         Ray keeps no record of these calls, which would displace the records of all others.
         """
         system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
-        waiting = is_waiting(self.training_thread)
-        return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
+        frame = training_frame(self.training_thread)
+        leaving, waiting = self.notice.received(), is_waiting(frame)
+        return self.outbox.collect(system, leaving=leaving, waiting=waiting, held_at=held_at(frame))
 
     @ray.method(concurrency_group="control")
     def hold(self, generation: int) -> int:

@@ -146,6 +146,7 @@ def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: Run
         traceback=failure.traceback,
         log=this_origin().log(run_dir, rank),
         log_tail=failure.log_tail,
+        own_frames=failure.own_frames,
     )
 
 

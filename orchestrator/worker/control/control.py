@@ -235,13 +235,21 @@ class Outbox:
             self._spool.append(self._num_reports, report)
         self._num_reports += 1
 
-    def collect(self, system: Mapping[str, float], *, leaving: bool = False, waiting: bool = False) -> Heartbeat:
+    def collect(
+        self,
+        system: Mapping[str, float],
+        *,
+        leaving: bool = False,
+        waiting: bool = False,
+        held_at: str | None = None,
+    ) -> Heartbeat:
         """Return the progress, with the points and events since the last call.
 
         Args:
             system: readings of the node, by metric name.
             leaving: whether this process has received SIGTERM.
             waiting: whether the training thread waits for other ranks.
+            held_at: where a debugger holds it.
         """
         evaluation = self._evaluation  # the training thread may end it meanwhile
         with self._lock:
@@ -263,6 +271,7 @@ class Outbox:
                 events=tuple(events),
                 system=system,
                 leaving=leaving,
+                held_at=held_at,
                 lines=self._taken_lines(),
             )
 

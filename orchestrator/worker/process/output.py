@@ -15,6 +15,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from orchestrator.protocol.flight import enqueued_in
@@ -150,12 +151,16 @@ def all_stacks(training_thread: int | None, *, flight: FlightRecord | None) -> S
     for ident in sorted(frames, key=lambda i: i != training_thread):
         role = "training thread" if ident == training_thread else f"thread {names.get(ident, ident)}"
         parts.append(f"{role}:\n{''.join(traceback.format_stack(frames[ident]))}")
-    return Stacks(text="\n".join(parts), waiting=is_waiting(training_thread), flight=flight)
+    return Stacks(text="\n".join(parts), waiting=is_waiting(training_frame(training_thread)), flight=flight)
 
 
-def is_waiting(training_thread: int | None) -> bool:
-    """Return whether the training thread, given as for :func:`all_stacks`, seems to wait for other ranks."""
-    frame = None if training_thread is None else sys._current_frames().get(training_thread)
+def training_frame(training_thread: int | None) -> FrameType | None:
+    """Return the innermost frame of the training thread, given as for :func:`all_stacks`; None if it has none."""
+    return None if training_thread is None else sys._current_frames().get(training_thread)
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Return whether a thread with this innermost frame seems to wait for other ranks."""
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITS_IN)
 
 
