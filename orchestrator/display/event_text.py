@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import clean, count, duration, first_line, size, workers_text
 from orchestrator.protocol import events
@@ -105,7 +107,7 @@ def _recovered(event: events.Recovered) -> str:
     verb = "recovered" if event.planned is None else "continued"
     if event.steps_lost is None:
         return f"{verb} after {event.seconds:.1f} s: {how}, the script starts again (generation {event.generation})"
-    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
+    lost = count(event.steps_lost, "step") + " repeated" if event.steps_lost else "no step lost"
     return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 
@@ -119,7 +121,7 @@ def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
     shown, tail = event.traceback, clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
     if event.own_frames:
-        shown, tail = event.own_frames, []
+        shown, tail = textwrap.dedent(event.own_frames), []
     lines += [(f"  {line}", "") for line in clean(shown).strip().splitlines()]
     if event.own_frames:
         lines.append((f"the whole traceback is in its log: {event.log}", ""))

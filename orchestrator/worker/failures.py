@@ -27,6 +27,7 @@ from orchestrator.user_code.own_errors import OwnError, own_error
 from orchestrator.worker.data.data_loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.step_metrics import NonFiniteError, NoUpdateError
+from orchestrator.worker.process.output import print_error
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.evaluation import MetricError, ModelChangedError
 
@@ -102,7 +103,7 @@ def _with_place(message: str, own: OwnError | None) -> str:
 
 
 def _at(own: OwnError | None) -> str:
-    return "" if own is None else f" at {own.place}"
+    return "" if own is None else f" at {own.place.partition(': ')[0]}"
 
 
 def _encodable(text: str) -> str:
@@ -145,7 +146,7 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
     try:
         return () if loop is None else list(loop.strategy.tensor_sizes())
     except Exception:
-        traceback.print_exc()
+        print_error()
         return ()
 
 
@@ -157,7 +158,7 @@ def _gathered_bytes(loop: Loop | None) -> float:
         model = Outline(loop.job, loop.config.train).model
         return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
     except Exception:
-        traceback.print_exc()
+        print_error()
         return 0.0
 
 
