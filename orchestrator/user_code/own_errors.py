@@ -47,8 +47,8 @@ class OwnError:
 
 def own_error(error: BaseException) -> OwnError | None:
     """Return what is known of an error of the code of the user; None if no code of the user was in it."""
-    causes = list(_causes(error))
-    for cause in causes:
+    chain = list(causes(error))
+    for cause in chain:
         known: OwnError | None = getattr(cause, "own_error", None)  # of a loader process
         if known is not None:
             return known
@@ -56,12 +56,12 @@ def own_error(error: BaseException) -> OwnError | None:
             return OwnError(
                 place=_place(entries[-1]),
                 frames="".join(line for entry in entries for line in traceback.format_tb(entry, limit=1)),
-                comes_again=bool(user_frames(cause)) and not any(map(_may_pass, causes)),
+                comes_again=bool(user_frames(cause)) and not any(map(_may_pass, chain)),
             )
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, the one that it was raised from or in the handling of, and so on."""
     cause: BaseException | None = error
     seen: set[int] = set()

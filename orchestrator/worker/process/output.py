@@ -91,7 +91,13 @@ class Output(abc.ABC):
 
 
 _output: Output | None = None
-"""That of this process, once it has been redirected."""
+"""That of this process, once it goes to a log."""
+
+
+def use(output: Output | None) -> None:
+    """Let ``output`` be that of this process; None if its log has been closed."""
+    global _output
+    _output = output
 
 
 def log_only() -> contextlib.AbstractContextManager[TextIO]:
@@ -133,9 +139,8 @@ class RankOutput(Output):
         self._lock = threading.RLock()
 
     def redirect(self, log: Path) -> None:
-        global _output
         with self._lock:
-            _output = self
+            use(self)
             log.parent.mkdir(parents=True, exist_ok=True)
             self._write_to(newest_part(log))
             enable_crash_reports()
