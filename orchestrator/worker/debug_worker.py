@@ -10,9 +10,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 import torch
 
@@ -21,9 +22,9 @@ from orchestrator.protocol import messages
 from orchestrator.records.rank_log import log_header, newest_part
 from orchestrator.user_code.breakpoints import VARIABLE
 from orchestrator.user_code.errors import own_frames
-from orchestrator.user_code.own_errors import causes
+from orchestrator.user_code.own_errors import causes, own_error
 from orchestrator.worker.actor import Worker
-from orchestrator.worker.base_actor import Notice
+from orchestrator.worker.base_actor import BaseWorker, Notice
 from orchestrator.worker.process import output
 from orchestrator.worker.process.gpu import with_gpus
 from orchestrator.worker.process.network import LOOPBACK
@@ -33,7 +34,7 @@ NODE = "this process"
 """Stands for the id of a node, of which there is no other."""
 
 
-class DebugWorker(Worker):
+class InThisProcess(BaseWorker):
     """The only rank of a run, whose methods the driver calls without Ray. Use as a context manager.
 
     Attributes:
@@ -50,7 +51,7 @@ class DebugWorker(Worker):
         )
         self.was_left = False
 
-    def __enter__(self) -> DebugWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,19 +77,26 @@ class DebugWorker(Worker):
     def _failed(self, error: BaseException, assignment: messages.Assignment) -> messages.Outcome:
         if _has_left(error):
             self.was_left = True
-            return messages.Outcome(status="stopped", step=0 if self.loop is None else self.loop.position.step)
+            return messages.Outcome(status="stopped", step=0)
         outcome = super()._failed(error, assignment)
-        assert outcome.failure is not None
+        failure, own = outcome.failure, own_error(error)
+        assert failure is not None
+        if own is not None and not failure.own_frames and failure.traceback:  # of a script
+            failure = replace(failure, message=f"{failure.message} ({own.place})", own_frames=own.frames)
         if _has_terminal():
-            print(f"\n{outcome.failure.message}\npost mortem: p NAME prints, u and d move, q ends the run", flush=True)
+            print(f"\n{failure.message}\npost mortem: p NAME prints, u and d move, q ends the run", flush=True)
             _PostMortem(error).begin()
-        return outcome
+        return replace(outcome, failure=failure)
+
+
+class DebugWorker(InThisProcess, Worker):
+    """The rank of a job."""
 
 
 class CopiedOutput(Output):
     """Writes what Python code prints to the log too, with secrets masked, and leaves the terminal as it is."""
 
-    def __init__(self, worker: DebugWorker):
+    def __init__(self, worker: BaseWorker):
         self._worker = worker
         self._before: tuple[TextIO, TextIO] | None = None
         self._log: TextIO | None = None
@@ -157,7 +165,8 @@ class _PostMortem(pdb.Pdb):
 
 def _has_left(error: BaseException) -> bool:
     """Return whether the user has ended the debugger, whichever error that has become."""
-    return any(isinstance(e, bdb.BdbQuit) or (isinstance(e, SystemExit) and _is_of_pdb(e)) for e in causes(error))
+    left = (bdb.BdbQuit, KeyboardInterrupt)
+    return any(isinstance(e, left) or (isinstance(e, SystemExit) and _is_of_pdb(e)) for e in causes(error))
 
 
 def _is_of_pdb(error: SystemExit) -> bool:

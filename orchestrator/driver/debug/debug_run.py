@@ -34,7 +34,8 @@ from orchestrator.protocol.messages import Assignment, Heartbeat, Place, WorkerE
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
-from orchestrator.worker.debug_worker import NODE, DebugWorker
+from orchestrator.worker.debug_script import DebugScriptWorker
+from orchestrator.worker.debug_worker import NODE, DebugWorker, InThisProcess
 
 GENERATION = 1
 
@@ -42,7 +43,7 @@ GENERATION = 1
 class OwnGang(Members):
     """The gang of one worker, which is an object of this process."""
 
-    def __init__(self, worker: DebugWorker, info: WorkerInfo):
+    def __init__(self, worker: InThisProcess, info: WorkerInfo):
         super().__init__()
         self.members = (Member(global_rank=0, actor=None, info=info, slot=0),)
         self._worker = worker
@@ -84,12 +85,12 @@ class DebugRun:
         plan, config = spec.sizes.initial, spec.config
         variables = worker_variables(config.cluster.env, os.environ)
         values = {k: v for k, v in variables.values.items() if (k, v) != (VARIABLE, REFUSAL)}
-        self._worker = DebugWorker(
+        rules = registry.load(plan.strategy)
+        self._worker = (DebugScriptWorker if rules.runs_script else DebugWorker)(
             heartbeat_timeout_s=config.cluster.heartbeat_timeout_s, variables=replace(variables, values=values)
         )
         self._info = self._worker.info(on_gpu=plan.device == "cuda")
-        refused = registry.load(plan.strategy).refused_precisions
-        train = with_common_precision(config.train, [self._info], refused=refused)
+        train = with_common_precision(config.train, [self._info], refused=rules.refused_precisions)
         self._config = replace(config, train=train)
         self._workers = OwnWorkers(plan, OwnGang(self._worker, self._info))
         self._recorder = RunRecorder(context, self._workers)
@@ -178,7 +179,7 @@ class DebugRun:
             self._workers.gang.add_last_heartbeat(0, outcome.last_heartbeat)
             self._reports.handle(self._reports.telemetry.collect(self._workers.gang).events)
         if self._worker.was_left:
-            self._stop.request(signal.SIGINT, "the end of the debugger")
+            self._stop.request(signal.SIGINT, "`q` in the debugger, or Ctrl-C")
         if outcomes.all_ended("done"):
             self._recorder.end_transition(GENERATION, time.time())
         asked = None if self._stop.received is None else "stopped"

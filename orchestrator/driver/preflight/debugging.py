@@ -43,7 +43,7 @@ def with_one_rank(config: Config, plan_sizes: PlanSizes) -> Config | None:
 def note_of(config: Config, *, asked: str) -> str:
     """Return what the user has to know of a run that debugs; ``asked``: the strategy that was asked for."""
     if config.strategy.name != asked:
-        what = f"strategy={asked} needs several processes, so that this run trains with strategy={config.strategy.name}"
+        what = f"strategy={asked} needs other processes, so that this run trains with strategy={config.strategy.name}"
     elif asked == "script":
         what = "the script runs in this process as its only rank"
     else:

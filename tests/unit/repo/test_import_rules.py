@@ -56,7 +56,7 @@ RULES = {
     "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
-    "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
+    "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
                        "driver.process",                                                       "ray"),
     "driver.reporting": ("storage config protocol records compat "
