@@ -18,6 +18,7 @@ REPORT_VARIABLE = "ORCHESTRATOR_REPORT"
 CHECKPOINTS_VARIABLE = "ORCHESTRATOR_CHECKPOINT_DIR"
 
 _connection: socket.socket | None = None
+_connected_to = ""
 _steps = 0
 
 
@@ -69,9 +70,10 @@ def checkpoint_dir() -> Path:
 
 def _send(path: str, line: bytes) -> None:
     """Send a line to the worker; a worker that has gone is no error, because it ends this process itself."""
-    global _connection
+    global _connection, _connected_to
     try:
-        if _connection is None:
+        if _connection is None or _connected_to != path:  # a process may run one script after another
+            _connected_to = path
             _connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             _connection.connect(path)
         _connection.sendall(line)
