@@ -23,6 +23,7 @@ MOST_STEPS = 2**63 - 1
 """What MLflow can store."""
 
 _connection: socket.socket | None = None
+_connected_to = ""
 _steps = 0
 _lock = threading.RLock()
 
@@ -128,10 +129,11 @@ def _send(path: str, line: bytes) -> None:
 
     A signal handler that reports may have interrupted a line of its own thread: it has a connection of its own.
     """
-    global _connection
+    global _connection, _connected_to
     connection, _connection = _connection, None
     try:
-        if connection is None:
+        if connection is None or _connected_to != path:  # a process may run one script after another
+            _connected_to = path
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.connect(path)
         connection.sendall(line)

@@ -18,7 +18,7 @@ from orchestrator.config.schema import Config, JobSpec
 from orchestrator.config.typed import plain
 
 _OF_ITS_TRAINING = frozenset(
-    {"name", "resume", "evaluate", "start_from", "plan", "profile", "callbacks", "checkpoint", "sweep"}
+    {"name", "resume", "evaluate", "start_from", "plan", "debug", "profile", "callbacks", "checkpoint", "sweep"}
 )
 """Keys and sections that say how the run was trained, or have no meaning for another one."""
 _KEYS_OF_ITS_TRAINING = ("train.stop_after", "train.stop_min_delta", "recovery.chaos")

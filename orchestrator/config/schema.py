@@ -225,6 +225,10 @@ class Config:
     )
     output_dir: str = option("directory in which run directories are created, or a URL, such as s3://bucket/runs")
     plan: bool = option("print the plan and exit")
+    debug: bool = option(
+        "train in this process, as one worker without Ray, loader processes and uploads, so that breakpoint(), pdb and "
+        "an attached debugger work"
+    )
     profile: bool = option("record a torch.profiler trace of ten steps on every worker")
     callbacks: tuple[JobSpec, ...] = option(
         "classes that the training calls, subclasses of orchestrator.Callback, as in callbacks=[my_package.Beep] or, "

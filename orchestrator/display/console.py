@@ -35,16 +35,22 @@ _VERDICT_STYLES = {"FINISHED": "bold green", "PRUNED": "bold", "KILLED": "bold y
 
 
 def make_console(
-    *, steps: int, world_size: int, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    *,
+    steps: int,
+    world_size: int,
+    live: bool = True,
+    stream: IO[str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> events.Sink:
     """Return the console of one run on ``stream`` (default: standard output).
 
     Close it after every other sink, so that their warnings come before the verdict. ``clock`` returns seconds, which
-    must never step: the times in events come from clocks that do, on several hosts.
+    must never step: the times in events come from clocks that do, on several hosts. ``live``: whether a panel may be
+    drawn on a terminal, which nothing else must use.
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
     view = RunView(steps=steps, world_size=world_size)
-    if out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):  # Rich itself obeys NO_COLOR
+    if live and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):  # Rich itself obeys NO_COLOR
         terminal = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
         return LiveConsole(view, terminal, clock)
     # In a notebook, Rich would display each line as HTML of its own.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import clean, count, duration, first_line, size, workers_text
 from orchestrator.protocol import events
@@ -34,7 +36,8 @@ def describe_event(event: events.Event) -> list[Line]:
         case events.WorkerFailed():
             return _worker_failed(event)
         case events.WorkerLost():
-            return [(f"{event.display_name} lost at step {event.step}: {first_line(event.reason)}", "yellow")]
+            text = f"{event.display_name} failed at step {event.step}, the run recovers: {first_line(event.reason)}"
+            return [(text, "yellow")]
         case events.StragglerFound():
             return [(_straggler(event), "yellow")]
         case events.Recovered():
@@ -104,7 +107,7 @@ def _recovered(event: events.Recovered) -> str:
     verb = "recovered" if event.planned is None else "continued"
     if event.steps_lost is None:
         return f"{verb} after {event.seconds:.1f} s: {how}, the script starts again (generation {event.generation})"
-    lost = count(event.steps_lost, "step") + " lost" if event.steps_lost else "no step lost"
+    lost = count(event.steps_lost, "step") + " repeated" if event.steps_lost else "no step lost"
     return f"{verb} at step {event.step} after {event.seconds:.1f} s: {how}, {lost} (generation {event.generation})"
 
 
@@ -116,8 +119,13 @@ def _stage_text(number: int, stage: events.StageSummary) -> str:
 def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     reason = first_line(event.reason)
     lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
-    lines += [(f"  {line}", "") for line in clean(event.traceback).strip().splitlines()]
-    tail = clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
+    shown, tail = event.traceback, clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
+    if event.own_frames:
+        shown, tail = textwrap.dedent(event.own_frames), []
+    lines += [(f"  {line}", "") for line in clean(shown).strip().splitlines()]
+    if event.own_frames:
+        lines.append((f"the whole traceback is in its log: {event.log}", ""))
+        return lines
     if tail:
         lines.append((f"last lines of its log ({event.log}):", "bold"))
         lines += [(f"  {line}", "dim") for line in tail]

@@ -223,7 +223,7 @@ def _finished(end: RunEnd, summary: Mapping[str, Any], started: RunStarted | Non
     shown = [key for key in ("final_loss", validation) if key in end.results]
     parts += [f"{key.replace('_', ' ')} {number(end.results[key])}" for key in shown]
     if end.restarts:
-        lost = f", {count(end.steps_lost, 'step')} lost" if end.steps_lost else ""
+        lost = f", {count(end.steps_lost, 'step')} repeated" if end.steps_lost else ""
         parts.append(count(end.restarts, "restart") + lost)
     return ", ".join(parts)
 

@@ -123,7 +123,7 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) ->
         match event.get("event"):
             case "worker_lost" | "worker_failed":
                 reason = first_line(str(event.get("reason")))
-                yield f"{event.get('display_name')} lost at step {event.get('step')}: {reason}"
+                yield f"{event.get('display_name')} failed at step {event.get('step')}: {reason}"
             case "recovered":
                 seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost") or 0)
                 steps = f"{count(lost, 'step')} repeated" if lost else "no step lost"

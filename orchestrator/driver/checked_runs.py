@@ -26,6 +26,7 @@ from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.child_checks import plan_sizes
+from orchestrator.driver.preflight.debugging import ALONE, in_one_process, note_of, with_one_rank
 from orchestrator.driver.preflight.epochs import in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
@@ -51,6 +52,7 @@ class CheckedRun:
         sizes: None until the cluster is joined, if its nodes decide.
         decision: how ``strategy=auto`` has chosen the strategy; None if it has not.
         source: another run, whose checkpoint this one begins with; None if there is none.
+        notes: remarks for the user.
     """
 
     overrides: tuple[str, ...]
@@ -64,6 +66,7 @@ class CheckedRun:
     given: PickledJob | None
     decision: Decision | None = None
     source: Resume | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_auto(self) -> bool:
@@ -201,6 +204,14 @@ def _check(
     if config is None:
         return None
     config = absolute_paths(config)
+    asked = config.strategy.name
+    if config.debug:
+        config = in_one_process(config)
+        if asked != ALONE and (alone := _with_one_rank(config)) is None:
+            instead = with_choice(typed, config, [f"strategy={ALONE}"])
+            checked_run = _check(instead, address_error, errors, redactor, job_argument)
+            return checked_run and replace(checked_run, notes=(note_of(checked_run.config, asked=asked),))
+        config = config if asked == ALONE else alone
     if job is not None:
         with collect_errors(errors):
             config = in_steps(config, job)
@@ -210,8 +221,9 @@ def _check(
         shipped_code.module_paths(config.cluster.py_modules)
     resume, source, sizes = None, None, None
     seen: set[str] = set()
+    tried = None if config.debug else job  # in child processes, where nothing can be debugged
     with collect_errors(errors):
-        resume = find_resume(config, job, warnings=warnings, redactor=redactor, seen=seen)
+        resume = find_resume(config, tried, warnings=warnings, redactor=redactor, seen=seen)
     if resume is not None and config.strategy.name == AUTO:
         if (chosen := chosen_before(resume.run_dir)) is None:
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
@@ -221,7 +233,7 @@ def _check(
         config = replace(config, train=resume.train)
     else:
         with collect_errors(errors):
-            source = find_source(config, job, warnings=warnings, redactor=redactor)
+            source = find_source(config, tried, warnings=warnings, redactor=redactor)
     if registry.load(config.strategy.name).runs_script:  # neither of which anything here knows
         config = replace(config, tracking=replace(config.tracking, log_model=False, log_dataset=False))
     if source is not None and config.evaluate is not None:
@@ -231,11 +243,11 @@ def _check(
             errors.append("strategy=auto: it measures training; choose another strategy for evaluate")
     if job is not None and (wrong := unknown_split(config.train.eval_splits, job.split_names)) is not None:
         errors.append(wrong)
-    address = cluster.target_address(config.cluster)
+    address = None if config.debug else cluster.target_address(config.cluster)
     if address is None:
         if config.sweep.unfit == "skip":
             plan_sizes(config, None, (this_machine(),), errors, oversubscribe_cpus=False)
-        sizes = plan_sizes(config, job, (this_machine(),), errors, oversubscribe_cpus=True)
+        sizes = plan_sizes(config, tried, (this_machine(),), errors, oversubscribe_cpus=True)
         if config.sweep.parallel not in (1, "auto"):
             errors.append(
                 f"sweep.parallel={config.sweep.parallel}: an embedded Ray has room for one run; start Ray with "
@@ -256,7 +268,18 @@ def _check(
         redactor=redactor,
         given=pickled,
         source=source,
+        notes=(note_of(config, asked=asked),) if config.debug else (),
     )
+
+
+def _with_one_rank(config: Config) -> Config | None:
+    """Return ``config`` for one rank on this machine; None if its strategy has no such layout, or none of its own."""
+    here = (this_machine(),)
+
+    def plan(config: Config, errors: list[str]) -> Sizes | None:
+        return plan_sizes(config, None, here, errors, oversubscribe_cpus=True)
+
+    return None if config.strategy.name == AUTO else with_one_rank(config, plan)
 
 
 def _paths_config(overrides: Sequence[str]) -> Config | None:

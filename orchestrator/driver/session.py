@@ -6,13 +6,10 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import ray
 
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
@@ -23,18 +20,17 @@ from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.checked_runs import CheckedRun, planned_on, this_machine, with_choice, with_shared_cores
+from orchestrator.driver.checked_runs import CheckedRun, with_choice, with_shared_cores
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
-from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
+from orchestrator.driver.joined_ray import ray_of
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
-from orchestrator.driver.process import cluster
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunResult, RunSpec
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
-from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output, job_metadata
+from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
 from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
@@ -42,7 +38,6 @@ from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.node_check import exposure_warning
 from orchestrator.protocol.events import Noted, Sink, Warned
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -54,6 +49,7 @@ from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
     from orchestrator.driver.auto.chooser import Chooser
+    from orchestrator.driver.debug.debug_run import DebugRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +96,7 @@ def run_all(
     started_at = time.time() if started_at is None else started_at
     if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with CodeCache() as codes, _ray(checked_runs, sweep, codes) as (nodes, planned):
+    with CodeCache() as codes, ray_of(checked_runs, sweep, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
         if checked_runs[0].config.plan:
             return _print_plans(launch, planned, sweep)
@@ -108,7 +104,8 @@ def run_all(
         if stop.received is not None:
             raise KeyboardInterrupt
         resumed = [c.resume.run_dir for c in checked_runs if c.resume is not None]
-        recover_orphans(output_dir(checked_runs[0].config), resumed=resumed)
+        if not checked_runs[0].config.debug:  # which starts no process
+            recover_orphans(output_dir(checked_runs[0].config), resumed=resumed)
         if sweep is not None:
             if (parallel := checked_runs[0].config.sweep.parallel) == "auto":
                 plans = [sizes.initial for _, sizes in planned]
@@ -189,63 +186,15 @@ def _chosen(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> tuple[Check
     return replace(checked_run, overrides=overrides, config=decision.config, decision=decision), decision.sizes
 
 
-@contextlib.contextmanager
-def _ray(
-    checked_runs: Sequence[CheckedRun], sweep: Sweep | None, codes: CodeCache
-) -> Iterator[tuple[tuple[Node, ...], list[tuple[CheckedRun, Sizes]]]]:
-    """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
-
-    Without a cluster, a Ray is embedded. ``plan=true`` joins none, unless ``strategy=auto`` measures the job.
-    """
-    config = checked_runs[0].config
-    address = cluster.target_address(config.cluster)
-    metadata = job_metadata([c.config for c in checked_runs], checked_runs[0].redactor)
-    only_plans = config.plan and not any(c.is_auto for c in checked_runs)
-    if address is not None and only_plans:
-        nodes = nodes_to_plan_on(config.cluster, address)
-        yield nodes, planned_on(nodes, checked_runs, sweep)
-        return
-    if address is not None:
-        with cluster.connected(address, metadata=metadata):
-            if membership() is None:
-                if (choice := cluster.choice_of_address(config.cluster)) is not None:
-                    print(choice, flush=True)
-                _warn_of_strangers(ray.get_runtime_context().gcs_address)
-            nodes = cluster.allowed_nodes(config.cluster)
-            modules = {module for c in checked_runs for module in c.config.modules(with_job=c.given is None)}
-            nodes = fit_nodes(
-                nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, checked_runs[0].scripts)
-            )
-            yield nodes, planned_on(nodes, checked_runs, sweep)
-        return
-    machine = this_machine()
-    planned = [(c, c.sizes) for c in checked_runs if c.sizes is not None]
-    if only_plans:
-        yield (machine,), planned
-        return
-    with cluster.embedded(
-        config.cluster,
-        num_cpus=max(c.max_cpus for c, _ in planned),
-        num_gpus=machine.gpus,
-        num_processes=max(s.max_processes for _, s in planned),
-        metadata=metadata,
-    ):
-        yield (machine,), planned
-
-
-@functools.cache
-def _warn_of_strangers(gcs_address: str) -> None:
-    """Print a warning, once, if everybody may use the Ray at ``gcs_address``, which is connected."""
-    if (warning := exposure_warning(gcs_address, required=cluster.asks_for_token())) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """A run with its records open: what its driver has at hand, and what it writes when the run has ended."""
+    """A run with its records open: what its driver has at hand, and what it writes when the run has ended.
+
+    ``code``: None if this process trains.
+    """
 
     context: RunContext
-    code: WorkerCode
+    code: WorkerCode | None
     uploader: Uploader
     records: RecordUpload
     ending: RunEnding
@@ -283,7 +232,7 @@ def _execute(
     with _opened(launch, checked_run, sizes, sweep=sweep, started_at=started_at, console=console) as run:
         try:
             with StopRequests(run.context.spec.run_dir, launch.stop):
-                result = Run(run.context, run.code, run.uploader, run.records).execute()
+                result = _run_of(run).execute()
         except SupersededError as e:
             return run.ending.leave(str(e))
         except (KeyboardInterrupt, SystemExit):
@@ -295,6 +244,14 @@ def _execute(
             raise
         with launch.stop.raising():
             return run.ending.finish(result)
+
+
+def _run_of(run: _Opened) -> Run | DebugRun:
+    if run.code is not None:
+        return Run(run.context, run.code, run.uploader, run.records)
+    from orchestrator.driver.debug.debug_run import DebugRun  # with what workers import
+
+    return DebugRun(run.context, run.uploader, run.records)
 
 
 @contextlib.contextmanager
@@ -314,7 +271,7 @@ def _opened(
     config, resume, plan, redactor = checked_run.config, checked_run.resume, sizes.initial, checked_run.redactor
     source = checked_run.source
     start = source or resume
-    code = launch.codes.get(config.cluster, checked_run.scripts)
+    code = None if config.debug else launch.codes.get(config.cluster, checked_run.scripts)
     origin = this_origin()
     as_job = checked_run.given.display if checked_run.given is not None else ""
     command = command_line(checked_run.overrides, redactor, job=as_job, origin=origin)
@@ -327,15 +284,18 @@ def _opened(
         found = {"run": source.run_dir.location, "step": source.step}
         run_dir.update_record(**{key: redactor.data(found, by_key=False)})
     add_job_metadata({"run_dir": run_dir.location})
-    enter_output(run_dir, redactor)
+    if not config.debug:
+        enter_output(run_dir, redactor)
     if checked_run.decision is not None:
         checked_run.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
-    shown = launch.stop.console = console or make_console(steps=plan.steps, world_size=plan.world_size)
+    shown = console or make_console(steps=plan.steps, world_size=plan.world_size, live=not config.debug)
+    launch.stop.console = shown
     journal = Journal(run_dir, warn=lambda text: events.show(Warned(message=text)))
     watchers = [] if launch.watcher is None or console is not None else [launch.watcher]
-    events = EventStream([shown, JobStateSink(), PrometheusSink(), *watchers], redactor, journal=journal)
+    of_ray = [] if config.debug else [JobStateSink(), PrometheusSink()]
+    events = EventStream([shown, *of_ray, *watchers], redactor, journal=journal)
     for event in take_left_reports(run_dir, up_to_step=resume.step) if resume is not None else ():
         events.record(event)
     namesakes = active_namesakes(run_dir)
@@ -387,7 +347,7 @@ def _opened(
         short = None if submission_id() is None else stop_wait_warning(config.cluster.stop_grace_s, os.environ)
         for warning in (*checked_run.warnings, *others, *filter(None, [short])):
             events.show(Warned(message=warning))
-        for note in tracking_note(config):
+        for note in (*checked_run.notes, *tracking_note(config)):
             events.show(Noted(message=note))
         context = RunContext(spec=spec, events=events, stop=launch.stop, lease=lease)
         yield _Opened(context=context, code=code, uploader=uploader, records=records, ending=ending)

@@ -135,6 +135,8 @@ def _place(heartbeat: Heartbeat) -> tuple[str, int]:
 class WatchedTime:
     """A clock that runs while the driver watches: a driver that was stopped, or was slow, has seen no silence.
 
+    It stands still while a debugger holds a rank, for which all others wait.
+
     Args:
         now: the present time of a monotonic clock, in seconds, with which this one begins.
         longest_round_s: the most that it advances between two rounds.
@@ -144,9 +146,9 @@ class WatchedTime:
         self._seconds = self._last = now
         self._longest_round_s = longest_round_s
 
-    def advance(self, now: float) -> float:
-        """Begin a round at ``now``, and return the time of this clock."""
-        self._seconds += min(now - self._last, self._longest_round_s)
+    def advance(self, now: float, *, held: bool = False) -> float:
+        """Begin a round at ``now``, and return the time of this clock; ``held``: whether a debugger holds a rank."""
+        self._seconds += 0.0 if held else min(now - self._last, self._longest_round_s)
         self._last = now
         return self._seconds
 

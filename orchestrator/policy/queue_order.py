@@ -12,6 +12,8 @@ from orchestrator.config.text import first_few
 from orchestrator.planning.mesh import UNITS, Resources, workers_on_node, workers_on_nodes
 from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
 
+STARTING = "there is room, and Ray starts their processes"
+
 
 @dataclass(frozen=True)
 class FreeResources:
@@ -68,7 +70,7 @@ def why_waiting(entry: QueueEntry, state: ClusterState, *, now: float) -> str:
     each = {name: need for name, need in _needs(entry).items() if need}
     request = Request(count=entry.workers, each=each, one_node=entry.one_node)
     placing = entry.state == "reserving"
-    if_free = "Ray is about to place them" if placing else "another run goes first"
+    if_free = STARTING if placing else "there is room, but another run goes first"
     return explain(request, state, autoscaling=entry.autoscaling, now=now, if_free=if_free)
 
 
@@ -285,7 +287,7 @@ def explain(
     *,
     autoscaling: bool,
     now: float,
-    if_free: str = "Ray is about to place them",
+    if_free: str = STARTING,
 ) -> str:
     """Return why the request is not granted, as one sentence of limited length.
 
@@ -295,6 +297,8 @@ def explain(
         if_free: what the request waits for if there is room for it.
     """
     free = room(request, state)
+    if free >= request.count and can_ever_fit(request, state):
+        return if_free
     parts = [f"need {request}{' on one node' if request.one_node else ''}", f"free {free}"]
     if not can_ever_fit(request, state):
         shortage = f"the cluster has room for {_capacity(request, state)} in all"
@@ -302,8 +306,6 @@ def explain(
             parts.append(f"{shortage}; more nodes are awaited (cluster.autoscaling=true)")
         else:
             parts.append(f"{shortage}: add nodes, or lower strategy.num_workers or cluster.cpus_per_worker")
-    elif free >= request.count:
-        return "; ".join([*parts, if_free])
     occupied = sorted(
         (node for node in state.nodes if _occupied(request.each, node)),
         key=lambda node: -_occupied(request.each, node),

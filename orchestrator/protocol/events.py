@@ -235,6 +235,7 @@ class WorkerFailure(Event):
     Attributes:
         display_name: the rank's name for users.
         log: the path of its log file.
+        own_frames: the part of the traceback that is of the user's files; empty if none is.
     """
 
     rank: int
@@ -244,6 +245,7 @@ class WorkerFailure(Event):
     traceback: str
     log: str
     log_tail: str
+    own_frames: str = ""
 
 
 class WorkerFailed(WorkerFailure):

@@ -252,6 +252,7 @@ class Heartbeat:
         first_report: the number of reports that the driver has received from this process before.
         system: system metrics of the node, if the driver asked for them.
         leaving: whether the process has received SIGTERM.
+        held_at: where a debugger holds the training thread, as ``file.py:34``; None if none does.
         lines: what a script has printed, for the console.
     """
 
@@ -267,6 +268,7 @@ class Heartbeat:
     events: tuple[Event, ...] = ()
     system: Mapping[str, float] = field(default_factory=dict)
     leaving: bool = False
+    held_at: str | None = None
     lines: tuple[str, ...] = ()
 
     def after(self, earlier: Heartbeat | None) -> Heartbeat:
@@ -307,6 +309,7 @@ class Failure:
         collateral: the failure is a broken connection, most likely caused by the failure of another rank; the worker
             itself can continue.
         final: a retry would fail in the same way.
+        own_frames: the part of the traceback that is of the user's files; empty if none is.
     """
 
     message: str
@@ -315,6 +318,7 @@ class Failure:
     collateral: bool
     log_tail: str
     final: bool = False
+    own_frames: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

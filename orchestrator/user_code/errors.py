@@ -39,6 +39,8 @@ class JobError(ConfigError):
 
 _OWN_FILES = f"{Path(__file__).resolve().parents[1]}/"
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")), "<frozen ", "<string>")
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+"""What the paths of installed packages contain, also of another environment that this one builds on."""
 
 
 _end_process = os._exit
@@ -101,7 +103,23 @@ def user_frames(error: BaseException) -> list[TracebackType]:
         if code is not _exit.__code__:
             entries = [] if code.co_filename.startswith(_OWN_FILES) else [*entries, entry]
         entry = entry.tb_next
-    return [e for e in entries if not e.tb_frame.f_code.co_filename.startswith(_LIBRARIES)] or entries
+    return [e for e in entries if not _is_of_library(e)] or entries
+
+
+def own_frames(error: BaseException) -> list[TracebackType]:
+    """Return the entries of the traceback that are of the user's files, also above calls of this package."""
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        if not (_is_of_library(entry) or entry.tb_frame.f_code.co_filename.startswith(_OWN_FILES)):
+            entries.append(entry)
+        entry = entry.tb_next
+    return entries
+
+
+def _is_of_library(entry: TracebackType) -> bool:
+    file = entry.tb_frame.f_code.co_filename
+    return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
 
 
 def error_text(error: BaseException) -> str:

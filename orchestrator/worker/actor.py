@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bdb
 import copy
 import functools
 import os
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from orchestrator.worker.control import rendezvous
 from orchestrator.worker.control.control import inject_fault
 from orchestrator.worker.control.rendezvous import Teardown, context_of
 from orchestrator.worker.loop import Loop
-from orchestrator.worker.process.output import all_stacks, flight_record_of
+from orchestrator.worker.process.output import all_stacks, flight_record_of, print_error
 from orchestrator.worker.process.process_memory import free_unreachable, set_allocator
 from orchestrator.worker.script_actor import ScriptWorker
 
@@ -79,8 +79,8 @@ class Worker(BaseWorker):
         return self.loop.run(startup, wait_for_others=wait_for_others, store=store)
 
     def _failed(self, error: BaseException, assignment: messages.Assignment) -> messages.Outcome:
-        if not isinstance(error, failures.EXPLAINED):
-            traceback.print_exc()
+        if not isinstance(error, (*failures.EXPLAINED, bdb.BdbQuit)):
+            print_error()
         log = RunDir(Path(assignment.run_dir), assignment.remote).log_file(assignment.global_rank)
         failure = failures.describe_failure(error, assignment, self.loop, log, after_abort=self.teardown.has_aborted)
         return messages.Outcome(
@@ -118,7 +118,7 @@ class Worker(BaseWorker):
         self.outbox.enter(step, "connect")
         inject_fault(assignment.faults, rank=rank, phase="connect", step=step)
         self.joined = (time.time_ns(), assignment.plan.world_size) if assignment.backend == "nccl" else None
-        rendezvous.connect(assignment, store, node_ip=ray.util.get_node_ip_address(), device=self.device)
+        rendezvous.connect(assignment, store, node_ip=self._node()[1], device=self.device)
         self.gate.check(assignment.generation)  # an abort before this has found no groups
         startup["rendezvous_s"] = time.perf_counter() - began
         return store
@@ -169,5 +169,5 @@ def _recoverable_steps(loop: Loop | None) -> messages.RecoverableSteps:
     try:
         return {} if loop is None else loop.recoverable_steps()
     except Exception:
-        traceback.print_exc()
+        print_error()
         return {}

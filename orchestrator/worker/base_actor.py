@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, ClassVar, TextIO, cast
 
 import ray
 
@@ -31,6 +31,7 @@ from orchestrator.job import Job
 from orchestrator.protocol import messages
 from orchestrator.records.output_dir import prepare_staging
 from orchestrator.records.run_dir import RunDir
+from orchestrator.user_code.breakpoints import held_at
 from orchestrator.user_code.callbacks import Callback
 from orchestrator.user_code.errors import exits_refused, readable
 from orchestrator.worker.control.control import Outbox, StepGate
@@ -38,7 +39,7 @@ from orchestrator.worker.control.spool import Spool
 from orchestrator.worker.measure.meters import CpuMeter, GpuMeter, system_metrics
 from orchestrator.worker.process import family, network, pip_packages
 from orchestrator.worker.process.network import LOOPBACK
-from orchestrator.worker.process.output import Output, all_stacks, is_waiting
+from orchestrator.worker.process.output import Output, RankOutput, all_stacks, is_waiting, training_frame
 from orchestrator.worker.process.shared_directory import check_shared
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class BaseWorker(abc.ABC):
 
     Methods in the concurrency group ``control`` answer while :meth:`train` runs.
 
+    Attributes:
+        shows_output: whether the console shows what rank 0 prints.
+        is_first: whether this process is rank 0.
+
     Args:
         label: how Ray names the actor.
         heartbeat_timeout_s: how long a step waits for a decision of the driver that holds it, and with NCCL a rank that
@@ -64,6 +69,8 @@ class BaseWorker(abc.ABC):
     Raises:
         InstallError: pip has failed.
     """
+
+    shows_output: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -81,20 +88,37 @@ class BaseWorker(abc.ABC):
         os.environ[family.MARK] = mark
         pip_packages.use(requirements, timeout_s=install_timeout_s)
         self.redactor = Redactor.of_process()
-        self.output = Output(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
+        self.output = self._output()
         self.outbox = Outbox(self.redactor)
         self.gate = StepGate(timeout_s=heartbeat_timeout_s)
         self.cpu = CpuMeter()
         self.gpus = GpuMeter()
-        self.notice = TerminationNotice()
+        self.notice = self._notice()
         self.own_store: TCPStore | None = None
         self.job: Job | None = None
         self.callbacks: Sequence[Callback] = ()
         self.log: Path | None = None
         self.training_thread: int | None = None
+        self.is_first = False
 
     def __repr__(self) -> str:
         return self.label
+
+    def _output(self) -> Output:
+        """Return what writes the output of this process to the log of its rank."""
+        return RankOutput(lambda stream: cast(TextIO, RedactingStream(stream, self.redactor)))
+
+    def _notice(self) -> Notice:
+        """Return what catches the signal by which this process is asked to leave."""
+        return TerminationNotice()
+
+    def _node(self) -> tuple[str, str]:
+        """Return the id and the IP address of the node."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def _name_process(self, title: str) -> None:
+        """Give this process a title for ``ps`` and the dashboard."""
+        keep_process_title(title)
 
     @ray.method(concurrency_group="control")
     def worker_info(self) -> messages.WorkerInfo:
@@ -120,8 +144,10 @@ class BaseWorker(abc.ABC):
         Ray keeps no record of these calls, which would displace the records of all others.
         """
         system = system_metrics(self.cpu, self.gpus) if with_system_metrics else {}
-        waiting = is_waiting(self.training_thread)
-        return self.outbox.collect(system, leaving=self.notice.received(), waiting=waiting)
+        self._show_output()
+        frame = training_frame(self.training_thread)
+        leaving, waiting = self.notice.received(), is_waiting(frame)
+        return self.outbox.collect(system, leaving=leaving, waiting=waiting, held_at=held_at(frame))
 
     @ray.method(concurrency_group="control")
     def hold(self, generation: int) -> messages.Reached:
@@ -185,6 +211,7 @@ class BaseWorker(abc.ABC):
         assignment = messages.Assignment.unpacked(packed, global_rank=global_rank)
         self.outbox.begin_generation()
         self.training_thread = threading.get_ident()
+        self.is_first = global_rank == 0
         startup: dict[str, float] = {}
         clean = False
         try:
@@ -195,7 +222,14 @@ class BaseWorker(abc.ABC):
             outcome = self._failed(readable(e), assignment)
         finally:
             self._leave(clean=clean)
+        self._show_output(final=True)
         return replace(outcome, last_heartbeat=self.outbox.collect_last())
+
+    def _show_output(self, *, final: bool = False) -> None:
+        """Let the console show what rank 0 has printed; the other ranks mostly print the same."""
+        if self.shows_output and self.is_first:
+            lines, left_out = self.output.shown_lines(final=final)
+            self.outbox.put_lines(lines, left_out=left_out)
 
     @abc.abstractmethod
     def _run(self, assignment: messages.Assignment, job: Job, startup: dict[str, float]) -> messages.Outcome:
@@ -210,7 +244,7 @@ class BaseWorker(abc.ABC):
 
     def _begin(self, assignment: messages.Assignment, startup: dict[str, float]) -> Job:
         """Prepare this process for a generation; returns the job."""
-        keep_process_title(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
+        self._name_process(f"rank-{assignment.global_rank} {assignment.plan.run_name}")
         self._open_run_dir(assignment)
         if self.job is None:
             began = time.perf_counter()
@@ -231,9 +265,9 @@ class BaseWorker(abc.ABC):
         if (log := run_dir.log_file(assignment.global_rank)) != self.log:
             self.output.redirect(log)
             self.log = log
+            self.outbox.log = run_dir.location_of(log)
             with contextlib.suppress(OSError):  # without a spool, unreceived reports are lost if the process dies
-                node_id = ray.get_runtime_context().get_node_id()
-                self.outbox.keep_in(Spool(run_dir.spool(node_id, os.getpid())))
+                self.outbox.keep_in(Spool(run_dir.spool(self._node()[0], os.getpid())))
 
     def _set_up(self, environment: messages.WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job and the callbacks."""
@@ -269,7 +303,15 @@ def _worker_info() -> messages.WorkerInfo:
     return with_gpus(info, gpus)
 
 
-class TerminationNotice:
+class Notice:
+    """Stands for a process that nothing asks to leave: the driver looks after its signals itself."""
+
+    def received(self) -> bool:
+        """Return whether this process has received SIGTERM."""
+        return False
+
+
+class TerminationNotice(Notice):
     """Catches SIGTERM in this process and remembers it.
 
     Python runs its signal handlers in the main thread, which never leaves Ray's C++ loop. The handler of
@@ -286,7 +328,6 @@ class TerminationNotice:
         os.register_at_fork(after_in_child=functools.partial(faulthandler.unregister, signal.SIGTERM))
 
     def received(self) -> bool:
-        """Return whether this process has received SIGTERM."""
         if not self._received:
             with contextlib.suppress(BlockingIOError):
                 self._received = bool(os.read(self._reading, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import re
 import time
 import traceback
@@ -20,10 +21,13 @@ from orchestrator.state.optimizers import ScheduleError
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
+from orchestrator.user_code.breakpoints import no_terminal
 from orchestrator.user_code.errors import JobError, error_text
+from orchestrator.user_code.own_errors import OwnError, own_error
 from orchestrator.worker.data.data_loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.step_metrics import NonFiniteError, NoUpdateError
+from orchestrator.worker.process.output import print_error
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.evaluation import MetricError, ModelChangedError
 
@@ -49,6 +53,10 @@ EXPLAINED = (
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 
+_OF_THE_TRAINING = (ModelChangedError, NonFiniteError)
+"""Errors that equal steps lead to again."""
+
+
 def describe_failure(
     error: BaseException, assignment: Assignment, loop: Loop | None, log: Path, *, after_abort: bool
 ) -> Failure:
@@ -61,16 +69,21 @@ def describe_failure(
         log: the log of this rank.
         after_abort: whether the process groups had been aborted, which may be what caused the error.
     """
+    if isinstance(error, bdb.BdbQuit):
+        error = JobError(no_terminal(f"the debugger{_at(own_error(error))}"))
     is_explained = isinstance(error, EXPLAINED)
     collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
+    own = None if is_explained or collateral else own_error(error)
+    comes_again = own is not None and own.comes_again and not is_out_of_memory(error) and not _is_device_error(error)
     return Failure(
-        message=_encodable(_message(error, assignment, loop)),
+        message=_encodable(_with_place(_message(error, assignment, loop), own)),
         traceback="" if is_explained else _encodable("".join(traceback.format_exception(error))),
         time=time.time(),
         collateral=collateral,
         log_tail=log_tail(log),
         final=not collateral
-        and (_will_come_again(error, loop) or isinstance(error, (*EXPLAINED, ModelChangedError, NonFiniteError))),
+        and (comes_again or _is_of_trial(error, loop) or isinstance(error, (*EXPLAINED, *_OF_THE_TRAINING))),
+        own_frames="" if own is None else _encodable(own.frames),
     )
 
 
@@ -79,6 +92,18 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
     if isinstance(error, NonFiniteError) and not failure.collateral:
         return error.step - 1
     return loop.position.step if loop is not None else 0
+
+
+def _with_place(message: str, own: OwnError | None) -> str:
+    """Return the message with the place in the user's code, which is on its first line."""
+    if own is None:
+        return message
+    first, *rest = message.splitlines() or [""]
+    return "\n".join([f"{first} ({own.place})", *rest])
+
+
+def _at(own: OwnError | None) -> str:
+    return "" if own is None else f" at {own.place.partition(': ')[0]}"
 
 
 def _encodable(text: str) -> str:
@@ -98,12 +123,12 @@ def _message(error: BaseException, assignment: Assignment, loop: Loop | None) ->
             has_training_step=loop is not None and has_training_step(loop.job),
         )
     text = str(error) if isinstance(error, EXPLAINED) else error_text(error)
-    if loop is not None and _will_come_again(error, loop):
+    if loop is not None and _is_of_trial(error, loop):
         return f"{text} (in a trial of the {loop.trial}, which would fail later)"
     return text
 
 
-def _will_come_again(error: BaseException, loop: Loop | None) -> bool:
+def _is_of_trial(error: BaseException, loop: Loop | None) -> bool:
     """Return whether the error was raised in a trial of what follows, by the job and not by the machine."""
     if loop is None or loop.trial is None:
         return False
@@ -121,7 +146,7 @@ def _tensor_sizes(loop: Loop | None) -> Sequence[TensorSize]:
     try:
         return () if loop is None else list(loop.strategy.tensor_sizes())
     except Exception:
-        traceback.print_exc()
+        print_error()
         return ()
 
 
@@ -133,7 +158,7 @@ def _gathered_bytes(loop: Loop | None) -> float:
         model = Outline(loop.job, loop.config.train).model
         return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
     except Exception:
-        traceback.print_exc()
+        print_error()
         return 0.0
 
 

@@ -23,7 +23,7 @@ from orchestrator.strategies.external.job import Script
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.process import network
-from orchestrator.worker.process.output import all_stacks
+from orchestrator.worker.process.output import all_stacks, print_error
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.script.script_run import ScriptRun
 
@@ -32,7 +32,9 @@ _EXPLAINED = (JobError, NotSharedError)
 
 
 class ScriptWorker(BaseWorker):
-    """A worker that runs the script of its rank."""
+    """A worker that runs the script of its rank, which passes on the output of the script itself."""
+
+    shows_output = False
 
     def __init__(self, label: str, **options: Any):
         super().__init__(label, **options)
@@ -57,7 +59,7 @@ class ScriptWorker(BaseWorker):
     def _failed(self, error: BaseException, assignment: Assignment) -> Outcome:
         explained = isinstance(error, _EXPLAINED)
         if not explained:
-            traceback.print_exc()
+            print_error()
         failure = Failure(
             message=str(error) if explained else error_text(error),
             traceback="" if explained else "".join(traceback.format_exception(error)),

@@ -232,7 +232,7 @@ def test_without_room_a_run_of_a_fixed_size_ends_with_what_the_survivor_holds(
     output = run.output(code=1)
     (lost,), (saved,) = run.events("worker_lost"), run.events("checkpoint_saved")
     assert saved["step"] >= lost["step"]
-    assert "no room for a worker in place of those lost within" in output
+    assert "no room for a worker in place of those that failed within" in output
     assert "the cluster has room for 1 in all" in output
     assert run.summary()["effective_time_pct"] < 90, "the wait for a worker is no training"
     assert f"the newest checkpoint (step {saved['step']}) is at" in output or "a checkpoint is at" in output

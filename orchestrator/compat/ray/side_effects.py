@@ -59,6 +59,19 @@ def signals_kept_from_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def breakpoints_kept_from_ray() -> Iterator[None]:
+    """Connect to Ray in this context: ``breakpoint()`` then does here, and in children, what it did before."""
+    variable = "PYTHONBREAKPOINT"
+    before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
+
+
+@contextlib.contextmanager
 def without_services() -> Iterator[None]:
     """Start a Ray in this context without the processes that actors do not need.
 

@@ -28,6 +28,7 @@ from orchestrator.driver.process.waiting import node_answers
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.messages import Variables
+from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
 from orchestrator.worker.process import network
 
 
@@ -245,7 +246,10 @@ def worker_variables(named: Mapping[str, str | None], own: Mapping[str, str]) ->
             for name in missing
         )
     return Variables(
-        values={name: own[name] if value is None else value for name, value in named.items()},
+        values={
+            VARIABLE: own.get(VARIABLE, REFUSAL),  # in place of Ray's, which waits where nobody looks
+            **{name: own[name] if value is None else value for name, value in named.items()},
+        },
         defaults={
             name: value for name, value in own.items() if name.startswith(FORWARDED_PREFIXES) and name not in OF_A_NODE
         },

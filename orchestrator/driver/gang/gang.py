@@ -178,7 +178,7 @@ class Gang(Members):
             Interrupted: a stop was requested.
         """
         while len(spares := self._answering_spares()) < len(ranks):
-            self.wait_for_spares(len(ranks), f"{_workers(len(ranks))} in place of those lost")
+            self.wait_for_spares(len(ranks), f"{_workers(len(ranks))} in place of those that failed")
         workers = [(m.slot, m.info) for m in self.members]
         for rank in ranks:
             node_id = self.members[rank].info.node_id

@@ -293,7 +293,7 @@ def excluded_nodes(exclude_nodes: Sequence[str]) -> set[str]:
 
 
 def _init(**options: Any) -> None:
-    with side_effects.signals_kept_from_ray():
+    with side_effects.signals_kept_from_ray(), side_effects.breakpoints_kept_from_ray():
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 

@@ -11,7 +11,7 @@ from orchestrator.config.files import Files
 from orchestrator.config.overrides import values
 from orchestrator.records.sweep_dir import membership
 
-_DECIDE_LATER = ("plan", "experiment", "cluster.address", "cluster.dashboard")
+_DECIDE_LATER = ("plan", "debug", "experiment", "cluster.address", "cluster.dashboard")
 """Keys that may make a run embed no Ray, or another one."""
 
 

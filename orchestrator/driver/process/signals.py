@@ -17,6 +17,7 @@ import psutil
 
 from orchestrator.protocol.events import Sink
 from orchestrator.records.run_dir import RunDir, stop_requested_by
+from orchestrator.user_code.breakpoints import held_at
 
 SAME_SIGNAL_S = 0.2
 """On the command line, the same signal within this time is the first one again: Ctrl-C reaches every process of a
@@ -110,9 +111,11 @@ class StopSignals:
             if self._raised is not None:  # Ray replaces a SystemExit by an error of its own
                 raise self._raised
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # a child between fork and exec
+        if number == signal.SIGINT and held_at(frame) is not None:
+            raise KeyboardInterrupt  # for the debugger, at whose prompt the user types
         if number == signal.SIGHUP and self.received is not None:
             return
         first = self.is_pruned or self.received in (None, signal.SIGHUP)

@@ -200,7 +200,7 @@ class Generation:
                 ranks = range(self._plan.world_size)
             collected = self._telemetry.collect(self._gang, ranks=ranks)
             yield from collected.events
-            self._check_workers(collected.heartbeats, watched.advance(time.monotonic()))
+            self._check_workers(collected.heartbeats, watched.advance(time.monotonic(), held=self.health.is_held))
             self._next_round = time.monotonic() + self._config.cluster.heartbeat_s
             stop_due = self._stop.received is not None or self._start.only_saves
             # A failed generation cannot stop in order; the next one can.

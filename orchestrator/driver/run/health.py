@@ -66,9 +66,16 @@ class Health:
         self._outcomes = outcomes
         self._silent_since: dict[int, float] = {}  # of the ranks that have not answered: the last round before
         self._last_round: float | None = None
+        self._events = context.events
+        self._held_at: dict[int, str] = {}  # the ranks that a debugger holds
         rules = registry.load(config.strategy.name)
         synchronous = rules.is_synchronous(config.strategy) or rules.runs_script
         self._hangs = HangDetector(config.recovery, synchronous=synchronous, earlier_hangs=earlier_hangs)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a debugger holds a rank."""
+        return bool(self._held_at.keys() - self._outcomes.by_rank.keys())
 
     @property
     def usual_s(self) -> float:
@@ -134,6 +141,19 @@ class Health:
         for rank, heartbeat in heartbeats.items():
             if rank not in self._outcomes:
                 self._hangs.observe(rank, heartbeat, now)
+                self._observe_debugger(rank, heartbeat.held_at)
+
+    def _observe_debugger(self, rank: int, held_at: str | None) -> None:
+        """Take note of a rank that a debugger holds, and tell the user once for each place."""
+        if held_at is None:
+            self._held_at.pop(rank, None)
+        elif self._held_at.get(rank) != held_at:
+            self._held_at[rank] = held_at
+            timeout_s = self._config.cluster.collective_timeout_s
+            self._events.warn(
+                f"{self._plan.display_name(rank)} waits for a debugger at {held_at}; the other ranks wait for it, for "
+                f"at most cluster.collective_timeout_s={timeout_s:g}"
+            )
 
     def _is_training(self, rank: int) -> bool:
         return rank not in self._outcomes and self._telemetry.last_step.get(rank, 0) < self._plan.steps

@@ -16,14 +16,15 @@ from orchestrator.driver.process.run_context import RunContext, RunResult
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
-from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints, worker_failed, worker_lost
+from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints, worker_lost
 from orchestrator.driver.run.run_workers import RecoverableByRank, RunWorkers
+from orchestrator.driver.run.verdicts import Verdicts
 from orchestrator.driver.run.worker_reports import WorkerReports
 from orchestrator.planning.faults import without_next
 from orchestrator.policy import run_state
 from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, Transition
 from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, Verdict, what_follows
-from orchestrator.protocol.events import Continued, TextSampled, Yielded
+from orchestrator.protocol.events import Continued, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
@@ -41,8 +42,15 @@ class Run:
         self._recorder = RunRecorder(context, self._workers)
         self._checkpoints = SavedCheckpoints(context)
         self._reports = WorkerReports(
-            context, self._workers, self._recorder, self._checkpoints, uploader=uploader, records=records
+            context,
+            self._workers,
+            self._recorder,
+            self._checkpoints,
+            uploader=uploader,
+            records=records,
+            node_id=ray.get_runtime_context().get_node_id(),
         )
+        self._verdicts = Verdicts(context, self._workers, self._recorder, self._checkpoints, self._reports)
         self._uploader = uploader
         self._runs_script = registry.load(self.spec.config.strategy.name).runs_script
         self._faults = self.spec.sizes.largest.faults
@@ -64,7 +72,7 @@ class Run:
             at_end.callback(shutil.rmtree, self.spec.run_dir.spools, ignore_errors=True)
             try:
                 with self._workers:
-                    result = self._result(self._run_generations())
+                    result = self._verdicts.result(self._run_generations())
             except SupersededError:
                 at_end.pop_all()  # the workers of the other driver write there
                 raise
@@ -86,12 +94,12 @@ class Run:
                     recoverable = end.outcomes.survivors()
                     match self._what_follows(end):
                         case "done":
-                            return self._complete(end)
+                            return self._verdicts.completed(end)
                         case "stopped":
                             self._reports.finish_workers(end.outcomes)
-                            return self._stopped(end)
+                            return self._verdicts.stopped(end)
                         case Failed(rank, why):
-                            return self._fail(end, rank, why)
+                            return self._verdicts.failed(end, rank, why)
                         case "yielding":
                             released_after = end
                             plan, recoverable = self._yield(end), {}
@@ -105,11 +113,11 @@ class Run:
                                 return self._save_survivors(number + 1, state.plan, recoverable, e)
         except (GangError, ray.exceptions.RayError) as e:
             if self._stop.received is not None:
-                return self._stopped(released_after)
+                return self._verdicts.stopped(released_after)
             refused = isinstance(e, UnfitError) and not self._reports.has_trained
             return run_state.refused(str(e)) if refused else run_state.failed(str(e))
         except Interrupted:
-            return self._stopped(released_after)
+            return self._verdicts.stopped(released_after)
         raise AssertionError("a generation leads to another one, or to a verdict")
 
     def _acquire(self) -> None:
@@ -266,7 +274,7 @@ class Run:
         self._reports.handle(generation.watch())
         end = generation.end()
         self._reports.finish_workers(end.outcomes)
-        return run_state.failed(str(error)) if self._stop.received is None else self._stopped(end)
+        return run_state.failed(str(error)) if self._stop.received is None else self._verdicts.stopped(end)
 
     def _report_loss(self, generation: Generation, rank: int) -> None:
         """Report a failure from which the run recovers."""
@@ -274,61 +282,3 @@ class Run:
         self._events.emit(worker_lost(generation.end(), rank, name, self.spec.run_dir))
         if (note := generation.note_of_lost_with(rank)) is not None:
             self._events.note(note)
-
-    def _fail(self, end: GenerationEnd, rank: int, why: str) -> Verdict:
-        """End the run with the failure of ``rank``; ``why`` there is no recovery."""
-        self._reports.finish_workers(end.outcomes)
-        name, last_step = self._workers.name_of(rank), self._reports.telemetry.last_step.get(rank, 0)
-        failed = worker_failed(end, rank, name, self.spec.run_dir, last_step=last_step)
-        self._events.emit(failed)
-        what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
-        steps = self._workers.plan.steps
-        saves = not self._runs_script and self.spec.config.evaluate is None
-        if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
-            what += f"; the checkpoint of step {steps}, the last one, is saved"
-        return run_state.failed(what + (f" ({why})" if why else ""))
-
-    def _complete(self, end: GenerationEnd) -> Verdict:
-        """End the run after its last step."""
-        self._reports.finish_workers(end.outcomes)
-        rank_0 = end.outcomes.by_rank.get(0)
-        for name, text in (rank_0.texts if rank_0 is not None else {}).items():
-            self._events.emit(TextSampled(name=name, text=text))
-        ended_early = None if rank_0 is None else rank_0.ended_early
-        saves_nothing = self.spec.config.evaluate is not None or self._runs_script
-        step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
-        missing = None if saves_nothing else self._checkpoints.why_missing(step)
-        return run_state.completed(step, ended_early=ended_early, checkpoint_missing=missing)
-
-    def _stopped(self, end: GenerationEnd | None) -> Verdict:
-        """End the run after a signal; ``end``: what happened in the last generation, None if it cannot be saved."""
-        assert self._stop.received is not None
-        at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
-        if self._stop.is_pruned:
-            return run_state.pruned(at_step or max(self._reports.telemetry.last_step.values()))
-        saves = not self._runs_script and self.spec.config.evaluate is None
-        missing = self._checkpoints.why_missing(at_step) if at_step and saves else None
-        return run_state.stopped(
-            int(self._stop.received),
-            self._stop.cause,
-            at_step=at_step,
-            trained=self._reports.has_trained,
-            checkpoint_missing=missing,
-            runs_script=self._runs_script,
-            held_up_by=None if end is None else end.held_up_by,
-            unsaved=None if end is None else end.outcomes.unsaved,
-        )
-
-    def _result(self, verdict: Verdict) -> RunResult:
-        aggregator, summary = self._reports.telemetry.aggregator, self._reports.summary()
-        step_s = float(summary.get("step_ms_p50", 0.0)) / 1e3
-        return RunResult(
-            status=verdict.status,
-            exit_code=verdict.exit_code,
-            run_dir=self.spec.run_dir.path,
-            url=self.spec.run_dir.url,
-            reason=verdict.reason,
-            summary=summary | self._recorder.summary(step_s=step_s),
-            timeline=aggregator.timeline,
-            metrics=aggregator.specs(),
-        )

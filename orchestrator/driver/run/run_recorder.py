@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.gang.members import Members
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.run_context import RunContext
-from orchestrator.driver.run.run_workers import RunWorkers
+from orchestrator.driver.run.run_workers import AnyWorkers
 from orchestrator.policy.recovery import RecoveryPlan, Transition, TransitionLog
 from orchestrator.policy.run_state import GenerationEnd
 from orchestrator.protocol import events
@@ -35,7 +35,7 @@ class RunRecorder:
         startup_s: the parts of the start, in seconds without waits, by name.
     """
 
-    def __init__(self, context: RunContext, workers: RunWorkers):
+    def __init__(self, context: RunContext, workers: AnyWorkers):
         self.startup_s: dict[str, float] = {}
         self._context = context
         self._events = context.events
@@ -84,7 +84,7 @@ class RunRecorder:
         if self._first_step_at is None:
             self._first_step_at = event.time
             self._trains_since = time.monotonic()
-            self._waited_before_s = self._workers.waited_s
+            self._waited_before_s = sum(self._workers.waits_s.values())
             self.startup_s |= event.startup
         self.end_transition(event.generation, event.time)
 
@@ -106,13 +106,12 @@ class RunRecorder:
 
     def summary(self, *, step_s: float) -> dict[str, Any]:
         """Return the transitions and the times for ``run.json``; ``step_s`` is the usual time of one step."""
-        workers = self._workers
-        waits = {"queue_s": workers.queue.waited_s, "waited_s": workers.gang.waited_s}
+        waits = self._workers.waits_s
         summary = self._transitions.summary() | {key: seconds for key, seconds in waits.items() if seconds}
         if self._first_step_at is not None:
             summary["startup_s"] = self._first_step_at - self._context.spec.started_at - self._waited_before_s
             summary["startup"] = self.startup_s
-            elapsed_s = time.monotonic() - self._trains_since - (workers.waited_s - self._waited_before_s)
+            elapsed_s = time.monotonic() - self._trains_since - (sum(waits.values()) - self._waited_before_s)
             summary["effective_time_pct"] = self._transitions.effective_time_pct(
                 elapsed_s, step_s=step_s, now=time.time()
             )
@@ -146,6 +145,7 @@ def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: Run
         traceback=failure.traceback,
         log=this_origin().log(run_dir, rank),
         log_tail=failure.log_tail,
+        own_frames=failure.own_frames,
     )
 
 
@@ -209,7 +209,7 @@ class SavedCheckpoints:
             return f"was not confirmed: {e}" if reason is None else f"could not be written: {reason}"
         return None
 
-    def wait_for_last(self, gang: Gang, ranks: Collection[int]) -> None:
+    def wait_for_last(self, gang: Members, ranks: Collection[int]) -> None:
         """Let ``ranks`` finish their checkpoints, for as long as bytes are being written, and report those that failed.
 
         Raises:

@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import ray
 
 from orchestrator.display.plain_text import count
 from orchestrator.driver.code.worker_code import WorkerCode, worker_variables
 from orchestrator.driver.gang.gang import Gang
+from orchestrator.driver.gang.members import Members
 from orchestrator.driver.gang.spares import Admission
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
 from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import RankAssignment, find_rank_assignment, find_rescue, reassigned
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.worker_gpus import placement_note, with_common_precision
@@ -31,6 +34,26 @@ from orchestrator.worker.base_actor import BaseWorker
 
 RecoverableByRank = Mapping[int, RecoverableSteps]
 """By rank, the state that its worker holds."""
+
+
+class AnyWorkers(Protocol):
+    """What the records of a run need of its workers."""
+
+    plan: Plan
+
+    @property
+    def gang(self) -> Members:
+        """The workers that have a rank."""
+
+    @property
+    def waits_s(self) -> Mapping[str, float]:
+        """How long the run has waited until now, in seconds: ``queue_s`` for its turns, ``waited_s`` for resources."""
+
+    def name_of(self, rank: int) -> str:
+        """Return how a rank is called."""
+
+    def refill(self) -> None:
+        """Start missing spares in the background."""
 
 
 class RunWorkers:
@@ -97,9 +120,14 @@ class RunWorkers:
         self._entered.close()
 
     @property
+    def waits_s(self) -> Mapping[str, float]:
+        """See :attr:`AnyWorkers.waits_s`."""
+        return {"queue_s": self.queue.waited_s, "waited_s": self.gang.waited_s}
+
+    @property
     def waited_s(self) -> float:
-        """How long the run has waited until now, in seconds: for its turns in the queue, and for resources."""
-        return self.queue.waited_s + self.gang.waited_s
+        """How long the run has waited until now, in seconds."""
+        return sum(self.waits_s.values())
 
     def acquire(self) -> None:
         """Wait for the turn of the run, and acquire its workers, by the plan of a size for which there is room.

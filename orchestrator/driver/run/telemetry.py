@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from orchestrator.driver.gang.gang import Gang
-from orchestrator.driver.gang.members import Member
+from orchestrator.driver.gang.members import Member, Members
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
@@ -90,7 +89,7 @@ class Telemetry:
         self._next_system_reading = time.monotonic()
 
     def collect(
-        self, gang: Gang, *, wait_s: float = HEARTBEAT_WAIT_S, ranks: Collection[int] | None = None
+        self, gang: Members, *, wait_s: float = HEARTBEAT_WAIT_S, ranks: Collection[int] | None = None
     ) -> Collected:
         """Collect one round of heartbeats, of ``ranks`` or of those in turn, and emit what they report.
 
@@ -133,7 +132,7 @@ class Telemetry:
         self._check_uploads(now)
         return Collected(heartbeats, events)
 
-    def collect_last_reports(self, gang: Gang, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
+    def collect_last_reports(self, gang: Members, run_dir: RunDir, *, returned: Collection[int]) -> tuple[Event, ...]:
         """Collect the reports that the driver has not received, after a generation.
 
         A living worker has sent them with its outcome and with the heartbeat that it was asked for before. A worker

@@ -21,7 +21,7 @@ from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.reporting import RecordUpload, add_tracking_page
 from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints
-from orchestrator.driver.run.run_workers import RunWorkers
+from orchestrator.driver.run.run_workers import AnyWorkers
 from orchestrator.driver.run.telemetry import Telemetry
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.planning.plan import Plan
@@ -48,6 +48,8 @@ FINAL_HEARTBEAT_S = 2.0
 class WorkerReports:
     """Receives what workers report, and tells the parts of the driver that act on it.
 
+    ``node_id``: the id of the node of this process.
+
     Attributes:
         telemetry: the heartbeats that bring the reports.
     """
@@ -55,12 +57,13 @@ class WorkerReports:
     def __init__(
         self,
         context: RunContext,
-        workers: RunWorkers,
+        workers: AnyWorkers,
         recorder: RunRecorder,
         checkpoints: SavedCheckpoints,
         *,
         uploader: Uploader,
         records: RecordUpload,
+        node_id: str,
     ):
         self.telemetry = Telemetry(context, uploader, records, show_page=add_tracking_page)
         self._spec = spec = context.spec
@@ -68,7 +71,7 @@ class WorkerReports:
         self._workers = workers
         self._recorder = recorder
         self._checkpoints = checkpoints
-        self._node_id = ray.get_runtime_context().get_node_id()
+        self._node_id = node_id
         self._node_uploads = NodeUploads(spec.run_dir, spec.config.storage, spec.secrets)
         self._best: BestFound | None = None
 

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from orchestrator.config.redact import Redactor
@@ -16,9 +15,9 @@ from orchestrator.planning.faults import Fault
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, Phase, Reached, TrainPoint
 from orchestrator.worker.control.spool import Report, Spool
+from orchestrator.worker.process.output import print_error
+from orchestrator.worker.process.shown_lines import LineLimit
 
-MOST_LINES = 200
-"""Lines of a script that a heartbeat carries to the console; the log has all of them."""
 ALL_SECTIONS = 1 << 32
 """More sections than any step has."""
 SMOOTHING = 0.1
@@ -167,7 +166,10 @@ class Outbox:
 
     Attributes:
         redactor: masks secrets in events, before anything keeps them.
+        log: where all lines of this rank are, for the user.
     """
+
+    log = "its log"
 
     def __init__(self, redactor: Redactor) -> None:
         self._redactor = redactor
@@ -187,6 +189,8 @@ class Outbox:
         self._outcome_under_way = False
         self._events: list[Event] = []
         self._lines: list[str] = []
+        self._num_left_out = 0
+        self._line_limit = LineLimit()
 
     def keep_in(self, spool: Spool) -> None:
         """Keep points and events in ``spool`` too, until the driver has received them."""
@@ -257,29 +261,39 @@ class Outbox:
             self._add_to_spool(event)
             self._events.append(event)
 
-    def put_line(self, line: str) -> None:
-        """Show a line of a script on the console, unless there are too many."""
+    def put_lines(self, lines: Iterable[str], *, left_out: int = 0) -> None:
+        """Show lines on the console, unless there are too many; ``left_out``: how many before them are not given."""
         with self._lock:
-            self._lines.append(line)
+            self._lines += map(self._redactor.text, lines)
+            self._num_left_out += left_out
 
-    def _taken_lines(self) -> tuple[str, ...]:
+    def _taken_lines(self, *, final: bool) -> tuple[str, ...]:
         lines, self._lines = self._lines, []
-        if (more := len(lines) - MOST_LINES) <= 0:
-            return tuple(lines)
-        return (f"({more:,} lines are only in the log)", *lines[more:])
+        left_out, self._num_left_out = self._num_left_out, 0
+        return self._line_limit.take(lines, left_out=left_out, log=self.log, final=final)
 
     def _add_to_spool(self, report: Report) -> None:
         if self._spool is not None:
             self._spool.append(self._num_reports, report)
         self._num_reports += 1
 
-    def collect(self, system: Mapping[str, float], *, leaving: bool = False, waiting: bool = False) -> Heartbeat:
+    def collect(
+        self,
+        system: Mapping[str, float],
+        *,
+        leaving: bool = False,
+        waiting: bool = False,
+        held_at: str | None = None,
+        final: bool = False,
+    ) -> Heartbeat:
         """Return the progress, with the points and events since the last call.
 
         Args:
             system: readings of the node, by metric name.
             leaving: whether this process has received SIGTERM.
             waiting: whether the training thread waits for other ranks.
+            held_at: where a debugger holds it.
+            final: whether the part of this rank in the generation is over.
         """
         evaluation = self._evaluation  # the training thread may end it meanwhile
         with self._lock:
@@ -301,7 +315,8 @@ class Outbox:
                 events=tuple(events),
                 system=system,
                 leaving=leaving,
-                lines=self._taken_lines(),
+                held_at=held_at,
+                lines=self._taken_lines(final=final),
             )
 
     def collect_last(self) -> Heartbeat:
@@ -311,7 +326,7 @@ class Outbox:
         received the outcome.
         """
         self._outcome_under_way = True
-        return self.collect({})
+        return self.collect({}, final=True)
 
 
 MAX_CALL_WARNINGS = 10
@@ -349,7 +364,7 @@ class Warner:
         reported = sum(known.startswith(f"{method}: ") for known in self._topics)
         if topic in self._topics or reported == MAX_CALL_WARNINGS:
             return
-        traceback.print_exc()
+        print_error()
         self._topics.add(topic)
         last = f"; further errors of {method} are not reported" if reported + 1 == MAX_CALL_WARNINGS else ""
         self.warn_from_any_rank(f"{text}, at step {step}: see the log of rank {self.rank}; training continues{last}")

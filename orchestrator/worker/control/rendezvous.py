@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -26,6 +25,7 @@ from orchestrator.strategies.rank_context import Context
 from orchestrator.worker.control.control import PeersMissingError, StepGate
 from orchestrator.worker.process import network
 from orchestrator.worker.process.network import nccl_variables
+from orchestrator.worker.process.output import print_error
 
 _JOINED, _BUILT = "joined", "built"
 POLL_S = 0.5
@@ -261,7 +261,7 @@ class Teardown:
                 try:
                     self._aborted = abort()
                 except Exception:
-                    traceback.print_exc()
+                    print_error()
                 self._word.set()
 
     def start(self, close: Callable[[], None], *, clean: bool) -> None:
@@ -298,7 +298,7 @@ def _attempt(release: Callable[[], object]) -> None:
     try:
         release()
     except Exception:  # a connection may be broken
-        traceback.print_exc()
+        print_error()
 
 
 SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20

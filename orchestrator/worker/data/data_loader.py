@@ -18,6 +18,7 @@ from orchestrator.compat.loader_processes import end_loader_processes, loader_ex
 from orchestrator.job import Split
 from orchestrator.records.lock import end_with_parent
 from orchestrator.user_code.errors import JobError, error_text, exits_refused
+from orchestrator.user_code.own_errors import OwnError, own_error
 
 Collate = Callable[[list[Any]], Any]
 
@@ -26,7 +27,13 @@ _TERMINATE_AFTER_S = 0.5
 
 
 class DataError(RuntimeError):
-    """A sample could not be read. The message names the split, the index and the cause."""
+    """A sample could not be read. The message names the split, the index and the cause.
+
+    Attributes:
+        own_error: the error of the dataset, if another process has raised it.
+    """
+
+    own_error: OwnError | None = None
 
 
 class LoaderError(DataError):
@@ -139,15 +146,18 @@ class ReadFailure:
     message: str
     traceback: str = ""
     is_of_job: bool = False
+    own_error: OwnError | None = None
 
     @classmethod
     def of(cls, error: DataError | JobError) -> ReadFailure:
         """Return the error that is handled as text."""
-        return cls(str(error), traceback.format_exc(), isinstance(error, JobError))
+        return cls(str(error), traceback.format_exc(), isinstance(error, JobError), own_error(error))
 
     def error(self) -> DataError | JobError:
         """Return the error to raise in the training thread."""
         error = JobError(self.message) if self.is_of_job else DataError(self.message)
+        if isinstance(error, DataError):
+            error.own_error = self.own_error
         error.__cause__ = RuntimeError(f"while reading ahead:\n{self.traceback}")
         return error
 

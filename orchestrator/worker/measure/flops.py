@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 
 from orchestrator.compat.torch import has_run_compiled_code
 from orchestrator.strategies.measure.flop_counter import ComputePrecision, FlopCounter
+from orchestrator.worker.process.output import log_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ class FlopMeter:
         with FlopCounter(self._share) as counter:
             yield
         if counter.error is not None:
-            print(f"FLOPs not counted: {type(counter.error).__name__}: {counter.error}", file=sys.stderr)
+            with log_only() as log:
+                print(f"FLOPs not counted: {type(counter.error).__name__}: {counter.error}", file=log)
         elif self._compiled or not has_run_compiled_code():
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
             self.step = step_flops(counter.flops, device_name=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import faulthandler
@@ -13,13 +14,15 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import FlightRecord, Stacks
 from orchestrator.records.rank_log import C_STACK, PART_BYTES, log_header, newest_part, next_part
+from orchestrator.worker.process.shown_lines import LogTail
 
 _FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SIGACTION_BYTES = 1024
@@ -71,7 +74,44 @@ def enable_crash_reports() -> None:
             _libc.sigaction(number, action, None)
 
 
-class Output:
+class Output(abc.ABC):
+    """Brings the output of a process to the log of its rank."""
+
+    @abc.abstractmethod
+    def redirect(self, log: Path) -> None:
+        """Write to ``log`` from now on."""
+
+    @abc.abstractmethod
+    def log_only(self) -> contextlib.AbstractContextManager[TextIO]:
+        """Yield a stream; what is printed to it in this context is in the log, and not on the console."""
+
+    def shown_lines(self, *, final: bool = False) -> tuple[list[str], int]:
+        """Return the new lines for the console, and how many before them were left out; see :meth:`LogTail.take`."""
+        return [], 0
+
+
+_output: Output | None = None
+"""That of this process, once it goes to a log."""
+
+
+def use(output: Output | None) -> None:
+    """Let ``output`` be that of this process; None if its log has been closed."""
+    global _output
+    _output = output
+
+
+def log_only() -> contextlib.AbstractContextManager[TextIO]:
+    """Yield a stream; what is printed to it in this context is in the log of the rank, and not on the console."""
+    return contextlib.nullcontext(sys.stderr) if _output is None else _output.log_only()
+
+
+def print_error() -> None:
+    """Print the traceback of the error that is handled to the log; the console is told of it elsewhere."""
+    with log_only() as log:
+        traceback.print_exc(file=log)
+
+
+class RankOutput(Output):
     """Redirects the output of this process, including what C++ code and crashes write.
 
     A thread looks after the size of the log, because a file system that hangs must delay no thread that answers the
@@ -95,13 +135,14 @@ class Output:
         self._most_bytes = most_bytes
         self._check_every_s = check_every_s
         self._log: Path | None = None
-        self._lock = threading.Lock()
+        self._tail = LogTail()
+        self._lock = threading.RLock()
 
     def redirect(self, log: Path) -> None:
-        """Write to ``log`` from now on."""
         with self._lock:
+            use(self)
             log.parent.mkdir(parents=True, exist_ok=True)
-            _write_to(newest_part(log))
+            self._write_to(newest_part(log))
             enable_crash_reports()
             for name, number in (("stdout", 1), ("stderr", 2)):
                 stream = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -110,13 +151,29 @@ class Output:
                 threading.Thread(target=self._limit_parts, name="log-parts", daemon=True).start()
             self._log = log
 
+    @contextlib.contextmanager
+    def log_only(self) -> Iterator[TextIO]:
+        with self._lock:
+            self._tail.read()
+            yield sys.stderr
+            sys.stderr.flush()
+            self._tail.skip()
+
+    def shown_lines(self, *, final: bool = False) -> tuple[list[str], int]:
+        with self._lock:
+            return self._tail.take(final=final)
+
+    def _write_to(self, path: Path) -> None:
+        _write_to(path)
+        self._tail.follow(path)
+
     def _limit_parts(self) -> None:
         while True:
             time.sleep(self._check_every_s)
             with self._lock, contextlib.suppress(OSError):  # a full disk: the log goes on where it is
                 assert self._log is not None
                 if os.fstat(2).st_size > self._most_bytes:
-                    _write_to(next_part(self._log))
+                    self._write_to(next_part(self._log))
 
 
 def _write_to(path: Path) -> None:
@@ -150,12 +207,16 @@ def all_stacks(training_thread: int | None, *, flight: FlightRecord | None) -> S
     for ident in sorted(frames, key=lambda i: i != training_thread):
         role = "training thread" if ident == training_thread else f"thread {names.get(ident, ident)}"
         parts.append(f"{role}:\n{''.join(traceback.format_stack(frames[ident]))}")
-    return Stacks(text="\n".join(parts), waiting=is_waiting(training_thread), flight=flight)
+    return Stacks(text="\n".join(parts), waiting=is_waiting(training_frame(training_thread)), flight=flight)
 
 
-def is_waiting(training_thread: int | None) -> bool:
-    """Return whether the training thread, given as for :func:`all_stacks`, seems to wait for other ranks."""
-    frame = None if training_thread is None else sys._current_frames().get(training_thread)
+def training_frame(training_thread: int | None) -> FrameType | None:
+    """Return the innermost frame of the training thread, given as for :func:`all_stacks`; None if it has none."""
+    return None if training_thread is None else sys._current_frames().get(training_thread)
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Return whether a thread with this innermost frame seems to wait for other ranks."""
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITS_IN)
 
 
@@ -173,5 +234,5 @@ def flight_record_of(read: Callable[[], str], *, since_ns: int, world_size: int)
             dump=zlib.compress(dump.encode(), level=1),
         )
     except Exception:  # its format may change with torch
-        traceback.print_exc()
+        print_error()
         return None

@@ -7,7 +7,6 @@ import functools
 import io
 import math
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from orchestrator.user_code.callbacks import Callback, Evaluation, RunBegin, Run
 from orchestrator.user_code.errors import JobError
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.control.control import CutOff, Outbox, Warner
+from orchestrator.worker.process.output import print_error
 from orchestrator.worker.reports import evaluation
 
 
@@ -163,7 +163,7 @@ class JobReports:
             except Exception as e:
                 text = f"{title} {e}" if isinstance(e, JobError) else f"{title} raised {evaluation.error_with_place(e)}"
                 if callback.errors_end_run:
-                    traceback.print_exc()
+                    print_error()
                     raise JobError(text) from e
                 self._warner.warn_of_call(text, method=title, step=step)
         return answers

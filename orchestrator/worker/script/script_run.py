@@ -288,7 +288,7 @@ class ScriptRun:
         print(text)
         text = _TORCHS_PREFIX.sub("", text)
         self._tail.append(text)
-        self._outbox.put_line(text)
+        self._outbox.put_lines([text])
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()

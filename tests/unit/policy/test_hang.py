@@ -18,7 +18,7 @@ from orchestrator.protocol.flight import Enqueued
 from orchestrator.protocol.messages import Heartbeat, Phase
 from orchestrator.worker.control import control
 from orchestrator.worker.control.control import Outbox
-from orchestrator.worker.process.output import is_waiting
+from orchestrator.worker.process.output import is_waiting, training_frame
 
 CONFIG = replace(RECOVERY, hang_factor=30, hang_min_s=60, hang_max_s=300, build_max_s=3000)
 LATE = 61.0
@@ -219,7 +219,7 @@ def test_a_rank_waits_where_no_code_of_a_job_runs(file: str, expected: bool) -> 
     thread.start()
     try:
         assert begun.acquire(timeout=60)
-        assert wait_for(lambda: is_waiting(thread.ident) == expected, timeout_s=60)
+        assert wait_for(lambda: is_waiting(training_frame(thread.ident)) == expected, timeout_s=60)
     finally:
         released.release()
         thread.join(10)

@@ -222,8 +222,8 @@ def test_a_run_that_waits_says_what_it_needs_and_why_it_has_to_wait() -> None:
     four = NodeState(node_id="a", name="one", address="10.0.0.1", total={"CPU": 4, "GPU": 1}, free={"CPU": 4, "GPU": 1})
     state = ClusterState(nodes=[four])
     waiting = entry("waiting", workers=2, cpus_per_worker=0.5)
-    assert why_waiting(waiting, state, now=0) == "need 2 x {CPU: 0.5}; free 8; another run goes first"
-    assert why_waiting(replace(waiting, state="reserving"), state, now=0).endswith("; Ray is about to place them")
+    assert why_waiting(waiting, state, now=0) == "there is room, but another run goes first"
+    assert why_waiting(replace(waiting, state="reserving"), state, now=0).startswith("there is room, and Ray starts")
     unfit = replace(waiting, gpus_per_worker=1.0, one_node=True)
     assert why_waiting(unfit, state, now=0).startswith(
         "need 2 x {CPU: 0.5, GPU: 1} on one node; free 1; the cluster has room for 1 in all: add nodes, or lower "

@@ -51,13 +51,14 @@ RULES = {
     "worker.data":    ("user_code job config planning protocol records compat state strategies "
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("user_code job config protocol records compat state strategies "
-                       "strategies.measure worker.control worker.measure",                     "torch"),
+                       "strategies.measure worker.process worker.control worker.measure",      "torch"),
     "worker.script":  ("protocol records script_api strategies policy worker.process worker.control", ""),
     "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
-    "driver.process": ("config planning timeline protocol records compat policy",              "ray"),
-    "driver.code":    ("job config planning protocol compat display worker.process driver.process", "ray"),
+    "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
+    "driver.code":    ("user_code job config planning protocol compat display worker.process "
+                       "driver.process",                                                       "ray"),
     "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "

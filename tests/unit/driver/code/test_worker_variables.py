@@ -16,6 +16,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.protocol.messages import Variables
 from orchestrator.strategies import registry
+from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
 from orchestrator.worker.process import network
 from orchestrator.worker.process.network import nccl_variables
 
@@ -37,7 +38,7 @@ OWN = {
 def test_variables_of_the_libraries_are_forwarded_and_others_if_they_are_named() -> None:
     found = worker_variables({"WANDB_MODE": None, "NCCL_IB_DISABLE": "1"}, OWN)
     assert found == Variables(
-        values={"WANDB_MODE": "off", "NCCL_IB_DISABLE": "1"},
+        values={VARIABLE: REFUSAL, "WANDB_MODE": "off", "NCCL_IB_DISABLE": "1"},
         defaults={
             "NCCL_DEBUG": "INFO",
             "FI_PROVIDER": "efa",
@@ -51,7 +52,17 @@ def test_variables_of_the_libraries_are_forwarded_and_others_if_they_are_named()
 
 
 def test_an_interface_of_the_driver_is_forwarded_only_if_it_is_named() -> None:
-    assert worker_variables({network.GLOO: None}, OWN).values == {network.GLOO: "eth7"}
+    assert worker_variables({network.GLOO: None}, OWN).values[network.GLOO] == "eth7"
+
+
+@pytest.mark.parametrize(
+    ("named", "own", "expected"),
+    [({}, {}, REFUSAL), ({}, {VARIABLE: "0"}, "0"), ({VARIABLE: "debugpy.breakpoint"}, {}, "debugpy.breakpoint")],
+)
+def test_a_breakpoint_does_what_the_user_says_and_never_what_ray_says(
+    named: dict[str, str | None], own: dict[str, str], expected: str
+) -> None:
+    assert worker_variables(named, own).values[VARIABLE] == expected
 
 
 def test_a_variable_that_nobody_has_set_is_an_error(golden: Golden) -> None:

@@ -59,7 +59,7 @@ def health_of(gang: Any, nodes: Any, folder: Path) -> Health:
     config, _ = compose(["strategy=ddp"], [], registry.config_class)
     assert config is not None
     telemetry: Any = SimpleNamespace(last_step={}, straggler=None)
-    context: Any = SimpleNamespace(spec=SimpleNamespace(config=config, run_dir=RunDir(folder)))
+    context: Any = SimpleNamespace(spec=SimpleNamespace(config=config, run_dir=RunDir(folder)), events=None)
     workers: Any = SimpleNamespace(gang=gang, nodes=nodes, plan=SimpleNamespace(world_size=4))
     return Health(1, context, workers, telemetry=telemetry, outcomes=Outcomes(world_size=4), earlier_hangs=())
 

@@ -1,0 +1,1 @@
+"""A run that trains in the process of the driver."""
