@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, is_differentiated
 from orchestrator.model.tensor.token_shards import Tokens
 from orchestrator.planning.placement import AxisCut, Box
 
@@ -230,6 +230,8 @@ class _Into(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if is_differentiated(gradient):
+            return leave(gradient, ctx.peers), None
         ctx.peers.cross(inside=False)
         return ctx.peers.sum(gradient), None
 
@@ -245,5 +247,7 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if is_differentiated(gradient):
+            return enter(gradient, ctx.peers), None
         ctx.peers.cross(inside=True)
         return gradient, None

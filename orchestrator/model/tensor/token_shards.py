@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.model.batch import map_leaves
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, is_differentiated
 
 AXIS = 1
 """That of the tokens, in tensors whose first axis is that of the samples, and whose last one is that of features."""
@@ -112,6 +112,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if is_differentiated(gradient):
+            return _Divided.apply(gradient, ctx.tokens, ctx.summed), None, None
         if not ctx.summed:
             ctx.tokens.peers.cross(inside=True)
         return ctx.tokens.divided(gradient, summed=ctx.summed), None, None
@@ -129,6 +131,8 @@ class _Divided(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if is_differentiated(gradient):
+            return _Gathered.apply(gradient, ctx.tokens, ctx.summed), None, None
         if not ctx.summed:
             ctx.tokens.peers.cross(inside=False)
         return ctx.tokens.gathered(gradient, ctx.length), None, None
