@@ -267,11 +267,12 @@ def _loss_options(
 
 
 _ELEMENTWISE = frozenset(
-    """
-    add __add__ __radd__ sub __sub__ rsub __rsub__ mul __mul__ __rmul__ div true_divide __truediv__ __rtruediv__ neg
-    __neg__ pow __pow__ tanh sigmoid exp where masked_fill clamp clamp_min clamp_max maximum minimum
-    to float double half bfloat16 contiguous detach clone
-    """.split()
+    (
+        *("add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "tanh", "sigmoid"),
+        *("exp", "where", "masked_fill", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
+        *(f"__{name}__" for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")),
+        *("to", "float", "double", "half", "bfloat16", "contiguous", "detach", "clone"),
+    )
 )
 """The functions that compute each number by itself, also of others that are the same on all ranks, by name."""
 
