@@ -58,11 +58,15 @@ class Block(nn.Module):
         return recomputed(run, *args, block=self, selective=self.recomputes == "selective")
 
 
+def class_of(block: nn.Module) -> type[nn.Module]:
+    """Return the class that the job has given a block."""
+    return block.kind if isinstance(block, Block) else type(block)
+
+
 def likeness(block: nn.Module) -> Hashable:
     """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    kind = block.kind if isinstance(block, Block) else type(block)
-    return kind, repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+    return class_of(block), repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

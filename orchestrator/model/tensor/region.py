@@ -61,8 +61,11 @@ class BlockParts:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or the ``Conv1D`` of transformers; whatever it computes is proven."""
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    """Return whether a module is a linear layer, or the ``Conv1D`` of transformers; whatever it computes is proven.
+
+    Not if its weight is computed, as by ``weight_norm``.
+    """
+    return (isinstance(module, nn.Linear) or _is_transposed(module)) and "weight" in own_parameters(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -31,7 +31,8 @@ from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.transforms.options import Pairs, TensorConfig
-from orchestrator.strategies.transforms.tensor_plan import TensorPlan, found_plan, is_in, parsed
+from orchestrator.strategies.transforms.tensor_division import TensorPlan
+from orchestrator.strategies.transforms.tensor_plan import found_plan, is_in, parsed
 
 LEAST_SHARE = 0.5
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
