@@ -58,12 +58,12 @@ def proven(
     for parameter in block.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     block, call = _precise(block, call)
-    found = candidates(block, call) if pairs is None else pairs
-    packed = packed_outputs(block, call)
+    found = candidates(copied(block), call) if pairs is None else pairs
+    packed = packed_outputs(copied(block), call)
     odd = {pair: next((size for size in inner_sizes(block, pair, packed) if size % count), None) for pair in found}
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
-    whole = _Seen.of(block, call)
+    whole = _Seen.of(copied(block), call)
     if not all(bool(output.isfinite().all()) for output in whole.outputs):
         raise ValueError("what it returns is not finite")
 
@@ -99,11 +99,17 @@ def proven(
     )
 
 
+def copied(block: nn.Module) -> nn.Module:
+    """Return a copy of a block, also if calls have left tensors with a graph in attributes of its modules."""
+    kept = {id(t): t for module in block.modules() for t in tensors_in(vars(module)) if not t.is_leaf}
+    return copy.deepcopy(block, {key: tensor.detach().clone() for key, tensor in kept.items()})
+
+
 def _precise(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
     """Return both in float64, unless the block insists on another type; then in float32."""
-    precise = copy.deepcopy(block).double(), call.to(torch.float64)
+    precise = copied(block).double(), call.to(torch.float64)
     try:
-        precise[1].run(precise[0])
+        precise[1].run(copied(precise[0]))
     except Exception:
         return block.float(), call.to(torch.float32)
     return precise
@@ -158,7 +164,7 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
     """
 
     def of_rank(index: int, peers: Peers) -> _Seen:
-        own = copy.deepcopy(block)
+        own = copied(block)
         divide(own, parts, index=index, count=count, peers=peers)
         return _Seen.of(own, call)
 

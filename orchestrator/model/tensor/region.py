@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
 from orchestrator.model.tensor.peers import Peers, is_differentiated
-from orchestrator.model.tensor.token_shards import Tokens
+from orchestrator.model.tensor.token_shards import Tokens, with_first
 from orchestrator.planning.placement import AxisCut, Box
 
 
@@ -143,7 +143,7 @@ def divide(
             tokens.gather_before(block.get_submodule(home))
         else:
             for name in pair.columns:
-                block.get_submodule(name).register_forward_pre_hook(region)
+                block.get_submodule(name).register_forward_pre_hook(region, with_kwargs=True)
         for name in pair.rows:
             row = block.get_submodule(name)
             row.__class__ = _row_class(type(row))
@@ -180,13 +180,16 @@ class _Region:
         self._tokens = tokens
         self._entered: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, column: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_first((args, kwargs), self._enter)
+
+    def _enter(self, x: Tensor) -> Tensor:
         for given, entered in self._entered:
-            if given is args[0]:
-                return (entered, *args[1:])
-        entered = enter(args[0], self.peers) if self._tokens is None else self._tokens.all_of(args[0])
-        self._entered.append((args[0], entered))
-        return (entered, *args[1:])
+            if given is x:
+                return entered
+        entered = enter(x, self.peers) if self._tokens is None else self._tokens.all_of(x)
+        self._entered.append((x, entered))
+        return entered
 
     def leave(self, part: Tensor) -> Tensor:
         """Return the sum of the outputs of a row, of the own tokens if they are divided."""
@@ -208,9 +211,9 @@ class _Row(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = self.weight.T if _is_transposed_row(self) else self.weight
-        out = self.region.leave(F.linear(x, weight))
+        out = self.region.leave(F.linear(input, weight))
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

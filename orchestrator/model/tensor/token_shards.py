@@ -40,10 +40,10 @@ class Tokens:
         """
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first((args, kwargs), self._enter)
+            return with_first((args, kwargs), self._enter)
 
         def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            return _with_first(out, lambda own: _Gathered.apply(own, self, False))
+            return with_first(out, lambda own: _Gathered.apply(own, self, False))
 
         if enters:
             block.register_forward_pre_hook(enter, with_kwargs=True)
@@ -54,7 +54,7 @@ class Tokens:
         """Let a module see all tokens. Its ranks compute parts of the gradients of these."""
 
         def gather(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first((args, kwargs), self.all_of)
+            return with_first((args, kwargs), self.all_of)
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
 
@@ -87,7 +87,7 @@ class Tokens:
         return whole.narrow(AXIS, self.index * size, size).clone()  # so that the others need no memory
 
 
-def _with_first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a tree whose first tensor of floating-point numbers has been changed."""
     changed: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""What of a model is divided: proposed by proofs of its blocks, and less of it if the whole model shows that it has to be."""
+"""What of a model is divided: proposed by proofs of its blocks, and less if the whole model becomes another one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _settled(plan: TensorPlan, wrong: Callable[[TensorPlan], str], prover: Prove
         if reason := wrong(with_chosen()):
             for name in names:
                 chosen[name].remove(pair)
-                reasons[name][str(pair)] = f"the whole model {reason}"
+                reasons[name][str(pair)] = f"in the whole model, it {reason}"
             return False
         for name in names:
             reasons[name].pop(str(pair), None)

@@ -34,6 +34,8 @@ LARGER = 3.0
 TOLERANCE_OF_FLOATS = 1e-3
 """How much tensors may differ if the model insists on float32, relative to their largest entries."""
 
+LOSS = "the loss"
+
 Division = Callable[[Callable[[], nn.Module], int, Peers], Callable[[], nn.Module]]
 """Returns the constructor of a part of the model that another one returns, given the number of the part."""
 
@@ -112,7 +114,7 @@ class Trial:
         for whole, *parts in zip(self._whole, *ranks, strict=True):
             for apart, what in self._differences(whole, parts, cuts, partial):
                 if apart > self.tolerance:
-                    return f"would change {what} by {apart:.2g} of its largest entry"
+                    return f"would change {what} by {apart:.2g} of its {'value' if what == LOSS else 'largest entry'}"
         return ""
 
     def _built(
@@ -168,7 +170,7 @@ class Trial:
         if not whole.loss.isfinite():
             return  # with larger weights
         for part in parts:
-            yield difference(part.loss, whole.loss), "the loss"
+            yield difference(part.loss, whole.loss), LOSS
             if len(part.outputs) != len(whole.outputs):
                 yield float("inf"), "the output of an evaluation"
             for one, other in zip(part.outputs, whole.outputs, strict=False):

@@ -32,8 +32,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.at_queries(self.q(x))), self.split(self.k(x)), self.split(self.v(x))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        out: Tensor = self.o(self.at_heads(mixed))
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2)).masked_fill(later, float("-inf"))  # which can be differentiated twice
+        out: Tensor = self.o(self.at_heads((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
         return out
 
 
@@ -124,7 +125,11 @@ class Trick(nn.Module):
     """Computes ``run(self, x)``; ``parameters`` and ``buffers`` are its tensors, and ``number`` is that of its block."""
 
     def __init__(
-        self, run: Callable[[Any, Tensor], Tensor], number: int, parameters: dict[str, Tensor], buffers: dict[str, Tensor]
+        self,
+        run: Callable[[Any, Tensor], Tensor],
+        number: int,
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
     ):
         super().__init__()
         self.run = run
@@ -204,7 +209,9 @@ TRICKS: dict[str, Kind] = {
     "running mean": Kind(run=_running, buffers=lambda size: {"mean": torch.zeros(size)}),
     "reversed": Kind(run=lambda self, x: x + 0.5 * x.flip(-1)),
     "complex": Kind(
-        run=lambda self, x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * 1j).flatten(-2)
+        run=lambda self, x: torch.view_as_real(
+            torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * 1j
+        ).flatten(-2)
     ),
 }
 PLACES: dict[str, int] = {
@@ -469,7 +476,9 @@ def _tuple_blocks(model: Language) -> None:
     model.norm = nn.Sequential(Trick(lambda self, x: x[0], 0, {}, {}), nn.LayerNorm(WIDTH))  # type: ignore[assignment]
 
 
-def _normed(model: Language, norm: Callable[[nn.Module], nn.Module], layer: Callable[[Language], list[nn.Module]]) -> None:
+def _normed(
+    model: Language, norm: Callable[[nn.Module], nn.Module], layer: Callable[[Language], list[nn.Module]]
+) -> None:
     for module in layer(model):
         norm(module)
 
