@@ -16,9 +16,20 @@ from torch import Tensor, nn
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE, counted, difference
 from orchestrator.model.tensor.block_calls import BlockCall
+from orchestrator.model.tensor.heads import HeadCuts, head_cuts
 from orchestrator.model.tensor.pairs import candidates, packed_outputs
 from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.region import BlockParts, Packed, Pair, cuts_of, divide, inner_sizes, is_linear, part_of
+from orchestrator.model.tensor.region import (
+    BlockParts,
+    Packed,
+    Pair,
+    cuts_of,
+    divide,
+    home_of,
+    inner_sizes,
+    is_linear,
+    part_of,
+)
 
 
 class Unproven(Exception):
@@ -73,14 +84,22 @@ def proven(
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
 
-    def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
-        """Return how to divide ``pairs``, or why that is wrong."""
+    def with_heads(pairs: Sequence[Pair], heads: HeadCuts) -> BlockParts | str:
         found: BlockParts | str = ""
+        cuts = {**cuts_of(block, pairs, packed), **heads.parameters}
         for attributes in _attributes(block, pairs, packed, count):
-            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs, packed), attributes=attributes))
+            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads))
             if not isinstance(found, str):
                 break
         return found
+
+    def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
+        """Return how to divide ``pairs``, or why that is wrong."""
+        found = with_heads(pairs, HeadCuts())
+        if not isinstance(found, str) or not found.startswith("raises"):  # a shape that does not fit
+            return found
+        parts = (with_heads(pairs, heads) for heads in _head_cuts(copied(block), call, pairs, packed, count))
+        return next((more for more in parts if not isinstance(more, str)), found)
 
     together = attempt(pairs)
     if isinstance(together, str):
@@ -234,6 +253,26 @@ def _attributes(
         yield {**layers, **sizes}
     if configured:
         yield {**layers, **sizes, **configured}
+
+
+def _head_cuts(
+    block: nn.Module, call: BlockCall, pairs: Sequence[Pair], packed: Packed, count: int
+) -> Iterator[HeadCuts]:
+    holders = [
+        block.get_submodule(path) for path in {path for pair in pairs for n in pair.layers for path in _paths_to(n)}
+    ]
+    numbers = [_multiples(owner, count) for module in holders for owner in (module, vars(module).get("config"))]
+    known = {value for found in numbers for name, value in found.items() if _counts_heads(name)}
+    yield from head_cuts(
+        block,
+        call,
+        layers=[name for name, module in block.named_modules() if is_linear(module)],
+        rows=[name for pair in pairs for name in pair.rows],
+        homes={home_of(pair.layers) for pair in pairs},
+        heads=sorted(known, reverse=True),
+        inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
+        count=count,
+    )
 
 
 def _multiples(owner: object, count: int) -> dict[str, int]:

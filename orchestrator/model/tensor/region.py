@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
+from orchestrator.model.tensor.heads import HeadCuts
 from orchestrator.model.tensor.peers import Peers, is_differentiated
 from orchestrator.model.tensor.token_shards import Tokens, with_first
 from orchestrator.planning.placement import AxisCut, Box
@@ -49,6 +50,7 @@ class BlockParts:
         cuts: how each divided parameter is cut, by its name in the block.
         attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
             as ``config.NAME`` for one of the module's own copy of its configuration.
+        heads: what is cut with the heads beside the layers.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
         sequence: whether a rank computes only its own tokens between the pairs.
     """
@@ -56,6 +58,7 @@ class BlockParts:
     pairs: tuple[Pair, ...]
     cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    heads: HeadCuts = field(default_factory=HeadCuts)
     partial: tuple[str, ...] = ()
     sequence: bool = False
 
@@ -136,9 +139,10 @@ def divide(
             setattr(owner, attribute, getattr(owner, attribute) // count)
             if of:
                 setattr(module, of, owner)
+    parts.heads.apply(block, index=index, count=count, peers=peers)
     for pair in parts.pairs:
         region = _Region(peers, tokens)
-        home = _home(pair.columns)
+        home = home_of(pair.columns)
         if tokens is not None and home:
             tokens.gather_before(block.get_submodule(home))
         else:
@@ -197,7 +201,7 @@ class _Region:
         return leave(part, self.peers) if self._tokens is None else self._tokens.own_sums(part)
 
 
-def _home(layers: Sequence[str]) -> str:
+def home_of(layers: Sequence[str]) -> str:
     """Return the name of the innermost module that has all of some layers; empty for the block itself."""
     paths = [name.split(".")[:-1] for name in layers]
     common = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))

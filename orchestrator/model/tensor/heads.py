@@ -1,0 +1,246 @@
+"""What a block has for each of its heads, or for each feature inside of a pair, beside its linear layers.
+
+Examples are sinks, temperatures, the slopes of ALiBi, tables of relative positions, and the vectors of IA3. Parameters
+are cut with the heads. Buffers, and what a module is called with, are whole, and a rank computes with its part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.compat.modules import own_buffers
+from orchestrator.model.batch import map_leaves, tensors_in
+from orchestrator.model.tensor.peers import Peers
+from orchestrator.planning.placement import AxisCut
+
+if TYPE_CHECKING:
+    from orchestrator.model.tensor.block_calls import BlockCall
+
+MOST_COMBINATIONS = 8
+"""The combinations of cuts that are tried, if nothing says how many heads there are."""
+
+Place = int | str
+"""The position or the name of an argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCuts:
+    """What is cut with the heads of a block.
+
+    Attributes:
+        parameters: how parameters are cut, by name.
+        buffers: the axis of each buffer of which a rank reads its part, by name.
+        arguments: the axes of what modules are called with, of which a rank reads its part.
+        results: the axes of the tensors that modules return, in their order, of which a rank computes a part.
+    """
+
+    parameters: Mapping[str, AxisCut] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    arguments: Mapping[str, Mapping[Place, int]] = field(default_factory=dict)
+    results: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    def apply(self, block: nn.Module, *, index: int, count: int, peers: Peers) -> None:
+        """Let a block compute with the part number ``index`` of ``count`` of what is not cut itself."""
+        part = _Part(index, count, peers)
+        if self.buffers:
+            part.read_buffers(block, self.buffers)
+        for path in {*self.arguments, *self.results}:
+            part.around(block.get_submodule(path), self.arguments.get(path, {}), self.results.get(path, {}))
+
+
+def head_cuts(
+    block: nn.Module,
+    call: BlockCall,
+    *,
+    layers: Collection[str],
+    rows: Collection[str],
+    homes: Collection[str],
+    heads: Collection[int],
+    inner: Collection[int],
+    count: int,
+) -> Iterator[HeadCuts]:
+    """Yield what may be cut with the heads, the likeliest first.
+
+    Args:
+        block: a block with real tensors.
+        call: what it is called with.
+        layers: all linear layers.
+        rows: the layers that are fed by what is inside.
+        homes: the modules that have the layers of a pair.
+        heads: how many heads there are, as far as attributes of modules say so.
+        inner: the numbers of features inside of pairs.
+        count: the number of parts.
+    """
+    inside = _inside(block, call, layers, rows)
+    wanted = [size for size in (*heads, *inner) if size % count == 0]
+
+    def axis_of(tensor: Tensor, sizes: Sequence[int]) -> int | None:
+        return next((tensor.shape.index(size) for size in sizes if size in tensor.shape), None)
+
+    exact = {name: axis for name, p in inside.items() if (axis := axis_of(p, wanted)) is not None}
+    known = [size for size in heads if size % count == 0 and size > 1]
+    buffers = {n: axis for n, b in block.named_buffers() if (axis := axis_of(b, known)) is not None}
+    arguments, results = _at_homes(block, call, homes, known)
+    others = {"buffers": buffers, "arguments": arguments, "results": results}
+    if exact or any(others.values()):
+        yield HeadCuts(parameters=_cuts(exact), **others)  # type: ignore[arg-type]
+    options = {
+        name: [None, *(a for a, n in enumerate(p.shape) if n > 1 and n % count == 0 and any(i % n == 0 for i in inner))]
+        for name, p in inside.items()
+    }
+    for axes in itertools.islice(itertools.product(*options.values()), MOST_COMBINATIONS):
+        chosen = {name: axis for name, axis in zip(options, axes, strict=True) if axis is not None}
+        if chosen and chosen != exact:
+            yield HeadCuts(parameters=_cuts(chosen))
+
+
+def _cuts(axes: Mapping[str, int]) -> dict[str, AxisCut]:
+    return {name: AxisCut(over="tensor", axis=axis) for name, axis in axes.items()}
+
+
+def _inside(
+    block: nn.Module, call: BlockCall, layers: Collection[str], rows: Collection[str]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters on which the inputs of rows depend, other than through linear layers."""
+    given: list[Tensor] = []
+
+    def cut(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.extend(tensors_in((args, kwargs))[:1])
+
+    handles = [block.get_submodule(name).register_forward_hook(cut, with_kwargs=True) for name in layers]
+    handles += [block.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True) for name in rows]
+    try:
+        call.run(block)
+    finally:
+        for handle in handles:
+            handle.remove()
+    of_layers = {id(p) for name in layers for p in block.get_submodule(name).parameters(recurse=False)}
+    others = {n: p for n, p in block.named_parameters() if id(p) not in of_layers and p.requires_grad}
+    loss = sum((tensor.sum() for tensor in given if tensor.requires_grad), torch.zeros(()))
+    if not others or not loss.requires_grad:
+        return {}
+    found = torch.autograd.grad(loss, list(others.values()), allow_unused=True)
+    return {name: p for (name, p), gradient in zip(others.items(), found, strict=True) if gradient is not None}
+
+
+def _at_homes(
+    block: nn.Module, call: BlockCall, homes: Collection[str], heads: Sequence[int]
+) -> tuple[dict[str, dict[Place, int]], dict[str, dict[int, int]]]:
+    """Return the axes of heads of what some modules are called with, and of what they return beside their first."""
+    arguments: dict[str, dict[Place, int]] = {}
+    results: dict[str, dict[int, int]] = {}
+
+    def axes(named: Mapping[Any, Any]) -> dict[Any, int]:
+        shapes = {key: value.shape for key, value in named.items() if isinstance(value, Tensor) and value.ndim > 2}
+        return {key: shape.index(n) for key, shape in shapes.items() for n in heads if n in shape[:-1]}
+
+    def see(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if found := axes({**dict(enumerate(args[1:], 1)), **kwargs}):
+                arguments[name] = found
+            if of_results := axes(dict(enumerate(tensors_in(out)[1:], 1))):
+                results[name] = of_results
+
+        return hook
+
+    handles = [block.get_submodule(name).register_forward_hook(see(name), with_kwargs=True) for name in homes]
+    try:
+        call.run(block)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return arguments, results
+
+
+@dataclass(frozen=True)
+class _Part:
+    index: int
+    count: int
+    peers: Peers
+
+    def of(self, whole: Tensor, axis: int) -> Tensor:
+        size = whole.shape[axis] // self.count
+        return whole.narrow(axis, self.index * size, size)
+
+    def read_buffers(self, block: nn.Module, axes: Mapping[str, int]) -> None:
+        kept: dict[str, Tensor] = {}
+
+        def owners() -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+            for name in axes:
+                path, _, attribute = name.rpartition(".")
+                yield name, own_buffers(block.get_submodule(path)), attribute
+
+        def begin(module: nn.Module, args: Any) -> None:
+            for name, own, attribute in owners():
+                whole = own[attribute]
+                assert whole is not None
+                kept[name] = whole
+                own[attribute] = self.of(whole, axes[name])
+
+        def end(module: nn.Module, args: Any, out: Any) -> None:
+            for name, own, attribute in owners():
+                if name in kept:
+                    own[attribute] = kept.pop(name)
+
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(end, always_call=True)
+
+    def around(self, module: nn.Module, arguments: Mapping[Place, int], results: Mapping[int, int]) -> None:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            def part(key: Place, value: Any) -> Any:
+                if key not in arguments or not isinstance(value, Tensor) or value.shape[arguments[key]] % self.count:
+                    return value
+                entered = _Entered.apply(value, self.peers) if value.requires_grad else value
+                return self.of(entered, arguments[key])
+
+            return tuple(part(n, a) for n, a in enumerate(args)), {n: part(n, a) for n, a in kwargs.items()}
+
+        def end(module: nn.Module, args: Any, out: Any) -> Any:
+            number = itertools.count()
+
+            def whole(leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor) or (axis := results.get(next(number))) is None:
+                    return leaf
+                return _OfAll.apply(leaf, self, axis)
+
+            return map_leaves(whole, out)
+
+        if arguments:
+            module.register_forward_pre_hook(begin, with_kwargs=True)
+        if results:
+            module.register_forward_hook(end)
+
+
+class _Entered(torch.autograd.Function):
+    """The same on all ranks, of whose gradient each has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.sum(gradient), None
+
+
+class _OfAll(torch.autograd.Function):
+    """The parts of all ranks; the gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, part: _Part, axis: int) -> Tensor:
+        ctx.part, ctx.axis = part, axis
+        return part.peers.gather(own.contiguous(), part.count, axis=axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.part.of(gradient, ctx.axis).contiguous(), None, None
