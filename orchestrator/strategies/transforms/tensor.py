@@ -155,6 +155,8 @@ def tensor_errors(
             notes[0] += ", whose outputs are gathered on each worker, because the loss reads all of them"
     if sequence:
         notes.append(f"strategy.sequence=true: each worker computes 1/{size} of the tokens between the divided layers")
+    if experts := [f"{len(kind.names)} x {kind.kind}" for kind in plan.kinds if kind.whole_experts]:
+        notes.append(f"{key} leaves the experts of {first_few(experts, 2)} whole on each worker")
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
     return [], tuple(notes)

@@ -26,6 +26,7 @@ class BlockKind:
         kind: their class.
         proof: how they can be divided.
         sizes: the number of elements of each parameter of one of them.
+        experts: those of the parameters that belong to experts, which are divided like other layers, or not at all.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,7 @@ class BlockKind:
     kind: str
     proof: ProvenBlock
     sizes: Mapping[str, int]
+    experts: frozenset[str] = frozenset()
 
     @property
     def divided(self) -> int:
@@ -41,13 +43,24 @@ class BlockKind:
 
     @property
     def total(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(self.sizes.values()) * len(self.names)
+        """The number of elements of all parameters, without :attr:`whole_experts`."""
+        return sum(size for name, size in self.sizes.items() if name not in self.whole_experts) * len(self.names)
+
+    @property
+    def whole_experts(self) -> frozenset[str]:
+        """The parameters of experts that stay whole."""
+        return self.experts - self.proof.parts.cuts.keys()
 
     def __str__(self) -> str:
         pairs = ", ".join(map(str, self.proof.parts.pairs))
         text = f"{len(self.names)} x {self.kind}: {self.divided / max(1, self.total):.0%} of the parameters"
+        text += " beside experts" if self.whole_experts else ""
         return text + (f" ({pairs})" if pairs else "")
+
+
+def experts_of(block: nn.Module) -> frozenset[str]:
+    """Return the parameters of experts: matrices one after another in one tensor, or what is named so."""
+    return frozenset(name for name, p in block.named_parameters() if p.ndim == 3 or "expert" in name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,7 @@ class TensorPlan:
 
     @property
     def share(self) -> float:
-        """The part of the parameters of the blocks that is divided."""
+        """The part of the parameters of the blocks that is divided, without experts that stay whole."""
         return sum(kind.divided for kind in self.kinds) / max(1, sum(kind.total for kind in self.kinds))
 
     @property

@@ -24,7 +24,7 @@ from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.transforms.loss_proof import loss_divides
 from orchestrator.strategies.transforms.options import Pairs
-from orchestrator.strategies.transforms.tensor_division import BlockKind, TensorPlan
+from orchestrator.strategies.transforms.tensor_division import BlockKind, TensorPlan, experts_of
 from orchestrator.strategies.transforms.tensor_search import Prover, tried
 from orchestrator.strategies.transforms.tensor_trial import MOST_ELEMENTS, Trial
 
