@@ -70,9 +70,8 @@ def found_plan(
         here = None if given is None else [pair for pair in given if is_in(pair, blocks[0])]
         proof = prover.proven(names[0], here, sequence=sequence)
         sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
-        kinds.append(
-            BlockKind(names=names, first=names[0], kind=class_of(blocks[0]).__name__, proof=proof, sizes=sizes)
-        )
+        kind, experts = class_of(blocks[0]).__name__, experts_of(blocks[0])
+        kinds.append(BlockKind(names=names, first=names[0], kind=kind, proof=proof, sizes=sizes, experts=experts))
     tables = {name: module for name, module in tables.items() if module not in uses.found}
     plan = TensorPlan(size=size, kinds=tuple(kinds), ends=ends).with_tables(whole.model, tables)
     names_of: dict[Tensor, list[str]] = {}
