@@ -29,6 +29,25 @@ Place = int | str
 """The position or the name of an argument."""
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Where heads are in a tensor: along an axis, or after the samples along the first one if it is ``None``."""
+
+    axis: int | None
+    count: int
+
+    def are_in(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has all heads."""
+        return len(tensor) % self.count == 0 if self.axis is None else tensor.shape[self.axis] == self.count
+
+    def part(self, whole: Tensor, index: int, parts: int) -> Tensor:
+        """Return the heads of one of several ranks."""
+        size = self.count // parts
+        if self.axis is None:
+            return whole.unflatten(0, (-1, self.count)).narrow(1, index * size, size).flatten(0, 1)
+        return whole.narrow(self.axis, index * size, size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadCuts:
     """What is cut with the heads of a block.
@@ -36,22 +55,20 @@ class HeadCuts:
     Attributes:
         parameters: how parameters are cut, by name.
         buffers: the axis of each buffer of which a rank reads its part, by name.
-        arguments: the axes of what modules are called with, of which a rank reads its part.
-        results: the axes of the tensors that modules return, in their order, of which a rank computes a part.
+        arguments: where the heads are in what modules are called with. A rank reads its part, unless it is one already.
     """
 
     parameters: Mapping[str, AxisCut] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
-    arguments: Mapping[str, Mapping[Place, int]] = field(default_factory=dict)
-    results: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    arguments: Mapping[str, Mapping[Place, Heads]] = field(default_factory=dict)
 
     def apply(self, block: nn.Module, *, index: int, count: int, peers: Peers) -> None:
         """Let a block compute with the part number ``index`` of ``count`` of what is not cut itself."""
         part = _Part(index, count, peers)
         if self.buffers:
             part.read_buffers(block, self.buffers)
-        for path in {*self.arguments, *self.results}:
-            part.around(block.get_submodule(path), self.arguments.get(path, {}), self.results.get(path, {}))
+        for path, arguments in self.arguments.items():
+            part.read_arguments(block.get_submodule(path), arguments)
 
 
 def head_cuts(
@@ -86,10 +103,9 @@ def head_cuts(
     exact = {name: axis for name, p in inside.items() if (axis := axis_of(p, wanted)) is not None}
     known = [size for size in heads if size % count == 0 and size > 1]
     buffers = {n: axis for n, b in block.named_buffers() if (axis := axis_of(b, known)) is not None}
-    arguments, results = _at_homes(block, call, homes, known)
-    others = {"buffers": buffers, "arguments": arguments, "results": results}
-    if exact or any(others.values()):
-        yield HeadCuts(parameters=_cuts(exact), **others)  # type: ignore[arg-type]
+    arguments = _at_homes(block, call, homes, known)
+    if exact or buffers or arguments:
+        yield HeadCuts(parameters=_cuts(exact), buffers=buffers, arguments=arguments)
     options = {
         name: [None, *(a for a, n in enumerate(p.shape) if n > 1 and n % count == 0 and any(i % n == 0 for i in inner))]
         for name, p in inside.items()
@@ -134,31 +150,35 @@ def _inside(
 
 def _at_homes(
     block: nn.Module, call: BlockCall, homes: Collection[str], heads: Sequence[int]
-) -> tuple[dict[str, dict[Place, int]], dict[str, dict[int, int]]]:
-    """Return the axes of heads of what some modules are called with, and of what they return beside their first."""
-    arguments: dict[str, dict[Place, int]] = {}
-    results: dict[str, dict[int, int]] = {}
+) -> dict[str, dict[Place, Heads]]:
+    """Return where heads are in what some modules are called with beside their first argument."""
+    found: dict[str, dict[Place, Heads]] = {}
 
-    def axes(named: Mapping[Any, Any]) -> dict[Any, int]:
-        shapes = {key: value.shape for key, value in named.items() if isinstance(value, Tensor) and value.ndim > 2}
-        return {key: shape.index(n) for key, shape in shapes.items() for n in heads if n in shape[:-1]}
+    def of(tensor: Tensor, rows: int) -> Heads | None:
+        for count in heads:
+            if tensor.ndim > 2 and count in tensor.shape[:-1]:
+                return Heads(tensor.shape.index(count), count)
+            if tensor.ndim == 3 and len(tensor) == rows * count:
+                return Heads(None, count)
+        return None
 
     def see(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            if found := axes({**dict(enumerate(args[1:], 1)), **kwargs}):
-                arguments[name] = found
-            if of_results := axes(dict(enumerate(tensors_in(out)[1:], 1))):
-                results[name] = of_results
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            (first, *_), others = tensors_in((args, kwargs)), {**dict(enumerate(args[1:], 1)), **kwargs}
+            tensors = {key: value for key, value in others.items() if isinstance(value, Tensor) and value is not first}
+            places = {key: place for key, value in tensors.items() if (place := of(value, len(first))) is not None}
+            if places:
+                found[name] = places
 
         return hook
 
-    handles = [block.get_submodule(name).register_forward_hook(see(name), with_kwargs=True) for name in homes]
+    handles = [block.get_submodule(name).register_forward_pre_hook(see(name), with_kwargs=True) for name in homes]
     try:
         call.run(block)
     finally:
         for handle in handles:
             handle.remove()
-    return arguments, results
+    return found
 
 
 @dataclass(frozen=True)
@@ -194,30 +214,17 @@ class _Part:
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end, always_call=True)
 
-    def around(self, module: nn.Module, arguments: Mapping[Place, int], results: Mapping[int, int]) -> None:
+    def read_arguments(self, module: nn.Module, places: Mapping[Place, Heads]) -> None:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             def part(key: Place, value: Any) -> Any:
-                if key not in arguments or not isinstance(value, Tensor) or value.shape[arguments[key]] % self.count:
+                if key not in places or not isinstance(value, Tensor) or not places[key].are_in(value):
                     return value
                 entered = _Entered.apply(value, self.peers) if value.requires_grad else value
-                return self.of(entered, arguments[key])
+                return places[key].part(entered, self.index, self.count)
 
             return tuple(part(n, a) for n, a in enumerate(args)), {n: part(n, a) for n, a in kwargs.items()}
 
-        def end(module: nn.Module, args: Any, out: Any) -> Any:
-            number = itertools.count()
-
-            def whole(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor) or (axis := results.get(next(number))) is None:
-                    return leaf
-                return _OfAll.apply(leaf, self, axis)
-
-            return map_leaves(whole, out)
-
-        if arguments:
-            module.register_forward_pre_hook(begin, with_kwargs=True)
-        if results:
-            module.register_forward_hook(end)
+        module.register_forward_pre_hook(begin, with_kwargs=True)
 
 
 class _Entered(torch.autograd.Function):
@@ -231,16 +238,3 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.peers.sum(gradient), None
-
-
-class _OfAll(torch.autograd.Function):
-    """The parts of all ranks; the gradient is the same on all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, part: _Part, axis: int) -> Tensor:
-        ctx.part, ctx.axis = part, axis
-        return part.peers.gather(own.contiguous(), part.count, axis=axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.part.of(gradient, ctx.axis).contiguous(), None, None

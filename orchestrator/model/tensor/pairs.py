@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import TorchDispatchMode, storage_key
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.tensor.attention import has_divisible_heads
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.region import Packed, Pair, is_linear
 from orchestrator.model.tensor.token_shards import with_first
@@ -37,7 +38,9 @@ def candidates(block: nn.Module, call: BlockCall) -> list[Pair]:
     pairs = [
         Pair(columns=tuple(names), rows=tuple(name for name in linear if name in fed)) for fed, names in columns.items()
     ]
-    return _disjoint(sorted(pairs, key=lambda pair: -_size(pair, linear)))
+    pairs.sort(key=lambda pair: -_size(pair, linear))
+    names = (name for name, module in block.named_modules() if has_divisible_heads(module))
+    return [*_disjoint(pairs), *(Pair(columns=(name,), rows=(f"{name}.out_proj",)) for name in names)]
 
 
 def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) -> dict[str, set[str]]:
@@ -70,7 +73,7 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
     every = [entry for found in calls.values() for entry in found]
     targets = [*((name, given) for name, found in calls.items() for given, _ in found)]
     targets = [(name if name in plain else _OUTPUT, given) for name, given in targets]  # a row returns its sums alone
-    targets += [(_OUTPUT, tensor) for tensor in tensors_in(out) if tensor.is_floating_point()]
+    targets += [(_OUTPUT, tensor) for tensor in tensors_in(out) if tensor.is_floating_point()][:1]
     feeds: dict[str, set[str]] = {name: set() for name in once}
     several = {name for name, found in calls.items() if len(found) > 1}
     leaves = {id(made): name for name, (_, made) in once.items()}

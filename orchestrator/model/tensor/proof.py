@@ -150,13 +150,14 @@ class _Seen:
     random_state: Tensor
 
     @classmethod
-    def of(cls, block: nn.Module, call: BlockCall) -> _Seen:
+    def of(cls, block: nn.Module, call: BlockCall, *, without: Collection[int] = ()) -> _Seen:
+        """Run a block; the outputs whose numbers are in ``without`` have no gradients."""
         own = call.fresh()
         state = torch.get_rng_state()
         outputs = [t for t in tensors_in(block(*own.args, **own.kwargs)) if t.is_floating_point()]
         after = torch.get_rng_state()
         torch.set_rng_state(state)
-        loss = sum((t * counted(t)).sum() for t in outputs if t.requires_grad)
+        loss = sum((t * counted(t)).sum() for n, t in enumerate(outputs) if t.requires_grad and n not in without)
         named = {name: p for name, p in block.named_parameters() if p.requires_grad}
         leaves = [*own.inputs, *named.values()]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
@@ -182,17 +183,25 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
         Exception: whatever the divided block raises.
     """
 
-    def of_rank(index: int, peers: Peers) -> _Seen:
-        own = copied(block)
-        divide(own, parts, index=index, count=count, peers=peers)
-        return _Seen.of(own, call)
+    def run(without: Collection[int]) -> list[_Seen]:
+        def of_rank(index: int, peers: Peers) -> _Seen:
+            own = copied(block)
+            divide(own, parts, index=index, count=count, peers=peers)
+            return _Seen.of(own, call, without=without)
 
-    ranks, scale = in_lockstep(count, of_rank), whole.scale
+        return in_lockstep(count, of_rank)
+
+    ranks = run(())
+    of_heads = _parts_among(ranks, whole)
+    if of_heads:  # such as attention weights, or biases for the next block; the whole model shows who reads them
+        whole, ranks = _Seen.of(copied(block), call, without=of_heads), run(of_heads)
+    scale = whole.scale
     for rank in ranks:
         if not torch.equal(rank.random_state, whole.random_state):
             raise Unproven("draws other random numbers, as for dropout inside")
-        for output, expected in zip(rank.outputs, whole.outputs, strict=True):
-            _compare("its output", output, expected)
+        for number, (output, expected) in enumerate(zip(rank.outputs, whole.outputs, strict=True)):
+            if number not in of_heads:
+                _compare("its output", output, expected)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
             _compare("the gradient of its input", gradient, given, scale)
     partial = []
@@ -207,6 +216,18 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
             partial.append(name)
     return tuple(partial)
+
+
+def _parts_among(ranks: Sequence[_Seen], whole: _Seen) -> set[int]:
+    """Return the numbers of the outputs, but for the first, of which each rank has its heads."""
+    found = set()
+    for number, expected in enumerate(whole.outputs[1:], 1):
+        outputs = [rank.outputs[number] for rank in ranks]
+        sizes = zip(expected.shape, outputs[0].shape, strict=False)
+        axes = [axis for axis, (one, other) in enumerate(sizes) if one != other]
+        if len(axes) == 1 and difference(torch.cat(outputs, axes[0]), expected) <= TOLERANCE:
+            found.add(number)
+    return found
 
 
 def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:

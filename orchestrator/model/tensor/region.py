@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
+from orchestrator.model.tensor.attention import divide_heads, has_divisible_heads
 from orchestrator.model.tensor.heads import HeadCuts
 from orchestrator.model.tensor.peers import Peers, is_differentiated
 from orchestrator.model.tensor.token_shards import Tokens, with_first
@@ -86,10 +87,9 @@ Packed = Mapping[str, tuple[int, ...]]
 
 def inner_sizes(block: nn.Module, pair: Pair, packed: Packed) -> list[int]:
     """Return the sizes that are divided: the outputs of each column, packed or not, and the inputs of each row."""
-    axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
-    axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
-    whole = {name: (block.get_parameter(f"{name}.weight").shape[axis],) for name, axis in axes.items()}
-    return [size for name in whole for size in (packed.get(name, ()) if name in pair.columns else ()) or whole[name]]
+    cuts = cuts_of(block, [pair], packed)
+    weights = {name: (cut, block.get_parameter(name).shape[cut.axis]) for name, cut in cuts.items()}
+    return [size for cut, whole in weights.values() for size in cut.packed or (whole,)]
 
 
 def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[str, AxisCut]:
@@ -98,6 +98,10 @@ def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[s
     for pair in pairs:
         for name in pair.columns:
             column = block.get_submodule(name)
+            if isinstance(column, nn.MultiheadAttention):
+                cut = AxisCut(over="tensor", packed=(column.embed_dim,) * 3)
+                cuts |= {f"{name}.{of}": cut for of, p in own_parameters(column).items() if p is not None}
+                continue
             cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=output_axis(column), packed=packed.get(name, ()))
             if column.bias is not None:
                 cuts[f"{name}.bias"] = replace(cuts[f"{name}.weight"], axis=0)
@@ -142,6 +146,10 @@ def divide(
     parts.heads.apply(block, index=index, count=count, peers=peers)
     for pair in parts.pairs:
         region = _Region(peers, tokens)
+        first = block.get_submodule(pair.columns[0])
+        if has_divisible_heads(first):
+            divide_heads(first, index=index, region=region)
+            continue
         home = home_of(pair.columns)
         if tokens is not None and home:
             tokens.gather_before(block.get_submodule(home))
@@ -185,9 +193,10 @@ class _Region:
         self._entered: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, column: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first((args, kwargs), self._enter)
+        return with_first((args, kwargs), self.enter)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what all ranks have alike, or the tokens of all, for what differs between them."""
         for given, entered in self._entered:
             if given is x:
                 return entered
