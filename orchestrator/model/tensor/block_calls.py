@@ -73,6 +73,17 @@ def seen_calls(
         ValueError: it does not call one of the blocks.
         Exception: whatever ``run`` raises.
     """
+    with fake_calls(whole), drawing(0), whole.mode:
+        return first_calls(blocks, run)
+
+
+def first_calls(blocks: Mapping[str, nn.Module], run: Callable[[], T]) -> tuple[Mapping[str, BlockCall], T]:
+    """Return what modules are first called with by ``run``, and what that returns.
+
+    Raises:
+        ValueError: one of them is not called.
+        Exception: whatever ``run`` raises.
+    """
     seen: dict[str, BlockCall] = {}
 
     def hook(name: str) -> Any:
@@ -85,9 +96,6 @@ def seen_calls(
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
             stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
-        stack.enter_context(fake_calls(whole))
-        stack.enter_context(drawing(0))
-        stack.enter_context(whole.mode)
         found = run()
     if missing := next((name for name in blocks if name not in seen), None):
         raise ValueError(f"{missing} is not called")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
-from orchestrator.model.batch import leaves, map_leaves, map_tensors
+from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
-from orchestrator.model.repeated_blocks import blocks_of, class_of, likeness
+from orchestrator.model.repeated_blocks import alike, blocks_of, class_of
 from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of, seen_calls
 from orchestrator.model.tensor.logits import DividedLogits, Share
 from orchestrator.model.tensor.peers import Peers
@@ -34,6 +35,10 @@ SAMPLES, PLACES = 2, 16
 """The samples, and the places along their second dimension, such as tokens, with which a division is proven."""
 
 
+MOST_NUMBERS = 2**20
+"""The numbers of the largest tensor with which a block is called in a proof."""
+
+
 def found_plan(
     outline: Outline, train_set: Any, size: int, pairs: Pairs = "auto", *, sequence: bool = False
 ) -> TensorPlan:
@@ -51,29 +56,30 @@ def found_plan(
     """
     whole = outline.whole
     named = {module: name for name, module in whole.model.named_modules()}
-    alike: dict[Any, list[nn.Module]] = {}
-    for block in blocks_of(whole.model):
-        alike.setdefault(likeness(block), []).append(block)
-    if not alike:
+    kinds_of_blocks = alike(blocks_of(whole.model))
+    if not kinds_of_blocks:
         raise ValueError("the model has no nn.ModuleList or nn.Sequential with several blocks of one class")
-    every = [block for blocks in alike.values() for block in blocks]
+    every = [block for blocks in kinds_of_blocks for block in blocks]
     tables = vocabularies(whole.model, every, size)
     uses = DirectUses(tables.values())
-    first = {named[blocks[0]]: blocks[0] for blocks in alike.values()}
+    first = {named[blocks[0]]: blocks[0] for blocks in kinds_of_blocks}
     linked = {named[block]: block for block in every} if sequence else {}
     calls, ends = _calls(outline.job, whole, train_set, first, linked, uses)
-    prover = Prover(outline, calls, size)
+    trial = _trial(outline, train_set, size)
+    prover = Prover(outline, calls, {} if trial is None else _real_calls(trial, first), size)
     given = None if pairs == "auto" else [parsed(pair) for pair in pairs]
-    kinds = []
-    for blocks in alike.values():
+    kinds: dict[str, BlockKind] = {}
+    for blocks in kinds_of_blocks:
         names = tuple(named[block] for block in blocks)
         here = None if given is None else [pair for pair in given if is_in(pair, blocks[0])]
         proof = prover.proven(names[0], here, sequence=sequence)
         sizes = {name: parameter.numel() for name, parameter in blocks[0].named_parameters()}
         kind, experts = class_of(blocks[0]).__name__, experts_of(blocks[0])
-        kinds.append(BlockKind(names=names, first=names[0], kind=kind, proof=proof, sizes=sizes, experts=experts))
+        found = BlockKind(names=names, first=names[0], kind=kind, proof=proof, sizes=sizes, experts=experts)
+        others = kinds.setdefault(repr((kind, proof, sizes)), replace(found, names=()))
+        kinds[repr((kind, proof, sizes))] = replace(others, names=(*others.names, *names))
     tables = {name: module for name, module in tables.items() if module not in uses.found}
-    plan = TensorPlan(size=size, kinds=tuple(kinds), ends=ends).with_tables(whole.model, tables)
+    plan = TensorPlan(size=size, kinds=tuple(kinds.values()), ends=ends).with_tables(whole.model, tables)
     names_of: dict[Tensor, list[str]] = {}
     for name, parameter in whole.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
@@ -82,9 +88,16 @@ def found_plan(
         raise ValueError(f"{' and '.join(tied[0])} are one parameter, which would be divided twice")
     divides = any(is_linear(module) for module in tables.values()) and _loss_divides(outline, plan, train_set)
     plan = replace(plan, divided_logits=divides)
-    if (trial := _trial(outline, train_set, size)) is None:
-        return plan
-    return tried(plan, trial, prover, whole.model)
+    return plan if trial is None else tried(plan, trial, prover, whole.model)
+
+
+def _real_calls(trial: Trial, blocks: Collection[str]) -> Mapping[str, BlockCall]:
+    """Return what blocks are called with for real samples, if that is not too large for a proof."""
+    with contextlib.suppress(Exception):
+        calls = trial.calls(blocks)
+        if max(t.numel() for call in calls.values() for t in tensors_in((call.args, call.kwargs))) <= MOST_NUMBERS:
+            return calls
+    return {}
 
 
 def _trial(outline: Outline, train_set: Any, size: int) -> Trial | None:

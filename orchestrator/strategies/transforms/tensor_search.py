@@ -17,6 +17,7 @@ from orchestrator.model.proving import built_at_random
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair
+from orchestrator.model.tensor.token_shards import with_first
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.transforms.tensor_division import BlockKind, TensorPlan
 from orchestrator.strategies.transforms.tensor_trial import Trial
@@ -31,12 +32,14 @@ class Prover:
 
     Attributes:
         outline: the job and its model.
-        calls: what blocks are called with, by name; the tensors may be fake.
+        calls: what blocks are called with, by name; the tensors are fake.
+        real_calls: the same with real tensors, as far as the whole model has been called.
         size: the number of parts.
     """
 
     outline: Outline
     calls: Mapping[str, BlockCall]
+    real_calls: Mapping[str, BlockCall]
     size: int
     _found: dict[Any, ProvenBlock] = field(default_factory=dict)
 
@@ -56,9 +59,11 @@ class Prover:
 
     def _proven(self, name: str, pairs: Sequence[Pair] | None, *, sequence: bool) -> ProvenBlock:
         block = built_at_random(self.outline.build, lambda tensor: tensor.startswith(f"{name}.")).get_submodule(name)
-        for seen in (True, False):  # some masks say what is seen, others what is not
+        calls = [functools.partial(_at_random, self.real_calls[name])] if name in self.real_calls else []
+        calls += [functools.partial(_real_call, self.calls[name], masks=seen) for seen in (True, False)]
+        for make in calls:  # some masks say what is seen, others what is not
             try:
-                call = _real_call(self.calls[name], masks=seen)
+                call = make()
                 return proven(block, call, self.size, pairs=pairs, sequence=sequence)
             except Exception as e:
                 reason = f"cannot be called with random numbers ({type(e).__name__}: {e})"
@@ -153,6 +158,12 @@ def _parts_of(
         proof = replace(proof, whole={**kind.proof.whole, **reasons[names[0]]})
         kinds.append(replace(kind, names=tuple(names), proof=proof))
     return kinds
+
+
+def _at_random(call: BlockCall) -> BlockCall:
+    """Return a call with random numbers in its first tensor of them, which goes from block to block."""
+    args, kwargs = with_first((call.args, call.kwargs), lambda x: torch.randn(x.shape).to(x.dtype).requires_grad_())
+    return BlockCall(args=args, kwargs=kwargs)
 
 
 def _real_call(call: BlockCall, *, masks: bool) -> BlockCall:

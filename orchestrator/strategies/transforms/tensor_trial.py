@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, split_batch, tensors_in
 from orchestrator.model.proving import TOLERANCE, difference
+from orchestrator.model.tensor.block_calls import BlockCall, first_calls
 from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.model.tensor.region import part_of
+from orchestrator.model.tensor.vocabulary import Reads
 from orchestrator.planning.placement import AxisCut
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, make_batch
@@ -31,10 +33,15 @@ MOST_ELEMENTS = 2**25
 SAMPLES = 2
 LARGER = 3.0
 """The factor of all matrices in a second look, which reaches limits that the initial weights do not."""
-TOLERANCE_OF_FLOATS = 1e-3
-"""How much tensors may differ if the model insists on float32, relative to their largest entries."""
+MOST_WORK = 2**32
+"""The parameters times the tokens of the samples. Longer samples are cut."""
+FEWEST_PLACES = 16
+COARSE_TOLERANCE = 3e-4
+"""How much tensors may differ if the model computes some of them in float32, relative to their largest entries."""
 
 LOSS = "the loss"
+
+_COARSE = (torch.float32, torch.float16, torch.bfloat16)
 
 Division = Callable[[Callable[[], nn.Module], int, Peers], Callable[[], nn.Module]]
 """Returns the constructor of a part of the model that another one returns, given the number of the part."""
@@ -74,14 +81,19 @@ class Trial:
         """
         self._outline = outline
         self._count = count
+        elements = sum(parameter.numel() for parameter in outline.whole.model.parameters())
         with drawing(0):
-            self._batch = real_batch(outline.job, train_set)
+            self._batch = _cut(real_batch(outline.job, train_set), MOST_WORK // (SAMPLES * max(1, elements)))
         self._precise = True
+        coarse: list[Tensor] = []
+        see = Reads(lambda tensor: coarse.append(tensor.new_empty(0)) if tensor.dtype in _COARSE else None)
         try:
-            self._whole = self._looks(self._built())
+            with see:
+                self._whole = self._looks(self._built())
         except Exception:
             self._precise = False
             self._whole = self._looks(self._built())
+        self._tolerance = COARSE_TOLERANCE if coarse or not self._precise else TOLERANCE
         names: dict[Tensor, list[str]] = {}
         for name, parameter in self._built().named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -89,10 +101,14 @@ class Trial:
         if self.wrong(lambda build, index, peers: build, {}):
             raise ValueError("it computes something else each time")
 
-    @property
-    def tolerance(self) -> float:
-        """How far tensors may be apart."""
-        return TOLERANCE if self._precise else TOLERANCE_OF_FLOATS
+    def calls(self, names: Collection[str]) -> Mapping[str, BlockCall]:
+        """Return what modules of the whole model are first called with, by their names."""
+        self._precise, was_precise = False, self._precise
+        try:
+            model = self._built()
+            return first_calls({name: model.get_submodule(name) for name in names}, lambda: self._pass(model))[0]
+        finally:
+            self._precise = was_precise
 
     def wrong(self, division: Division, cuts: Mapping[str, AxisCut], partial: frozenset[str] = frozenset()) -> str:
         """Return what a divided model computes that the whole one does not, as a predicate; empty if there is nothing.
@@ -113,7 +129,7 @@ class Trial:
             return f"raises {type(e).__name__}: {' '.join(str(e).split())}"
         for whole, *parts in zip(self._whole, *ranks, strict=True):
             for apart, what in self._differences(whole, parts, cuts, partial):
-                if apart > self.tolerance:
+                if apart > self._tolerance:
                     return f"would change {what} by {apart:.2g} of its {'value' if what == LOSS else 'largest entry'}"
         return ""
 
@@ -203,6 +219,13 @@ def real_batch(job: Job, train_set: Any) -> tuple[Any, Any]:
     with contextlib.suppress(Exception):
         return split_batch(make_batch(job.collate, [train_set[index] for index in range(SAMPLES)]))
     return example_batch(job, train_set, SAMPLES)
+
+
+def _cut(batch: tuple[Any, Any], places: int) -> tuple[Any, Any]:
+    """Return a batch of which the tensors have no more than so many places along their second dimension."""
+    most = max(FEWEST_PLACES, places)
+    cut: tuple[Any, Any] = map_tensors(lambda tensor: tensor[:, :most] if tensor.ndim > 1 else tensor, batch)
+    return cut
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
