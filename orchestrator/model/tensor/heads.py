@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,8 +104,13 @@ def head_cuts(
     known = [size for size in heads if size % count == 0 and size > 1]
     buffers = {n: axis for n, b in block.named_buffers() if (axis := axis_of(b, known)) is not None}
     arguments = _at_homes(block, call, homes, known)
-    if exact or buffers or arguments:
-        yield HeadCuts(parameters=_cuts(exact), buffers=buffers, arguments=arguments)
+    alone = HeadCuts(parameters=_cuts(exact))
+    called = replace(alone, arguments=arguments)
+    tried: list[HeadCuts] = [HeadCuts()]
+    for cuts in (alone, called, replace(alone, buffers=buffers), replace(called, buffers=buffers)):
+        if cuts not in tried:
+            tried.append(cuts)
+            yield cuts
     options = {
         name: [None, *(a for a, n in enumerate(p.shape) if n > 1 and n % count == 0 and any(i % n == 0 for i in inner))]
         for name, p in inside.items()
@@ -156,8 +161,9 @@ def _at_homes(
 
     def of(tensor: Tensor, rows: int) -> Heads | None:
         for count in heads:
-            if tensor.ndim > 2 and count in tensor.shape[:-1]:
-                return Heads(tensor.shape.index(count), count)
+            samples = int(tensor.ndim > 3 and len(tensor) == rows)  # their axis comes first
+            if tensor.ndim > 2 and count in tensor.shape[samples:-1]:
+                return Heads(samples + tensor.shape[samples:].index(count), count)
             if tensor.ndim == 3 and len(tensor) == rows * count:
                 return Heads(None, count)
         return None
