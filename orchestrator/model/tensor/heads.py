@@ -102,7 +102,7 @@ def head_cuts(
 
     exact = {name: axis for name, p in inside.items() if (axis := axis_of(p, wanted)) is not None}
     known = [size for size in heads if size % count == 0 and size > 1]
-    buffers = {n: axis for n, b in block.named_buffers() if (axis := axis_of(b, known)) is not None}
+    buffers = {n: axis for n, b in block.named_buffers() if (axis := axis_of(b, wanted)) is not None}
     arguments = _at_homes(block, call, homes, known)
     alone = HeadCuts(parameters=_cuts(exact))
     called = replace(alone, arguments=arguments)

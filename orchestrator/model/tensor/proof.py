@@ -28,8 +28,13 @@ from orchestrator.model.tensor.region import (
     home_of,
     inner_sizes,
     is_linear,
+    is_parametrized,
     part_of,
 )
+from orchestrator.model.tensor.token_shards import with_first
+
+LARGER = 3.0
+"""The factor of all matrices, and the root of that of the input, where larger numbers are tried."""
 
 
 class Unproven(Exception):
@@ -74,13 +79,14 @@ def proven(
     odd = {pair: next((size for size in inner_sizes(block, pair, packed) if size % count), None) for pair in found}
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
-    whole = _Seen.of(copied(block), call)
-    if not all(bool(output.isfinite().all()) for output in whole.outputs):
+    looks = [_Look.at(block, call), _Look.at(copied(block).eval(), call), _Look.at(*_larger(block, call))]
+    if not looks[0].is_finite:
         raise ValueError("what it returns is not finite")
 
     def tried(parts: BlockParts) -> BlockParts | str:
         try:
-            return replace(parts, partial=_prove(block, call, parts, count, whole))
+            partial = [_prove(look.block, look.call, parts, count, look.whole) for look in looks if look.is_finite]
+            return replace(parts, partial=partial[0])
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
 
@@ -113,7 +119,10 @@ def proven(
     in_tokens = tried(replace(together, sequence=True)) if sequence else together
     return ProvenBlock(
         parts=together if isinstance(in_tokens, str) else in_tokens,
-        whole={str(pair): reason for pair, reason in reasons.items()},
+        whole={str(pair): reason for pair, reason in reasons.items()}
+        | {
+            name: "its weight is computed, as by weight_norm" for name, m in block.named_modules() if is_parametrized(m)
+        },
         whole_tokens=in_tokens if isinstance(in_tokens, str) else "",
     )
 
@@ -141,12 +150,14 @@ class _Seen:
     Attributes:
         outputs, inputs: its outputs, and the gradients of its inputs.
         parameters: the gradients of its parameters.
+        buffers: its buffers afterwards.
         random_state: that of the random generator afterwards.
     """
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor | None]
     parameters: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
     random_state: Tensor
 
     @classmethod
@@ -166,6 +177,7 @@ class _Seen:
             outputs=[output.detach() for output in outputs],
             inputs=gradients[:count],
             parameters=dict(zip(named, gradients[count:], strict=True)),
+            buffers={name: b.to(torch.promote_types(b.dtype, torch.float64)) for name, b in block.named_buffers()},
             random_state=after,
         )
 
@@ -173,6 +185,34 @@ class _Seen:
     def scale(self) -> float:
         """The largest entry of a gradient."""
         return max((float(g.abs().max()) for g in self.parameters.values() if g is not None and g.numel()), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A block as it is called once, and what it computes then."""
+
+    block: nn.Module
+    call: BlockCall
+    whole: _Seen
+
+    @classmethod
+    def at(cls, block: nn.Module, call: BlockCall) -> _Look:
+        return cls(block, call, _Seen.of(copied(block), call))
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(output.isfinite().all()) for output in self.whole.outputs)
+
+
+@torch.no_grad()
+def _larger(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
+    """Return both with larger numbers, which reach limits that others do not."""
+    block = copied(block)
+    for parameter in block.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(LARGER)
+    args, kwargs = with_first((call.args, call.kwargs), lambda x: (x * LARGER**2).requires_grad_(x.requires_grad))
+    return block, BlockCall(args=args, kwargs=kwargs)
 
 
 def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
@@ -202,6 +242,8 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
         for number, (output, expected) in enumerate(zip(rank.outputs, whole.outputs, strict=True)):
             if number not in of_heads:
                 _compare("its output", output, expected)
+        for name, buffer in whole.buffers.items():
+            _compare(name, rank.buffers[name], buffer)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
             _compare("the gradient of its input", gradient, given, scale)
     partial = []

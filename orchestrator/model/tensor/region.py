@@ -69,7 +69,12 @@ def is_linear(module: nn.Module) -> bool:
 
     Not if its weight is computed, as by ``weight_norm``.
     """
-    return (isinstance(module, nn.Linear) or _is_transposed(module)) and "weight" in own_parameters(module)
+    return (isinstance(module, nn.Linear) or _is_transposed(module)) and not is_parametrized(module)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer whose weight is none of its parameters."""
+    return isinstance(module, nn.Linear) and "weight" not in own_parameters(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

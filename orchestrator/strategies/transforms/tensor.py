@@ -34,7 +34,7 @@ from orchestrator.strategies.transforms.options import Pairs, TensorConfig
 from orchestrator.strategies.transforms.tensor_division import TensorPlan
 from orchestrator.strategies.transforms.tensor_plan import found_plan, is_in, parsed
 
-LEAST_SHARE = 0.5
+LEAST_SHARE = 0.45
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
 
 

@@ -22,6 +22,7 @@ from orchestrator.model.batch import map_tensors, split_batch, tensors_in
 from orchestrator.model.proving import TOLERANCE, difference
 from orchestrator.model.tensor.block_calls import BlockCall, first_calls
 from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.tensor.proof import LARGER
 from orchestrator.model.tensor.region import part_of
 from orchestrator.model.tensor.vocabulary import Reads
 from orchestrator.planning.placement import AxisCut
@@ -31,8 +32,6 @@ from orchestrator.strategies.data.datasets import example_batch, make_batch
 MOST_ELEMENTS = 2**25
 """The parameters of a model that is tried whole. Larger ones are compared on their workers alone."""
 SAMPLES = 2
-LARGER = 3.0
-"""The factor of all matrices in a second look, which reaches limits that the initial weights do not."""
 MOST_WORK = 2**32
 """The parameters times the tokens of the samples. Longer samples are cut."""
 FEWEST_PLACES = 16

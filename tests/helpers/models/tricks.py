@@ -122,7 +122,7 @@ class Tricky(Job):
 
 
 class Trick(nn.Module):
-    """Computes ``run(self, x)``; ``parameters`` and ``buffers`` are its tensors, and ``number`` is that of its block."""
+    """Computes ``run(self, x)`` with the tensors ``parameters`` and ``buffers``; ``number`` is that of its block."""
 
     def __init__(
         self,
