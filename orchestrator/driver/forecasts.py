@@ -30,8 +30,8 @@ from orchestrator.prediction.published import Spread, compare, fitted, published
 from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.model_work import UNFUSED
-from orchestrator.strategies.presets.product import MeshConfig
 from orchestrator.strategies.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}

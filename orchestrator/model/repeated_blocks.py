@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -63,11 +64,52 @@ class Block(nn.Module):
         return recomputed(run, *args, block=self, selective=self.__block_recomputes__ == "selective")
 
 
+def class_of(block: nn.Module) -> type[nn.Module]:
+    """Return the class that the job has given a block."""
+    return block.__block_kind__ if isinstance(block, Block) else type(block)
+
+
 def likeness(block: nn.Module) -> Hashable:
     """Return a value that is equal for blocks that compute alike, with other numbers in their tensors."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    kind = block.__block_kind__ if isinstance(block, Block) else type(block)
-    return kind, repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+    return class_of(block), repr(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+
+
+def alike(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Return blocks by how they compute: by likeness, classes of modules, and attributes that are no tensors.
+
+    Numbers that grow from one block to the next one of its likeness, such as that of a layer, do not tell them apart.
+    """
+    by_likeness: dict[Hashable, list[nn.Module]] = {}
+    for block in blocks:
+        by_likeness.setdefault(likeness(block), []).append(block)
+    found: dict[Hashable, list[nn.Module]] = {}
+    for key, group in by_likeness.items():
+        attributes = [_attributes(block) for block in group]
+        grow = {name for name in attributes[0] if _grows([of.get(name) for of in attributes])}
+        for block, own in zip(group, attributes, strict=True):
+            kept = frozenset(item for item in own.items() if item[0] not in grow)
+            found.setdefault((key, kept), []).append(block)
+    return list(found.values())
+
+
+def _attributes(block: nn.Module) -> dict[tuple[str, str], Hashable]:
+    found: dict[tuple[str, str], Hashable] = {}
+    for path, module in block.named_modules():
+        found[path, ""] = class_of(module)
+        for name, value in vars(module).items():
+            if name.startswith("_") or name == "training" or isinstance(value, nn.Module):
+                continue
+            if isinstance(value, (bool, int, float, str)):
+                found[path, name] = value
+            elif callable(value):
+                found[path, name] = getattr(value, "__qualname__", type(value))
+    return found
+
+
+def _grows(values: Sequence[Any]) -> bool:
+    numbers = all(type(value) in (int, float) for value in values)
+    return numbers and len(values) > 1 and all(a < b for a, b in itertools.pairwise(values))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""``debug=true`` at a terminal: one process that a debugger holds for as long as it likes, and the records of any run."""
+"""``debug=true`` at a terminal: one process, which a debugger holds as long as it likes, and the records of any run."""
 
 import json
 import os

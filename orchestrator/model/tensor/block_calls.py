@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -73,6 +73,17 @@ def seen_calls(
         ValueError: it does not call one of the blocks.
         Exception: whatever ``run`` raises.
     """
+    with fake_calls(whole), drawing(0), whole.mode:
+        return first_calls(blocks, run)
+
+
+def first_calls(blocks: Mapping[str, nn.Module], run: Callable[[], T]) -> tuple[Mapping[str, BlockCall], T]:
+    """Return what modules are first called with by ``run``, and what that returns.
+
+    Raises:
+        ValueError: one of them is not called.
+        Exception: whatever ``run`` raises.
+    """
     seen: dict[str, BlockCall] = {}
 
     def hook(name: str) -> Any:
@@ -85,9 +96,6 @@ def seen_calls(
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
             stack.callback(block.register_forward_pre_hook(hook(name), with_kwargs=True).remove)
-        stack.enter_context(fake_calls(whole))
-        stack.enter_context(drawing(0))
-        stack.enter_context(whole.mode)
         found = run()
     if missing := next((name for name in blocks if name not in seen), None):
         raise ValueError(f"{missing} is not called")
@@ -134,8 +142,20 @@ class _Seen:
             self.leaves.add(maker)
 
 
-def ends_of(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> Ends:
-    """Return where a forward pass, which ``run`` makes and whose output it returns, needs all tokens."""
+def ends_of(blocks: Mapping[str, nn.Module], runs: Sequence[Callable[[], Any]]) -> Ends:
+    """Return where one of the forward passes that ``runs`` make, and whose outputs they return, needs all tokens."""
+    passes = [_seen_in(blocks, run) for run in runs]
+    leaves = {name for seen in passes for name in seen.leaves}
+    for seen in passes:
+        followed = {maker for makers in seen.before.values() for maker in makers if maker is not None}
+        leaves |= blocks.keys() - followed
+        several = [(name, *makers) for name, makers in seen.before.items() if len(makers) > 1]
+        leaves |= {name for names in several for name in names if name}
+    enters = {n for seen in passes for n, makers in seen.before.items() if None in makers or {*makers} & leaves}
+    return Ends(enters=tuple(sorted(enters)), leaves=tuple(sorted(leaves)))
+
+
+def _seen_in(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> _Seen:
     seen = _Seen()
 
     def begin(name: str) -> Any:
@@ -166,11 +186,7 @@ def ends_of(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> Ends:
         out = run()
     for tensor in tensors_in(out):
         seen.needs(tensor)
-    followed = {maker for makers in seen.before.values() for maker in makers if maker is not None}
-    leaves = seen.leaves | (blocks.keys() - followed)
-    leaves |= {maker for name, makers in seen.before.items() if len(makers) > 1 for maker in (name, *makers) if maker}
-    enters = {name for name, makers in seen.before.items() if None in makers or {*makers} & leaves}
-    return Ends(enters=tuple(sorted(enters)), leaves=tuple(sorted(leaves)))
+    return seen
 
 
 def _floating(tree: Any) -> list[Tensor]:

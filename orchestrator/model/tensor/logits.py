@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orchestrator.compat.torch import make_wrapper, mutates, pytree, version_of, without_torch_functions
@@ -52,7 +53,7 @@ class Share:
         """Return the parts of all ranks along the last axis. Collective."""
         if lacking := self.most - part.shape[-1]:
             part = F.pad(part, (0, lacking))
-        return self.peers.gather(part, self.count, axis=-1)[..., : self.words]
+        return self.peers.gather(part, self.count, axis=-1)[..., : self.words].contiguous()
 
     @property
     def most(self) -> int:
@@ -81,15 +82,14 @@ class DividedLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute with the part if that is possible, and otherwise, or after a change of a view, with the whole."""
-        kwargs = kwargs or {}
-        rule = _RULES.get(getattr(func, "__name__", ""))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with without_torch_functions():
-            if rule is not None and args and isinstance(args[0], cls) and not version_of(args[0]):
-                logits = args[0]
-                found = rule(logits, func, *args[1:], **kwargs)
-                if found is not NotImplemented:
-                    return found
-            return func(*args, **kwargs)
+            found = NotImplemented
+            if name in _ELEMENTWISE:
+                found = _elementwise(func, args, kwargs)
+            elif name in _RULES and args and isinstance(args[0], cls) and not version_of(args[0]):
+                found = _RULES[name](args[0], func, *args[1:], **kwargs)
+            return func(*args, **kwargs) if found is NotImplemented else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -133,16 +133,40 @@ class _Whole(torch.autograd.Function):
         return logits
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.share.peers.cross(inside=True)
         return gradient.narrow(-1, ctx.share.first, ctx.size).contiguous(), None, None
 
 
-def _elementwise(logits: DividedLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in pytree.tree_leaves((args, kwargs))):
+def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute with the own words of every argument. What is the same on all ranks gets the sum of their gradients."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    divided = [tensor for tensor in tensors if isinstance(tensor, DividedLogits)]
+    share, own = divided[0].share, divided[0].part.shape[-1]
+    taken: dict[int, Tensor] = {}
+
+    def has_words(tensor: Tensor) -> bool:
+        return tensor.ndim > 0 and tensor.shape[-1] == share.words
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(leaf, DividedLogits):
+            return leaf.part
+        if id(leaf) not in taken:
+            entered = enter(leaf, share.peers) if leaf.requires_grad and torch.is_grad_enabled() else leaf
+            taken[id(leaf)] = entered.narrow(-1, share.first, own) if has_words(leaf) else entered
+        return taken[id(leaf)]
+
+    if "out" in kwargs or any(version_of(tensor) for tensor in divided):
         return NotImplemented
-    part = func(logits.part, *args, **kwargs)
-    return DividedLogits.of(part, logits.share) if part.shape == logits.part.shape else NotImplemented
+    if any(tensor.ndim and tensor.shape[-1] != 1 and not has_words(tensor) for tensor in tensors):
+        return NotImplemented
+    args, kwargs = pytree.tree_map(part, (args, kwargs))
+    found = func(*args, **kwargs)
+    fits = isinstance(found, Tensor) and found.ndim and found.shape[-1] == own
+    return DividedLogits.of(found, share) if fits else NotImplemented
 
 
 def _reshaped(logits: DividedLogits, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -242,9 +266,17 @@ def _loss_options(
     return _LossOptions(ignore_index, reduction, label_smoothing)
 
 
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "tanh", "sigmoid"),
+        *("exp", "where", "masked_fill", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
+        *(f"__{name}__" for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")),
+        *("to", "float", "double", "half", "bfloat16", "contiguous", "detach", "clone"),
+    )
+)
+"""The functions that compute each number by itself, also of others that are the same on all ranks, by name."""
+
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh"), _elementwise),
-    **dict.fromkeys(("to", "float", "double", "half", "bfloat16", "contiguous", "detach", "clone"), _elementwise),
     **dict.fromkeys(("view", "reshape", "flatten"), _reshaped),
     "__getitem__": _indexed,
     "logsumexp": _logsumexp,
@@ -307,6 +339,7 @@ class _RowLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.share.peers.cross(inside=True)
         (slopes,) = ctx.saved_tensors

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import TorchDispatchMode, storage_key
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.tensor.attention import has_divisible_heads
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.region import Packed, Pair, is_linear
+from orchestrator.model.tensor.token_shards import with_first
 
 _OUTPUT = ""
 """The name of what a block returns."""
@@ -36,7 +38,9 @@ def candidates(block: nn.Module, call: BlockCall) -> list[Pair]:
     pairs = [
         Pair(columns=tuple(names), rows=tuple(name for name in linear if name in fed)) for fed, names in columns.items()
     ]
-    return _disjoint(sorted(pairs, key=lambda pair: -_size(pair, linear)))
+    pairs.sort(key=lambda pair: -_size(pair, linear))
+    names = (name for name, module in block.named_modules() if has_divisible_heads(module))
+    return [*_disjoint(pairs), *(Pair(columns=(name,), rows=(f"{name}.out_proj",)) for name in names)]
 
 
 def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) -> dict[str, set[str]]:
@@ -45,15 +49,21 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
     Layers that are called several times are left out.
     """
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in linear}
+    plain: set[str] = {*linear}
 
     def hook(name: str) -> Any:
-        def cut(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-            calls[name].append((args[0], out.detach().requires_grad_()))
-            return calls[name][-1][1].clone()  # which the block may change in place
+        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            def begin(made: Tensor) -> Tensor:
+                calls[name].append((_first(args, kwargs), made.detach().requires_grad_()))
+                return calls[name][-1][1].clone()  # which the block may change in place
+
+            if not isinstance(out, Tensor):
+                plain.discard(name)
+            return with_first(out, begin)
 
         return cut
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in linear.items()]
+    handles = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in linear.items()]
     try:
         out = call.run(block)
     finally:
@@ -62,7 +72,8 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
     once = {name: found[0] for name, found in calls.items() if len(found) == 1}
     every = [entry for found in calls.values() for entry in found]
     targets = [*((name, given) for name, found in calls.items() for given, _ in found)]
-    targets += [(_OUTPUT, tensor) for tensor in tensors_in(out) if tensor.is_floating_point()]
+    targets = [(name if name in plain else _OUTPUT, given) for name, given in targets]  # a row returns its sums alone
+    targets += [(_OUTPUT, tensor) for tensor in tensors_in(out) if tensor.is_floating_point()][:1]
     feeds: dict[str, set[str]] = {name: set() for name in once}
     several = {name for name, found in calls.items() if len(found) > 1}
     leaves = {id(made): name for name, (_, made) in once.items()}
@@ -107,8 +118,11 @@ def packed_outputs(block: nn.Module, call: BlockCall) -> Packed:
     layers = {name: module for name, module in block.named_modules() if is_linear(module)}
     outputs: dict[str, Tensor] = {}
 
+    def see_first(name: str, out: Tensor) -> None:
+        outputs.setdefault(name, watch.begin(out))
+
     def see(name: str) -> Any:
-        return lambda module, args, out: outputs.setdefault(name, watch.begin(out))
+        return lambda module, args, out: see_first(name, tensors_in(out)[0])
 
     handles = [module.register_forward_hook(see(name)) for name, module in layers.items()]
     try:
@@ -120,6 +134,10 @@ def packed_outputs(block: nn.Module, call: BlockCall) -> Packed:
     borders = {name: sorted({0, out.shape[-1], *watch.borders_of(out)}) for name, out in outputs.items()}
     sizes = {name: tuple(b - a for a, b in itertools.pairwise(found)) for name, found in borders.items()}
     return {name: found for name, found in sizes.items() if len(found) > 1}
+
+
+def _first(args: Any, kwargs: Any) -> Tensor:
+    return next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
 
 
 class _Views(TorchDispatchMode):

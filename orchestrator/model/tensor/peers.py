@@ -68,6 +68,11 @@ class Peers:
             return operation(tensor, group)
 
 
+def is_differentiated(gradient: Tensor) -> bool:
+    """Return whether a backward pass will be differentiated itself, as with ``create_graph``."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and gradient.requires_grad
+
+
 def in_lockstep(count: int, run: Callable[[int, Peers], T]) -> list[T]:
     """Run ``run(index, peers)`` for each of ``count`` ranks, on threads that take turns.
 

@@ -16,9 +16,25 @@ from torch import Tensor, nn
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE, counted, difference
 from orchestrator.model.tensor.block_calls import BlockCall
+from orchestrator.model.tensor.heads import HeadCuts, head_cuts
 from orchestrator.model.tensor.pairs import candidates, packed_outputs
 from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.region import BlockParts, Packed, Pair, cuts_of, divide, inner_sizes, is_linear, part_of
+from orchestrator.model.tensor.region import (
+    BlockParts,
+    Packed,
+    Pair,
+    cuts_of,
+    divide,
+    home_of,
+    inner_sizes,
+    is_linear,
+    is_parametrized,
+    part_of,
+)
+from orchestrator.model.tensor.token_shards import with_first
+
+LARGER = 3.0
+"""The factor of all matrices, and the root of that of the input, where larger numbers are tried."""
 
 
 class Unproven(Exception):
@@ -58,29 +74,38 @@ def proven(
     for parameter in block.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     block, call = _precise(block, call)
-    found = candidates(block, call) if pairs is None else pairs
-    packed = packed_outputs(block, call)
+    found = candidates(copied(block), call) if pairs is None else pairs
+    packed = packed_outputs(copied(block), call)
     odd = {pair: next((size for size in inner_sizes(block, pair, packed) if size % count), None) for pair in found}
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
-    whole = _Seen.of(block, call)
-    if not all(bool(output.isfinite().all()) for output in whole.outputs):
+    looks = [_Look.at(block, call), _Look.at(copied(block).eval(), call), _Look.at(*_larger(block, call))]
+    if not looks[0].is_finite:
         raise ValueError("what it returns is not finite")
 
     def tried(parts: BlockParts) -> BlockParts | str:
         try:
-            return replace(parts, partial=_prove(block, call, parts, count, whole))
+            partial = [_prove(look.block, look.call, parts, count, look.whole) for look in looks if look.is_finite]
+            return replace(parts, partial=partial[0])
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
 
-    def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
-        """Return how to divide ``pairs``, or why that is wrong."""
+    def with_heads(pairs: Sequence[Pair], heads: HeadCuts) -> BlockParts | str:
         found: BlockParts | str = ""
+        cuts = {**cuts_of(block, pairs, packed), **heads.parameters}
         for attributes in _attributes(block, pairs, packed, count):
-            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts_of(block, pairs, packed), attributes=attributes))
+            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads))
             if not isinstance(found, str):
                 break
         return found
+
+    def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
+        """Return how to divide ``pairs``, or why that is wrong."""
+        found = with_heads(pairs, HeadCuts())
+        if not isinstance(found, str) or not found.startswith("raises"):  # a shape that does not fit
+            return found
+        parts = (with_heads(pairs, heads) for heads in _head_cuts(copied(block), call, pairs, packed, count))
+        return next((more for more in parts if not isinstance(more, str)), found)
 
     together = attempt(pairs)
     if isinstance(together, str):
@@ -94,16 +119,25 @@ def proven(
     in_tokens = tried(replace(together, sequence=True)) if sequence else together
     return ProvenBlock(
         parts=together if isinstance(in_tokens, str) else in_tokens,
-        whole={str(pair): reason for pair, reason in reasons.items()},
+        whole={str(pair): reason for pair, reason in reasons.items()}
+        | {
+            name: "its weight is computed, as by weight_norm" for name, m in block.named_modules() if is_parametrized(m)
+        },
         whole_tokens=in_tokens if isinstance(in_tokens, str) else "",
     )
 
 
+def copied(block: nn.Module) -> nn.Module:
+    """Return a copy of a block, also if calls have left tensors with a graph in attributes of its modules."""
+    kept = {id(t): t for module in block.modules() for t in tensors_in(vars(module)) if not t.is_leaf}
+    return copy.deepcopy(block, {key: tensor.detach().clone() for key, tensor in kept.items()})
+
+
 def _precise(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
     """Return both in float64, unless the block insists on another type; then in float32."""
-    precise = copy.deepcopy(block).double(), call.to(torch.float64)
+    precise = copied(block).double(), call.to(torch.float64)
     try:
-        precise[1].run(precise[0])
+        precise[1].run(copied(precise[0]))
     except Exception:
         return block.float(), call.to(torch.float32)
     return precise
@@ -116,22 +150,25 @@ class _Seen:
     Attributes:
         outputs, inputs: its outputs, and the gradients of its inputs.
         parameters: the gradients of its parameters.
+        buffers: its buffers afterwards.
         random_state: that of the random generator afterwards.
     """
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor | None]
     parameters: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
     random_state: Tensor
 
     @classmethod
-    def of(cls, block: nn.Module, call: BlockCall) -> _Seen:
+    def of(cls, block: nn.Module, call: BlockCall, *, without: Collection[int] = ()) -> _Seen:
+        """Run a block; the outputs whose numbers are in ``without`` have no gradients."""
         own = call.fresh()
         state = torch.get_rng_state()
         outputs = [t for t in tensors_in(block(*own.args, **own.kwargs)) if t.is_floating_point()]
         after = torch.get_rng_state()
         torch.set_rng_state(state)
-        loss = sum((t * counted(t)).sum() for t in outputs if t.requires_grad)
+        loss = sum((t * counted(t)).sum() for n, t in enumerate(outputs) if t.requires_grad and n not in without)
         named = {name: p for name, p in block.named_parameters() if p.requires_grad}
         leaves = [*own.inputs, *named.values()]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
@@ -140,6 +177,7 @@ class _Seen:
             outputs=[output.detach() for output in outputs],
             inputs=gradients[:count],
             parameters=dict(zip(named, gradients[count:], strict=True)),
+            buffers={name: b.to(torch.promote_types(b.dtype, torch.float64)) for name, b in block.named_buffers()},
             random_state=after,
         )
 
@@ -147,6 +185,34 @@ class _Seen:
     def scale(self) -> float:
         """The largest entry of a gradient."""
         return max((float(g.abs().max()) for g in self.parameters.values() if g is not None and g.numel()), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A block as it is called once, and what it computes then."""
+
+    block: nn.Module
+    call: BlockCall
+    whole: _Seen
+
+    @classmethod
+    def at(cls, block: nn.Module, call: BlockCall) -> _Look:
+        return cls(block, call, _Seen.of(copied(block), call))
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(output.isfinite().all()) for output in self.whole.outputs)
+
+
+@torch.no_grad()
+def _larger(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
+    """Return both with larger numbers, which reach limits that others do not."""
+    block = copied(block)
+    for parameter in block.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(LARGER)
+    args, kwargs = with_first((call.args, call.kwargs), lambda x: (x * LARGER**2).requires_grad_(x.requires_grad))
+    return block, BlockCall(args=args, kwargs=kwargs)
 
 
 def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
@@ -157,17 +223,27 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
         Exception: whatever the divided block raises.
     """
 
-    def of_rank(index: int, peers: Peers) -> _Seen:
-        own = copy.deepcopy(block)
-        divide(own, parts, index=index, count=count, peers=peers)
-        return _Seen.of(own, call)
+    def run(without: Collection[int]) -> list[_Seen]:
+        def of_rank(index: int, peers: Peers) -> _Seen:
+            own = copied(block)
+            divide(own, parts, index=index, count=count, peers=peers)
+            return _Seen.of(own, call, without=without)
 
-    ranks, scale = in_lockstep(count, of_rank), whole.scale
+        return in_lockstep(count, of_rank)
+
+    ranks = run(())
+    of_heads = _parts_among(ranks, whole)
+    if of_heads:  # such as attention weights, or biases for the next block; the whole model shows who reads them
+        whole, ranks = _Seen.of(copied(block), call, without=of_heads), run(of_heads)
+    scale = whole.scale
     for rank in ranks:
         if not torch.equal(rank.random_state, whole.random_state):
             raise Unproven("draws other random numbers, as for dropout inside")
-        for output, expected in zip(rank.outputs, whole.outputs, strict=True):
-            _compare("its output", output, expected)
+        for number, (output, expected) in enumerate(zip(rank.outputs, whole.outputs, strict=True)):
+            if number not in of_heads:
+                _compare("its output", output, expected)
+        for name, buffer in whole.buffers.items():
+            _compare(name, rank.buffers[name], buffer)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
             _compare("the gradient of its input", gradient, given, scale)
     partial = []
@@ -182,6 +258,18 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
             partial.append(name)
     return tuple(partial)
+
+
+def _parts_among(ranks: Sequence[_Seen], whole: _Seen) -> set[int]:
+    """Return the numbers of the outputs, but for the first, of which each rank has its heads."""
+    found = set()
+    for number, expected in enumerate(whole.outputs[1:], 1):
+        outputs = [rank.outputs[number] for rank in ranks]
+        sizes = zip(expected.shape, outputs[0].shape, strict=False)
+        axes = [axis for axis, (one, other) in enumerate(sizes) if one != other]
+        if len(axes) == 1 and difference(torch.cat(outputs, axes[0]), expected) <= TOLERANCE:
+            found.add(number)
+    return found
 
 
 def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
@@ -228,6 +316,26 @@ def _attributes(
         yield {**layers, **sizes}
     if configured:
         yield {**layers, **sizes, **configured}
+
+
+def _head_cuts(
+    block: nn.Module, call: BlockCall, pairs: Sequence[Pair], packed: Packed, count: int
+) -> Iterator[HeadCuts]:
+    holders = [
+        block.get_submodule(path) for path in {path for pair in pairs for n in pair.layers for path in _paths_to(n)}
+    ]
+    numbers = [_multiples(owner, count) for module in holders for owner in (module, vars(module).get("config"))]
+    known = {value for found in numbers for name, value in found.items() if _counts_heads(name)}
+    yield from head_cuts(
+        block,
+        call,
+        layers=[name for name, module in block.named_modules() if is_linear(module)],
+        rows=[name for pair in pairs for name in pair.rows],
+        homes={home_of(pair.layers) for pair in pairs},
+        heads=sorted(known, reverse=True),
+        inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
+        count=count,
+    )
 
 
 def _multiples(owner: object, count: int) -> dict[str, int]:

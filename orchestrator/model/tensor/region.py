@@ -19,8 +19,10 @@ from torch.nn import functional as F
 
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
-from orchestrator.model.tensor.peers import Peers
-from orchestrator.model.tensor.token_shards import Tokens
+from orchestrator.model.tensor.attention import divide_heads, has_divisible_heads
+from orchestrator.model.tensor.heads import HeadCuts
+from orchestrator.model.tensor.peers import Peers, is_differentiated
+from orchestrator.model.tensor.token_shards import Tokens, with_first
 from orchestrator.planning.placement import AxisCut, Box
 
 
@@ -49,6 +51,7 @@ class BlockParts:
         cuts: how each divided parameter is cut, by its name in the block.
         attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
             as ``config.NAME`` for one of the module's own copy of its configuration.
+        heads: what is cut with the heads beside the layers.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
         sequence: whether a rank computes only its own tokens between the pairs.
     """
@@ -56,13 +59,22 @@ class BlockParts:
     pairs: tuple[Pair, ...]
     cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
+    heads: HeadCuts = field(default_factory=HeadCuts)
     partial: tuple[str, ...] = ()
     sequence: bool = False
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or the ``Conv1D`` of transformers; whatever it computes is proven."""
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    """Return whether a module is a linear layer, or the ``Conv1D`` of transformers; whatever it computes is proven.
+
+    Not if its weight is computed, as by ``weight_norm``.
+    """
+    return (isinstance(module, nn.Linear) or _is_transposed(module)) and not is_parametrized(module)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer whose weight is none of its parameters."""
+    return isinstance(module, nn.Linear) and "weight" not in own_parameters(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -80,10 +92,9 @@ Packed = Mapping[str, tuple[int, ...]]
 
 def inner_sizes(block: nn.Module, pair: Pair, packed: Packed) -> list[int]:
     """Return the sizes that are divided: the outputs of each column, packed or not, and the inputs of each row."""
-    axes = {name: output_axis(block.get_submodule(name)) for name in pair.columns}
-    axes |= {name: 1 - output_axis(block.get_submodule(name)) for name in pair.rows}
-    whole = {name: (block.get_parameter(f"{name}.weight").shape[axis],) for name, axis in axes.items()}
-    return [size for name in whole for size in (packed.get(name, ()) if name in pair.columns else ()) or whole[name]]
+    cuts = cuts_of(block, [pair], packed)
+    weights = {name: (cut, block.get_parameter(name).shape[cut.axis]) for name, cut in cuts.items()}
+    return [size for cut, whole in weights.values() for size in cut.packed or (whole,)]
 
 
 def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[str, AxisCut]:
@@ -92,6 +103,10 @@ def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[s
     for pair in pairs:
         for name in pair.columns:
             column = block.get_submodule(name)
+            if isinstance(column, nn.MultiheadAttention):
+                cut = AxisCut(over="tensor", packed=(column.embed_dim,) * 3)
+                cuts |= {f"{name}.{of}": cut for of, p in own_parameters(column).items() if p is not None}
+                continue
             cuts[f"{name}.weight"] = AxisCut(over="tensor", axis=output_axis(column), packed=packed.get(name, ()))
             if column.bias is not None:
                 cuts[f"{name}.bias"] = replace(cuts[f"{name}.weight"], axis=0)
@@ -133,14 +148,19 @@ def divide(
             setattr(owner, attribute, getattr(owner, attribute) // count)
             if of:
                 setattr(module, of, owner)
+    parts.heads.apply(block, index=index, count=count, peers=peers)
     for pair in parts.pairs:
         region = _Region(peers, tokens)
-        home = _home(pair.columns)
+        first = block.get_submodule(pair.columns[0])
+        if has_divisible_heads(first):
+            divide_heads(first, index=index, region=region)
+            continue
+        home = home_of(pair.columns)
         if tokens is not None and home:
             tokens.gather_before(block.get_submodule(home))
         else:
             for name in pair.columns:
-                block.get_submodule(name).register_forward_pre_hook(region)
+                block.get_submodule(name).register_forward_pre_hook(region, with_kwargs=True)
         for name in pair.rows:
             row = block.get_submodule(name)
             row.__class__ = _row_class(type(row))
@@ -177,13 +197,17 @@ class _Region:
         self._tokens = tokens
         self._entered: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, column: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_first((args, kwargs), self.enter)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what all ranks have alike, or the tokens of all, for what differs between them."""
         for given, entered in self._entered:
-            if given is args[0]:
-                return (entered, *args[1:])
-        entered = enter(args[0], self.peers) if self._tokens is None else self._tokens.all_of(args[0])
-        self._entered.append((args[0], entered))
-        return (entered, *args[1:])
+            if given is x:
+                return entered
+        entered = enter(x, self.peers) if self._tokens is None else self._tokens.all_of(x)
+        self._entered.append((x, entered))
+        return entered
 
     def leave(self, part: Tensor) -> Tensor:
         """Return the sum of the outputs of a row, of the own tokens if they are divided."""
@@ -191,7 +215,7 @@ class _Region:
         return leave(part, self.peers) if self._tokens is None else self._tokens.own_sums(part)
 
 
-def _home(layers: Sequence[str]) -> str:
+def home_of(layers: Sequence[str]) -> str:
     """Return the name of the innermost module that has all of some layers; empty for the block itself."""
     paths = [name.split(".")[:-1] for name in layers]
     common = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
@@ -205,9 +229,9 @@ class _Row(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = self.weight.T if _is_transposed_row(self) else self.weight
-        out = self.region.leave(F.linear(x, weight))
+        out = self.region.leave(F.linear(input, weight))
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -230,6 +254,8 @@ class _Into(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if is_differentiated(gradient):
+            return leave(gradient, ctx.peers), None
         ctx.peers.cross(inside=False)
         return ctx.peers.sum(gradient), None
 
@@ -245,5 +271,7 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if is_differentiated(gradient):
+            return enter(gradient, ctx.peers), None
         ctx.peers.cross(inside=True)
         return gradient, None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.model.batch import map_leaves
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, is_differentiated
 
 AXIS = 1
 """That of the tokens, in tensors whose first axis is that of the samples, and whose last one is that of features."""
@@ -40,10 +40,10 @@ class Tokens:
         """
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first((args, kwargs), self._enter)
+            return with_first((args, kwargs), self._enter)
 
         def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            return _with_first(out, lambda own: _Gathered.apply(own, self, False))
+            return with_first(out, lambda own: _Gathered.apply(own, self, False))
 
         if enters:
             block.register_forward_pre_hook(enter, with_kwargs=True)
@@ -54,7 +54,7 @@ class Tokens:
         """Let a module see all tokens. Its ranks compute parts of the gradients of these."""
 
         def gather(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first((args, kwargs), self.all_of)
+            return with_first((args, kwargs), self.all_of)
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
 
@@ -87,7 +87,7 @@ class Tokens:
         return whole.narrow(AXIS, self.index * size, size).clone()  # so that the others need no memory
 
 
-def _with_first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a tree whose first tensor of floating-point numbers has been changed."""
     changed: list[Tensor] = []
 
@@ -112,6 +112,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if is_differentiated(gradient):
+            return _Divided.apply(gradient, ctx.tokens, ctx.summed), None, None
         if not ctx.summed:
             ctx.tokens.peers.cross(inside=True)
         return ctx.tokens.divided(gradient, summed=ctx.summed), None, None
@@ -129,6 +131,8 @@ class _Divided(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if is_differentiated(gradient):
+            return _Gathered.apply(gradient, ctx.tokens, ctx.summed), None, None
         if not ctx.summed:
             ctx.tokens.peers.cross(inside=False)
         return ctx.tokens.gathered(gradient, ctx.length), None, None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from orchestrator.compat.modules import calls_through
+from orchestrator.compat.modules import calls_through, own_parameters
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.tensor.logits import DividedLogits, Share, gathered
@@ -43,10 +43,18 @@ def vocabularies(model: nn.Module, blocks: Collection[nn.Module], count: int) ->
         for module in model.modules()
         if module not in inside
         and (_is_embedding(module) or (type(module) is nn.Linear and module.out_features in rows))
+        and "weight" in own_parameters(module)  # which a parametrization would compute
         and _all_have_rows(len(module.get_parameter("weight")), count)
     }
-    fitting = {m for m in candidates if all({*owners[p]} <= candidates for p in m.parameters(recurse=False))}
+    fitting = {m for m in candidates if all({*owners[p]} <= candidates for p in of_rows(m).values())}
     return {name: module for name, module in model.named_modules() if module in fitting}
+
+
+def of_rows(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of an embedding or output layer that have a row for each word, by attribute name."""
+    names = ("weight",) if isinstance(module, nn.Embedding) else ("weight", "bias")
+    own = own_parameters(module)
+    return {name: parameter for name in names if (parameter := own.get(name)) is not None}
 
 
 def _all_have_rows(rows: int, count: int) -> bool:
@@ -158,7 +166,7 @@ def divide_rows(
     for name in names:
         module = model.get_submodule(name)
         share = Share(index, count, peers, words=len(module.get_parameter("weight")))
-        for attribute, whole in list(module.named_parameters(recurse=False)):
+        for attribute, whole in of_rows(module).items():
             if whole not in parts:
                 parts[whole] = part_of(whole, ROWS, index=index, count=count)
             setattr(module, attribute, parts[whole])
@@ -185,9 +193,10 @@ class _Embedding(_Rows):
         return out
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not F.embedding:
+        given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        if func is not F.embedding or given["weight"] is not self.weight:
             return func(*args, **kwargs)
-        words, size = args[0], len(self.weight)
+        words, size = given["input"], len(self.weight)
         own, here = self.share.place(words, size)
         padding = None if self.padding_idx is None else self.padding_idx - self.share.first
         if padding is not None and not 0 <= padding < size:

@@ -31,9 +31,10 @@ from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.keys import Pairs, TensorConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.transforms.tensor_plan import TensorPlan, found_plan, is_in, parsed
+from orchestrator.strategies.transforms.tensor_division import TensorPlan
+from orchestrator.strategies.transforms.tensor_plan import found_plan, is_in, parsed
 
-LEAST_SHARE = 0.5
+LEAST_SHARE = 0.45
 """The part of the parameters of the blocks that has to be divided for the dimension to be worth its sums."""
 
 
@@ -154,6 +155,8 @@ def tensor_errors(
             notes[0] += ", whose outputs are gathered on each worker, because the loss reads all of them"
     if sequence:
         notes.append(f"strategy.sequence=true: each worker computes 1/{size} of the tokens between the divided layers")
+    if experts := [f"{len(kind.names)} x {kind.kind}" for kind in plan.kinds if kind.whole_experts]:
+        notes.append(f"{key} leaves the experts of {first_few(experts, 2)} whole on each worker")
     if plan.reasons:
         notes.append(f"{key} leaves whole {first_few(plan.reasons, 2)}")
     return [], tuple(notes)

@@ -38,6 +38,10 @@ OF_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "known labels": lambda x: F.cross_entropy(x[KNOWN], LABELS[KNOWN]),
     "ellipsis": lambda x: F.cross_entropy(x[..., :-1, :].flatten(0, 1), LABELS[:, 1:].flatten()),
     "last place": lambda x: F.cross_entropy(x[:, -1], LABELS[:, -1]),
+    "bias": lambda x: F.cross_entropy((x + torch.arange(WORDS)).flatten(0, 1), FLAT),
+    "masked words": lambda x: F.cross_entropy(
+        x.masked_fill(torch.arange(WORDS) == 4, float("-inf")).flatten(0, 1), FLAT
+    ),
     "words ruled out": lambda x: F.cross_entropy(x.flatten(0, 1) * 1e300, FLAT),
 }
 OF_THE_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,7 +51,7 @@ OF_THE_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "fewer words": lambda x: F.cross_entropy(x[..., :8].reshape(-1, 8), FLAT.clamp(max=7)),
     "named arguments": lambda x: F.cross_entropy(torch.reshape(input=x, shape=(-1, WORDS)), FLAT),
     "one word": lambda x: x[..., 0].sum() + x[0, 0, 3],
-    "bias": lambda x: F.cross_entropy((x + torch.arange(WORDS)).flatten(0, 1), FLAT),
+    "other axis of numbers": lambda x: F.cross_entropy((x.flatten() + torch.arange(110)).view(10, WORDS), FLAT),
     "view that changes": lambda x: _with_changed_view(x.clone()),
 }
 
@@ -85,6 +89,45 @@ def test_a_loss_and_its_gradient_are_those_of_the_whole(
         torch.testing.assert_close(found, wanted.detach())
         torch.testing.assert_close(gradient, expected)
         assert gathered is whole_is_read
+
+
+Learned = Callable[[Tensor, nn.Parameter], Tensor]
+LEARNED: dict[str, tuple[tuple[int, ...], Learned]] = {
+    "factor": ((), lambda x, p: x * p),
+    "factor first": ((), lambda x, p: p * x),
+    "computed temperature": ((1,), lambda x, p: x / F.softplus(p)),
+    "cap": ((), lambda x, p: (x / p).tanh() * p),
+    "power": ((), lambda x, p: x.clamp(min=0.1) ** p),
+    "bias of words": ((WORDS,), lambda x, p: x + p),
+    "factor of tokens": ((5, 1), lambda x, p: p * x),
+    "bias of tokens and words": ((5, WORDS), lambda x, p: p - x),
+    "fill": ((), lambda x, p: torch.where(torch.arange(WORDS) % 3 == 0, p, x)),
+    "read whole": ((WORDS,), lambda x, p: (x.softmax(-1) * p).log()),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_and_meets_divided_logits_has_its_whole_gradient(name: str) -> None:
+    shape, change = LEARNED[name]
+    values = torch.randn(2, 5, WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    start = torch.linspace(0.7, 1.4, max(1, torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
+
+    def gradient(x: Tensor) -> Tensor:
+        learned = nn.Parameter(start.clone())
+        F.cross_entropy(change(x, learned).reshape(-1, WORDS), FLAT).backward()
+        assert learned.grad is not None
+        return learned.grad
+
+    wanted = gradient(values)
+
+    def of_rank(index: int, peers: Peers) -> tuple[Tensor, bool]:
+        part = values.chunk(2, -1)[index]
+        found = gradient(DividedLogits.of(part, Share(index, 2, peers, WORDS)))
+        return found, peers.gathered_logits
+
+    for found, gathered in in_lockstep(2, of_rank):
+        torch.testing.assert_close(found, wanted)
+        assert gathered is (name == "read whole")
 
 
 def test_a_label_that_is_no_word_makes_the_loss_nan() -> None:

@@ -113,4 +113,4 @@ def test_blocks_need_all_tokens_where_others_read_them() -> None:
     """Between the second and the third something is computed, and the output of the fourth is returned too."""
     model = Layers()
     named = {str(i): child for i, child in enumerate(model.blocks)}
-    assert ends_of(named, lambda: model(torch.randn(2, 3, 4))) == Ends(enters=("0", "2", "4"), leaves=("1", "3", "4"))
+    assert ends_of(named, [lambda: model(torch.randn(2, 3, 4))]) == Ends(enters=("0", "2", "4"), leaves=("1", "3", "4"))
