@@ -87,7 +87,10 @@ class ContextPart:
             NotDivisible: their length is no multiple of twice the number of ranks.
         """
         number, axis = self.length_of
-        self.length = tensors_in(inputs)[number].shape[axis]
+        tensors = tensors_in(inputs)
+        if number >= len(tensors) or tensors[number].ndim <= axis:
+            raise NotDivisible("the batch has no tensor of shape (samples, tokens) where others have one")
+        self.length = tensors[number].shape[axis]
         if self.length % (2 * self.count):
             least = -(-self.length // (2 * self.count)) * 2 * self.count
             raise NotDivisible(
@@ -161,7 +164,7 @@ class ContextPart:
         known = iter(axes)
 
         def gather(leaf: Any) -> Any:
-            axis = next(known)
+            axis = next(known, None)
             if not isinstance(leaf, Tensor):
                 return leaf
             if axis is None:

@@ -22,7 +22,7 @@ from orchestrator.model.context_division import Division, divide_tokens
 from orchestrator.model.context_part import UNSEEN, Axes, ContextPart, NotDivisible, axes_of, shapes_in
 from orchestrator.model.context_proof import Differs, NotCalled, Pass, prove
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.proven_model import MOST_PRECISE, ProvenModel
+from orchestrator.model.proven_model import MOST_PRECISE, TENSOR, ProvenModel, alike_between
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.block_calls import Ends, ends_of, seen_calls
 from orchestrator.model.tensor.peers import Peers
@@ -203,20 +203,28 @@ def _lengths(inputs: Any) -> Iterator[_Length]:
 
 @dataclass
 class _Calls:
-    """The shapes that modules are first called with and return, by name."""
+    """The shapes that modules are first called with and return, and the trees that these are in, by name."""
 
     given: dict[str, list[Any]] = field(default_factory=dict)
     returned: dict[str, list[Any]] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def of(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Record the calls in the block."""
 
         def before(name: str) -> Any:
-            return lambda module, args, kwargs: self.given.setdefault(name, shapes_in((args, kwargs))) and None
+            def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+                self.given.setdefault(name, shapes_in((args, kwargs)))
+
+            return see
 
         def after(name: str) -> Any:
-            return lambda module, args, output: self.returned.setdefault(name, shapes_in(output)) and None
+            def see(module: nn.Module, args: Any, output: Any) -> None:
+                self.returned.setdefault(name, shapes_in(output))
+                self.trees.setdefault(name, map_tensors(lambda tensor: TENSOR, output))
+
+            return see
 
         with contextlib.ExitStack() as stack:
             for name, module in modules.items():
@@ -239,6 +247,7 @@ class _Trial:
         output: the output for the first one, without memory.
         outputs: the axes of the output.
         samples: inputs, of the first of these lengths.
+        work: the number of parameters.
         target: whole ones.
     """
 
@@ -253,6 +262,7 @@ class _Trial:
     outputs: Axes
     samples: tuple[Any, ...]
     target: Any
+    work: int
 
     @classmethod
     def of(cls, outline: Outline, samples: Sequence[tuple[Any, Any]], which: _Length, count: int, work: int) -> _Trial:
@@ -307,6 +317,7 @@ class _Trial:
             outputs=axes_of(shapes_in(output), shapes_in(other_output), (tokens, other)),
             samples=tuple(which.first(inputs, tokens) for inputs, _ in samples),
             target=samples[0][1],
+            work=work,
         )
 
     def found(self) -> FoundContext:
@@ -322,7 +333,7 @@ class _Trial:
         division = Division(blocks=divided, outputs=self.outputs, length_of=(self.which.number, 1))
         if not _has_rows(self.outputs):
             division = self._ended_whole(division)
-        model = ProvenModel.random(self.outline.build, dtype=self._precise)
+        model = ProvenModel.random(self.outline.build, dtype=self._precise, skipped=self._skipped)
         tries = 0
         while True:
             try:
@@ -344,8 +355,17 @@ class _Trial:
 
     @property
     def _precise(self) -> torch.dtype:
-        count = sum(parameter.numel() for parameter in self.outline.whole.model.parameters())
+        skipped = [self.blocks[name] for name in self._skipped]
+        count = self.work - sum(parameter.numel() for block in skipped for parameter in block.parameters())
         return torch.float64 if count <= MOST_PRECISE else torch.float32
+
+    @property
+    def _skipped(self) -> Mapping[str, Any]:
+        """What blocks return that need not run."""
+        if self.work * TOKENS <= MOST_WORK:
+            return {}
+        names = [name for name in alike_between(self.blocks) if name not in self.ends.leaves]
+        return {name: self.calls[0].trees[name] for name in names}
 
     def _axes(self, name: str) -> tuple[Axes, Axes]:
         """Return the axes of what a module is called with, and of what it returns."""
@@ -363,7 +383,9 @@ class _Trial:
             except NotCalled:
                 if model.dtype is torch.float32:
                     raise
-                model = ProvenModel.random(self.outline.build, dtype=torch.float32)  # some operators lack float64
+                model = ProvenModel.random(
+                    self.outline.build, dtype=torch.float32, skipped=self._skipped
+                )  # some operators lack float64
                 prove(job, model, division, passes, self.count)
         return model
 

@@ -38,7 +38,10 @@ def trained(job: Job, plan: ContextPlan | None, *, steps: int = 3, rows: int = 4
     outline = Outline(job, having())
     build = constructor_of(job, outline.train, outline.precision)
     data: Any = job.dataset("train")
-    batches = [split_batch(make_batch(job.collate, [data[(i * rows + j) % len(data)] for j in range(rows)])) for i in range(steps)]
+    batches = [
+        split_batch(make_batch(job.collate, [data[(i * rows + j) % len(data)] for j in range(rows)]))
+        for i in range(steps)
+    ]
 
     def of_rank(index: int, peers: Peers) -> Trained:
         own, make = job, build
@@ -66,7 +69,9 @@ def trained(job: Job, plan: ContextPlan | None, *, steps: int = 3, rows: int = 4
         with torch.no_grad():
             inputs, target = batches[0]
             numbers.append(own.loss(own.forward(model, inputs), target))
-        return Trained(torch.stack([n.double() for n in numbers]), {k: v.clone() for k, v in model.state_dict().items()})
+        return Trained(
+            torch.stack([n.double() for n in numbers]), {k: v.clone() for k, v in model.state_dict().items()}
+        )
 
     if plan is None:
         return of_rank(0, Peers())

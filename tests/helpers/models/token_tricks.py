@@ -194,83 +194,86 @@ def trick(where: Where, expected: Expected, only: Iterable[int] | None = None) -
 
 
 @trick("attention", "right")
-class written_out(Attention):  # noqa: N801
+class written_out(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
 @trick("attention", "right")
-class windows(Attention):  # noqa: N801
+class windows(Attention):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         parts = x.unflatten(1, (-1, 16)).flatten(0, 1)
         return super().forward(parts, mask[:16, :16]).unflatten(0, (len(x), -1)).flatten(1, 2)
 
 
 @trick("attention", "right", only=[2])
-class windows_of_one_block(windows):  # noqa: N801
+class windows_of_one_block(windows):
     pass
 
 
 @trick("attention", "right")
-class chunked_keys(Attention):  # noqa: N801
+class chunked_keys(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return torch.cat([F.scaled_dot_product_attention(p, k, v, m) for p, m in zip(q.split(12, -2), mask.split(12))], -2)
+        return torch.cat(
+            [F.scaled_dot_product_attention(p, k, v, m) for p, m in zip(q.split(12, -2), mask.split(12), strict=True)],
+            -2,
+        )
 
 
 @trick("attention", "right")
-class counted_positions(Attention):  # noqa: N801
+class counted_positions(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         turned = torch.arange(q.shape[-2])[:, None] / 10
         return F.scaled_dot_product_attention(q * turned.cos(), k * turned.cos(), v, mask)
 
 
 @trick("attention", "right")
-class linear_attention(Attention):  # noqa: N801
+class linear_attention(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         sums = (F.elu(k)[..., None] * v[..., None, :]).cumsum(2)
         return torch.einsum("bhtd,bhtde->bhte", F.elu(q), sums) / 10
 
 
 @trick("attention", "right")
-class shifted_keys(Attention):  # noqa: N801
+class shifted_keys(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, F.pad(k, (0, 0, 1, -1)), v, mask)
 
 
 @trick("attention", "right")
-class logarithm_of_length(Attention):  # noqa: N801
+class logarithm_of_length(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q * math.log(q.shape[-2]), k, v, mask)
 
 
 @trick("attention", "right")
-class causal_by_flag(Attention):  # noqa: N801
+class causal_by_flag(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 @trick("attention", "right")
-class first_token_is_a_sink(Attention):  # noqa: N801
+class first_token_is_a_sink(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask) + v[:, :, :1]
 
 
 @trick("attention", "right")
-class normed_over_tokens(Attention):  # noqa: N801
+class normed_over_tokens(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, F.normalize(k, dim=-2) * 4, v, mask)
 
 
 @trick("attention", "right")
-class threshold_of_all_tokens(Attention):  # noqa: N801
+class threshold_of_all_tokens(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, mask)
         return out / out.abs().amax((-1, -2), keepdim=True).clamp(min=2)
 
 
 @trick("attention", "right")
-class torchs_own(nn.Module):  # noqa: N801
+class torchs_own(nn.Module):
     def __init__(self, number: int):
         super().__init__()
         self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
@@ -281,7 +284,7 @@ class torchs_own(nn.Module):  # noqa: N801
 
 
 @trick("attention", "right")
-class torchs_own_with_weights(torchs_own):  # noqa: N801
+class torchs_own_with_weights(torchs_own):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out, weights = self.inner(x, x, x, attn_mask=~mask)
         result: Tensor = out * weights.amax(-1, keepdim=True)
@@ -289,14 +292,14 @@ class torchs_own_with_weights(torchs_own):  # noqa: N801
 
 
 @trick("attention", "right")
-class other_in_evaluations(Attention):  # noqa: N801
+class other_in_evaluations(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         out = super().mix(q, k, v, mask)
         return out if self.training else out - out.mean(-2, keepdim=True)
 
 
-@trick("attention", "right", only=[1])
-class after_its_first_call(Attention):  # noqa: N801
+@trick("attention", "refused", only=[1])
+class after_its_first_call(Attention):
     calls = 0
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -309,13 +312,13 @@ class after_its_first_call(Attention):  # noqa: N801
 
 
 @trick("mlp", "right", only=[1, 2])
-class token_shift(Mlp):  # noqa: N801
+class token_shift(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         return super().hidden(0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)))
 
 
 @trick("mlp", "right", only=[2])
-class depthwise_convolution(Mlp):  # noqa: N801
+class depthwise_convolution(Mlp):
     def __init__(self, number: int):
         super().__init__(number)
         self.inner = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, padding=2, groups=2 * WIDTH)
@@ -327,27 +330,27 @@ class depthwise_convolution(Mlp):  # noqa: N801
 
 
 @trick("mlp", "right")
-class sums_of_tokens(Mlp):  # noqa: N801
+class sums_of_tokens(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         return super().hidden(x.cumsum(1) / 8)
 
 
 @trick("mlp", "right", only=[3])
-class squeeze_and_excite(Mlp):  # noqa: N801
+class squeeze_and_excite(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         h = super().hidden(x)
         return h * h.mean(1, keepdim=True).sigmoid()
 
 
 @trick("mlp", "right")
-class odd_blocks_are_normed_over_tokens(Mlp):  # noqa: N801
+class odd_blocks_are_normed_over_tokens(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         h = super().hidden(x)
         return 8 * h.softmax(1) if self.number % 2 else h
 
 
 @trick("mlp", "right")
-class experts_of_limited_capacity(Mlp):  # noqa: N801
+class experts_of_limited_capacity(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         h = super().hidden(x)
         chosen = h[..., 0].topk(x.shape[1] // 3, dim=1).indices
@@ -355,7 +358,7 @@ class experts_of_limited_capacity(Mlp):  # noqa: N801
 
 
 @trick("mlp", "right")
-class batch_norm(Mlp):  # noqa: N801
+class batch_norm(Mlp):
     def __init__(self, number: int):
         super().__init__(number)
         self.inner = nn.BatchNorm1d(2 * WIDTH)
@@ -366,7 +369,7 @@ class batch_norm(Mlp):  # noqa: N801
 
 
 @trick("mlp", "right")
-class counts_in_a_buffer(Mlp):  # noqa: N801
+class counts_in_a_buffer(Mlp):
     load: Tensor
 
     def __init__(self, number: int):
@@ -381,7 +384,7 @@ class counts_in_a_buffer(Mlp):  # noqa: N801
 
 
 @trick("mlp", "right", only=[1])
-class mean_kept_as_a_number(Mlp):  # noqa: N801
+class mean_kept_as_a_number(Mlp):
     seen = 0.0
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -392,7 +395,7 @@ class mean_kept_as_a_number(Mlp):  # noqa: N801
 
 
 @trick("mlp", "right")
-class dropout_of_nothing(Mlp):  # noqa: N801
+class dropout_of_nothing(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         return F.dropout(super().hidden(x), 0.0, self.training)
 
@@ -408,7 +411,7 @@ class _Balance(torch.autograd.Function):
 
 
 @trick("mlp", "refused")
-class loss_in_the_backward_pass(Mlp):  # noqa: N801
+class loss_in_the_backward_pass(Mlp):
     def hidden(self, x: Tensor) -> Tensor:
         h = super().hidden(x)
         out: Tensor = _Balance.apply(h, 0.1 * h.softmax(-1).mean((0, 1)).square().sum())
@@ -416,32 +419,32 @@ class loss_in_the_backward_pass(Mlp):  # noqa: N801
 
 
 @trick("block", "refused", only=[1])
-class shifted_in_the_block(Block):  # noqa: N801
+class shifted_in_the_block(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)), mask)
 
 
 @trick("block", "refused", only=[2])
-class mean_added_in_the_block(Block):  # noqa: N801
+class mean_added_in_the_block(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x + x.mean(1, keepdim=True), mask)
 
 
 @trick("block", "refused", only=[1])
-class every_second_token(Block):  # noqa: N801
+class every_second_token(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         odd = torch.arange(x.shape[1])[:, None] % 2
         return super().forward(x * (1 + odd), mask)
 
 
 @trick("block", "refused", only=[1])
-class reversed_tokens(Block):  # noqa: N801
+class reversed_tokens(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x.flip(1), mask.flip(1)).flip(1)
 
 
 @trick("block", "refused", only=[2])
-class only_the_last_half(Block):  # noqa: N801
+class only_the_last_half(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
         half = x.shape[1] // 2
@@ -449,7 +452,7 @@ class only_the_last_half(Block):  # noqa: N801
 
 
 @trick("block", "right")
-class blocks_that_return_dicts(Block):  # noqa: N801
+class blocks_that_return_dicts(Block):
     def forward(self, x: Any, mask: Tensor) -> Any:
         return {"hidden": super().forward(x["hidden"] if isinstance(x, dict) else x, mask)}
 
@@ -471,7 +474,7 @@ TRICKS["blocks that return dicts"] = Trick(
 
 
 @trick("block", "refused")
-class large_values_see_each_other(Block):  # noqa: N801
+class large_values_see_each_other(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
         return out - out.mean(1, keepdim=True) if out.abs().amax() > 40 else out
@@ -481,26 +484,26 @@ class large_values_see_each_other(Block):  # noqa: N801
 
 
 @trick("between", "right")
-class shift_between_blocks(Language):  # noqa: N801
+class shift_between_blocks(Language):
     def between(self, x: Tensor, number: int) -> Tensor:
         return 0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)) if number == 2 else x
 
 
 @trick("between", "right")
-class mean_between_blocks(Language):  # noqa: N801
+class mean_between_blocks(Language):
     def between(self, x: Tensor, number: int) -> Tensor:
         return x + x.mean(1, keepdim=True) if number == 3 else x
 
 
 @trick("between", "right")
-class positions_in_each_block(Language):  # noqa: N801
+class positions_in_each_block(Language):
     def between(self, x: Tensor, number: int) -> Tensor:
         out: Tensor = x + self.place(torch.arange(x.shape[1]))
         return out
 
 
 @trick("between", "right")
-class noted_by_hooks(Language):  # noqa: N801
+class noted_by_hooks(Language):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
@@ -513,7 +516,7 @@ class noted_by_hooks(Language):  # noqa: N801
 
 
 @trick("between", "refused")
-class noted_by_hooks_inside(Language):  # noqa: N801
+class noted_by_hooks_inside(Language):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
@@ -526,7 +529,7 @@ class noted_by_hooks_inside(Language):  # noqa: N801
 
 
 @trick("between", "right")
-class hidden_states(Language):  # noqa: N801
+class hidden_states(Language):
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         states = []
         for block in self.blocks:
@@ -536,13 +539,13 @@ class hidden_states(Language):  # noqa: N801
 
 
 @trick("between", "right")
-class hidden_states_in_evaluations(hidden_states):  # noqa: N801
+class hidden_states_in_evaluations(hidden_states):
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         return Language.through(self, x, mask) if self.training else super().through(x, mask)
 
 
 @trick("between", "right")
-class one_block_twice(Language):  # noqa: N801
+class one_block_twice(Language):
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         x = super().through(x, mask)
         out: Tensor = self.blocks[1](x, mask)
@@ -550,14 +553,14 @@ class one_block_twice(Language):  # noqa: N801
 
 
 @trick("outside", "right")
-class shape_of_the_words(Language):  # noqa: N801
+class shape_of_the_words(Language):
     def forward(self, words: Tensor) -> Any:
         x = self.norm(self.through(self.embedded(words), self.mask(words)))
         return self.head(x.view(-1, words.shape[1], WIDTH))
 
 
 @trick("outside", "right")
-class convolution_before_and_after(Language):  # noqa: N801
+class convolution_before_and_after(Language):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
@@ -569,21 +572,21 @@ class convolution_before_and_after(Language):  # noqa: N801
 
 
 @trick("outside", "right")
-class embeddings_added_to_the_end(Language):  # noqa: N801
+class embeddings_added_to_the_end(Language):
     def forward(self, words: Tensor) -> Any:
         x = self.embedded(words)
         return self.head(self.norm(x + self.through(x, self.mask(words))))
 
 
 @trick("outside", "right")
-class logits_normed_over_tokens(Language):  # noqa: N801
+class logits_normed_over_tokens(Language):
     def forward(self, words: Tensor) -> Any:
         logits = super().forward(words)
         return logits - logits.mean(1, keepdim=True)
 
 
 @trick("outside", "right")
-class batch_norm_at_the_end(Language):  # noqa: N801
+class batch_norm_at_the_end(Language):
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.BatchNorm1d(WIDTH)
@@ -594,7 +597,7 @@ class batch_norm_at_the_end(Language):  # noqa: N801
 
 
 @trick("outside", "right")
-class a_gru_at_the_end(Language):  # noqa: N801
+class a_gru_at_the_end(Language):
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -605,20 +608,20 @@ class a_gru_at_the_end(Language):  # noqa: N801
 
 
 @trick("outside", "right")
-class weights_count(Language):  # noqa: N801
+class weights_count(Language):
     def forward(self, words: Tensor) -> Any:
         return super().forward(words), 0.01 * torch.stack([p.square().sum() for p in self.blocks.parameters()]).sum()
 
 
 @trick("outside", "right")
-class tokens_count(Language):  # noqa: N801
+class tokens_count(Language):
     def forward(self, words: Tensor) -> Any:
         x = self.norm(self.through(self.embedded(words), self.mask(words)))
         return self.head(x), 0.1 * x.logsumexp(1).mean()
 
 
 @trick("outside", "refused")
-class losses_kept_in_blocks(Language):  # noqa: N801
+class losses_kept_in_blocks(Language):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Kept(number) for number in range(4))
@@ -635,14 +638,14 @@ class _Kept(Block):
 
 
 @trick("outside", "right")
-class masks_of_documents(Language):  # noqa: N801
+class masks_of_documents(Language):
     def mask(self, words: Tensor) -> Tensor:
         document = (words == 0).cumsum(1)
         return super().mask(words) & (document[:, None, :, None] == document[:, None, None, :])
 
 
 @trick("outside", "right")
-class prefix_of_learned_tokens(Language):  # noqa: N801
+class prefix_of_learned_tokens(Language):
     def __init__(self) -> None:
         super().__init__()
         self.prefix = nn.Parameter(torch.randn(4, WIDTH))
@@ -652,7 +655,7 @@ class prefix_of_learned_tokens(Language):  # noqa: N801
 
 
 @trick("outside", "refused")
-class longer_than_the_sample(prefix_of_learned_tokens):  # noqa: N801
+class longer_than_the_sample(prefix_of_learned_tokens):
     def embedded(self, words: Tensor) -> Tensor:
         return torch.cat([self.prefix.expand(len(words), -1, -1), Language.embedded(self, words)], 1)
 
@@ -662,7 +665,7 @@ class longer_than_the_sample(prefix_of_learned_tokens):  # noqa: N801
 
 
 @trick("output", "right")
-class one_class_for_each_sample(Language):  # noqa: N801
+class one_class_for_each_sample(Language):
     def forward(self, words: Tensor) -> Any:
         x = self.norm(self.through(self.embedded(words), self.mask(words)))
         return self.head(x.mean(1, keepdim=True)).expand(-1, words.shape[1], -1)
