@@ -144,7 +144,7 @@ class _Comparison:
         Raises:
             Differs: they have computed something else.
         """
-        seen, sums = [_Seen() for _ in ranks], dict[str, Tensor]()
+        seen, sums, failed = [_Seen() for _ in ranks], dict[str, Tensor](), list[str]()
 
         def of_rank(index: int, peers: Peers) -> None:
             part = ranks[index].part
@@ -157,7 +157,11 @@ class _Comparison:
 
             inputs = self.job.positioned(self.inputs)
             counts = self._shares(part.rows(_all_counted(whole.output), self.division.outputs), len(ranks))
-            _seen(forward, ranks[index].model, inputs, self.of, self.draws, into=seen[index], counts=counts)
+            try:
+                _seen(forward, ranks[index].model, inputs, self.of, self.draws, into=seen[index], counts=counts)
+            except Exception:
+                failed.append(seen[index].running[-1][0] if seen[index].running else "")
+                raise
             for name, gradient in seen[index].gradients.items():
                 sums[name] = sums[name] + gradient if name in sums else gradient
 
@@ -181,7 +185,7 @@ class _Comparison:
                     name,
                 )
         if error is not None:
-            where = next((own.running[-1][0] for own in seen if own.running), "")
+            where = next(iter(failed), "")
             refuses = isinstance(error, NotDivisible)
             said = error if refuses else f"raises {type(error).__name__} for some tokens{mode}: {error}"
             raise Differs(f"{where or 'the model'} {said}", where) from error
@@ -268,8 +272,8 @@ def _seen(
     if not of.trains:
         return seen
     counts = _all_counted(seen.output) if counts is None else counts
-    pairs = zip(tensors_in(seen.output), tensors_in(counts), strict=True)
-    terms = [(out * weight).sum() for out, weight in pairs if out.requires_grad]
+    pairs = zip(tensors_in(seen.output), tensors_in(counts), strict=False)
+    terms = [(out * weight).sum() for out, weight in pairs if out.requires_grad and out.shape == weight.shape]
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if terms and named:
         found = torch.autograd.grad(torch.stack(terms).sum(), list(named.values()), allow_unused=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.modules import hooks_of
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, rows_between, split_batch, tensors_in
@@ -416,7 +417,9 @@ class _Trial:
 
     def _ended_whole(self, division: Division) -> Division:
         """Return a division with which whatever follows the blocks computes all tokens."""
-        gathered = {name: self._axes(name)[1] for name in self.ends.leaves if name in division.blocks}
+        hooked = any(hooks_of(block) for block in self.blocks.values())  # which may see what they return
+        leaves = self.blocks if hooked else self.ends.leaves
+        gathered = {name: self._axes(name)[1] for name in leaves if name in division.blocks}
         if lost := next((name for name, axes in gathered.items() if not _has_rows(axes)), None):
             raise NotDivisible(f"{lost} does not return a row for each token of a sample")
         return replace(division, gathered=gathered, outputs=(None,) * len(self.outputs))

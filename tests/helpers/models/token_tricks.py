@@ -383,7 +383,7 @@ class counts_in_a_buffer(Mlp):
         return h * (1 + torch.tanh(self.load / 1e4))
 
 
-@trick("mlp", "right", only=[1])
+@trick("mlp", "refused", only=[1])
 class mean_kept_as_a_number(Mlp):
     seen = 0.0
 
@@ -418,32 +418,37 @@ class loss_in_the_backward_pass(Mlp):
         return out
 
 
-@trick("block", "refused", only=[1])
+@trick("block", "right", only=[1])
 class shifted_in_the_block(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)), mask)
 
 
-@trick("block", "refused", only=[2])
+@trick("block", "refused", only=[1, 2])
 class mean_added_in_the_block(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x + x.mean(1, keepdim=True), mask)
 
 
-@trick("block", "refused", only=[1])
+@trick("block", "refused", only=[1, 2])
 class every_second_token(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         odd = torch.arange(x.shape[1])[:, None] % 2
         return super().forward(x * (1 + odd), mask)
 
 
-@trick("block", "refused", only=[1])
+@trick("block", "right", only=[1])
 class reversed_tokens(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x.flip(1), mask.flip(1)).flip(1)
 
 
-@trick("block", "refused", only=[2])
+@trick("block", "refused", only=[1, 2])
+class shifted_in_two_blocks(shifted_in_the_block):
+    pass
+
+
+@trick("block", "refused", only=[1, 2])
 class only_the_last_half(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
