@@ -7,6 +7,7 @@ Each rank looks for itself, and finds the same. What is found is proven by the d
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from orchestrator.model.context_proof import Differs, NotCalled, Pass, prove
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.proven_model import MOST_PRECISE, TENSOR, ProvenModel, alike_between
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.block_calls import Ends, ends_of, seen_calls
+from orchestrator.model.tensor.block_calls import ends_of, seen_calls
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch, make_batch
@@ -244,7 +245,6 @@ class _Trial:
         blocks: the repeated blocks.
         lengths: the numbers of tokens that the model has been called with.
         calls: what modules in blocks have been called with, for each of these.
-        ends: where the model needs all tokens.
         output: the output for the first one, without memory.
         outputs: the axes of the output.
         samples: inputs, of the first of these lengths.
@@ -258,7 +258,6 @@ class _Trial:
     blocks: Mapping[str, nn.Module]
     lengths: tuple[int, int]
     calls: tuple[_Calls, _Calls]
-    ends: Ends
     output: Any
     outputs: Axes
     samples: tuple[Any, ...]
@@ -279,29 +278,24 @@ class _Trial:
         blocks = {name: m for name, m in whole.model.named_modules() if m in {*blocks_of(whole.model)}}
         inside = {f"{b}.{n}" if n else b: m for b, block in blocks.items() for n, m in block.named_modules()}
 
-        def seen(tokens: int) -> tuple[_Calls, Any, Ends]:
-            calls, outputs = _Calls(), list[Any]()
+        def run(tokens: int) -> Any:
+            given = job.positioned(which.first(samples[0][0], tokens))
+            return job.forward(whole.model, map_tensors(whole.fake_input, given))
 
-            def run() -> Any:
-                given = job.positioned(which.first(samples[0][0], tokens))
-                outputs.append(job.forward(whole.model, map_tensors(whole.fake_input, given)))
-                return outputs[-1]
-
+        def seen(tokens: int) -> tuple[_Calls, Any]:
+            calls = _Calls()
             with calls.of(inside):
-                _, ends = seen_calls(whole, {}, lambda: ends_of(blocks, run))
-            output = outputs[-1]
-            with evaluation_mode(whole.model), torch.no_grad():
-                _, others = seen_calls(whole, {}, lambda: ends_of(blocks, run))
-            return calls, output, Ends(leaves=(*ends.leaves, *others.leaves))
+                _, output = seen_calls(whole, {}, lambda: run(tokens))
+            return calls, output
 
         try:
-            first, output, ends = seen(tokens)
+            first, output = seen(tokens)
             try:
                 other = tokens // 2
-                second, other_output, _ = seen(other)
+                second, other_output = seen(other)
             except Exception:
                 other = 2 * tokens
-                second, other_output, _ = seen(other)
+                second, other_output = seen(other)
         except Exception as e:
             raise NotDivisible(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
         if missing := next((name for name in blocks if name not in first.given), None):
@@ -313,7 +307,6 @@ class _Trial:
             blocks=blocks,
             lengths=(tokens, other),
             calls=(first, second),
-            ends=ends,
             output=output,
             outputs=axes_of(shapes_in(output), shapes_in(other_output), (tokens, other)),
             samples=tuple(which.first(inputs, tokens) for inputs, _ in samples),
@@ -354,6 +347,19 @@ class _Trial:
             is_whole=self.lengths[0] == self.which.length,
         )
 
+    @functools.cached_property
+    def _leaves(self) -> frozenset[str]:
+        """The blocks of which something else than a block reads what they return, in training or in evaluations."""
+        whole, job = self.outline.whole, self.outline.job
+
+        def run() -> Any:
+            return job.forward(whole.model, map_tensors(whole.fake_input, job.positioned(self.samples[0])))
+
+        _, trains = seen_calls(whole, {}, lambda: ends_of(self.blocks, run))
+        with evaluation_mode(whole.model), torch.no_grad():
+            _, evaluates = seen_calls(whole, {}, lambda: ends_of(self.blocks, run))
+        return frozenset((*trains.leaves, *evaluates.leaves))
+
     @property
     def _precise(self) -> torch.dtype:
         skipped = [self.blocks[name] for name in self._skipped]
@@ -365,7 +371,7 @@ class _Trial:
         """What blocks return that need not run."""
         if self.work * TOKENS <= MOST_WORK:
             return {}
-        names = [name for name in alike_between(self.blocks) if name not in self.ends.leaves]
+        names = [name for name in alike_between(self.blocks) if name not in self._leaves]
         return {name: self.calls[0].trees[name] for name in names}
 
     def _axes(self, name: str) -> tuple[Axes, Axes]:
@@ -418,7 +424,7 @@ class _Trial:
     def _ended_whole(self, division: Division) -> Division:
         """Return a division with which whatever follows the blocks computes all tokens."""
         hooked = any(hooks_of(block) for block in self.blocks.values())  # which may see what they return
-        leaves = self.blocks if hooked else self.ends.leaves
+        leaves = self.blocks if hooked else self._leaves
         gathered = {name: self._axes(name)[1] for name in leaves if name in division.blocks}
         if lost := next((name for name, axes in gathered.items() if not _has_rows(axes)), None):
             raise NotDivisible(f"{lost} does not return a row for each token of a sample")

@@ -131,6 +131,7 @@ class OfKind(Job):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("fields", [{"variant": "llama"}, {"variant": "llama", "end_token": 32}, {}], ids=str)
 def test_a_transformer_is_divided(fields: Mapping[str, Any], count: int) -> None:
