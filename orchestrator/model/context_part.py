@@ -1,8 +1,6 @@
-"""A model of which each rank computes some tokens of every sample, together with the ranks that have the others.
+"""The tokens of a rank: their rows in the tensors of whole samples, and attention to those that other ranks have.
 
-The model is called with whole samples, so that it makes positions, masks and embeddings as ever. A block then keeps the
-rows of this rank's tokens, of all that it is called with, and whatever follows has these rows alone. Attention needs
-the keys and values of all tokens, and gathers them (Llama 3: Grattafiori et al., 2024,
+Attention gathers the keys and values of all tokens (Llama 3: Grattafiori et al., 2024,
 https://arxiv.org/abs/2407.21783). A rank has one piece from the first half of a sample and one from the second, so that
 all have as much to do if a token attends to those before it.
 """
@@ -10,44 +8,29 @@ all have as much to do if a token attends to those before it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from orchestrator.compat.attention import causal_to_the_end
 from orchestrator.compat.generators import own_stream
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
-from orchestrator.model.repeated_blocks import Block
 from orchestrator.model.tensor.peers import Peers
 
 Axes = tuple[int | None, ...]
 """For each leaf of a tree, the axis along which it has a row for each token; None if it has none."""
 UNSEEN = -1
 """The axis of a leaf that was no tensor, such as a mask that is not always needed."""
-_TOKENS = "_tokens_of_rank"
-"""The attribute of a block that has the tokens, the axes of what it is called with, and what is not compiled."""
 
 
 class NotDivisible(ValueError):
     """What a model is called with, or computes, cannot be divided by tokens; the text says why."""
-
-
-def sample_length(inputs: Any) -> int:
-    """Return the number of tokens in each sample of a batch: the second size of its first tensor that has one.
-
-    Raises:
-        NotDivisible: no tensor has one.
-    """
-    found = next((tensor.shape[1] for tensor in tensors_in(inputs) if tensor.ndim > 1), None)
-    if found is None:
-        raise NotDivisible("the batch has no tensor of shape (samples, tokens)")
-    return found
 
 
 def row_axis(sizes: Sequence[int], others: Sequence[int]) -> int | None:
@@ -85,13 +68,17 @@ class ContextPart:
         index: the number of the rank.
         count: the number of ranks that divide samples.
         peers: the ranks that have the other tokens.
+        length_of: the number of the tensor among the inputs that has the tokens, and their axis.
         length: the tokens of a sample in the present pass.
     """
 
     index: int
     count: int
     peers: Peers = field(default_factory=Peers)
+    length_of: tuple[int, int] = (0, 1)
     length: int = 0
+    _apart: int = 0
+    _whole_of: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def begin(self, inputs: Any) -> None:
         """Begin a pass with whole samples.
@@ -99,7 +86,11 @@ class ContextPart:
         Raises:
             NotDivisible: their length is no multiple of twice the number of ranks.
         """
-        self.length = sample_length(inputs)
+        number, axis = self.length_of
+        tensors = tensors_in(inputs)
+        if number >= len(tensors) or tensors[number].ndim <= axis:
+            raise NotDivisible("the batch has no tensor of shape (samples, tokens) where others have one")
+        self.length = tensors[number].shape[axis]
         if self.length % (2 * self.count):
             least = -(-self.length // (2 * self.count)) * 2 * self.count
             raise NotDivisible(
@@ -133,6 +124,31 @@ class ContextPart:
 
         return map_leaves(cut, tree)
 
+    def enter(self, tree: Any, axes: Axes) -> Any:
+        """Return what a block is called with, given what it would be with all tokens.
+
+        Raises:
+            NotDivisible: there is something else with as many rows as this rank has tokens.
+        """
+        self._whole_of = {}
+        known = iter(axes)
+
+        def cut(leaf: Any) -> Any:
+            axis = next(known)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if axis is None and leaf.is_floating_point() and leaf.ndim > 2 and leaf.shape[-2] == self.own:
+                raise NotDivisible(
+                    f"is also called with a tensor of shape {list(leaf.shape)}, of as many rows as each worker has "
+                    "tokens; make or pad the samples to another length"
+                )
+            own: Tensor = self.rows([leaf], (axis,))[0]
+            if own is not leaf and not leaf.requires_grad:
+                self._whole_of[id(own)] = own, leaf
+            return own
+
+        return map_leaves(cut, tree)
+
     def is_whole(self, tree: Any, axes: Axes) -> bool:
         """Return whether a tree has the rows of all ranks; see :meth:`whole`."""
         rows = ((leaf, axis) for leaf, axis in zip(leaves(tree), axes, strict=True) if isinstance(leaf, Tensor))
@@ -148,12 +164,57 @@ class ContextPart:
         known = iter(axes)
 
         def gather(leaf: Any) -> Any:
-            axis = next(known)
-            if not isinstance(leaf, Tensor) or axis is None or axis == UNSEEN or leaf.shape[axis] == self.length:
+            axis = next(known, None)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if axis is None:
+                return self.shared(leaf)
+            if axis == UNSEEN or leaf.shape[axis] == self.length:
                 return leaf
             return self.gathered(leaf, axis, summed=False)
 
         return map_leaves(gather, tree)
+
+    def all_of(self, tree: Any, axes: Axes) -> Any:
+        """Return a tree with the rows of all ranks, which use it for something else each. Collective.
+
+        Args:
+            tree: has this rank's rows.
+            axes: those of its leaves.
+        """
+        known = iter(axes)
+
+        def gather(leaf: Any) -> Any:
+            axis = next(known)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if axis == UNSEEN:
+                axis = leaf.ndim - 2
+            if axis is None or not 0 <= axis < leaf.ndim or leaf.shape[axis] != self.own:
+                return leaf
+            if id(leaf) in self._whole_of:
+                return self._whole_of[id(leaf)][1]
+            if leaf.dtype == torch.bool:  # which not every backend gathers
+                return self.gathered(leaf.byte(), axis).bool()
+            return self.gathered(leaf, axis)
+
+        return map_leaves(gather, tree)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that all ranks have; the gradient of each is its share of what all compute alike."""
+        if not tensor.requires_grad:
+            return tensor
+        same: Tensor = _Shared.apply(tensor, self.count)
+        return same
+
+    @contextlib.contextmanager
+    def all_tokens(self) -> Iterator[None]:
+        """Let modules compute all tokens in the block."""
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
 
     def gathered(self, part: Tensor, axis: int, *, summed: bool = True) -> Tensor:
         """Return the rows of all ranks; ``summed``: which use them for something else each. Collective."""
@@ -177,21 +238,45 @@ class ContextPart:
         """
         attend: Callable[..., Tensor] = F.scaled_dot_product_attention
         own = self.own
-        if key.shape[-2] != own or query.shape[-2] != own:  # not between tokens
+        if self._apart or key.shape[-2] != own or query.shape[-2] != own:  # not between a rank's tokens
             return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if attn_mask is not None and (
-            attn_mask.shape[-1] not in (1, self.length) or attn_mask.shape[-2] not in (1, own)
-        ):
-            raise NotDivisible("makes a mask of the tokens that it is called with; make it before the blocks")
+        self._check_mask(attn_mask)
         key, value = self.gathered(key, key.ndim - 2), self.gathered(value, value.ndim - 2)
         with self.drawing(query, dropout_p):
             if not is_causal:
                 return attend(query, key, value, attn_mask, dropout_p, **options)
             return self._causal_attention(query, key, value, dropout_p, **options)
 
+    def multi_head_attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        """Return what ``multi_head_attention_forward`` returns for this rank's queries. Collective.
+
+        Each rank projects the keys and values of all tokens.
+
+        Raises:
+            NotDivisible: the mask is not that of whole samples.
+        """
+        attend: Callable[..., Any] = F.multi_head_attention_forward
+        if self._apart or not key.shape[0] == value.shape[0] == query.shape[0] == self.own:
+            return attend(query, key, value, *args, **options)
+        given = inspect.signature(attend).bind(query, key, value, *args, **options)
+        given.apply_defaults()
+        mask = given.arguments["attn_mask"]
+        if mask is None and given.arguments["is_causal"]:
+            raise NotDivisible("has no mask that says which tokens come before others")
+        self._check_mask(mask)
+        given.arguments["is_causal"] = False  # the mask is that of this rank's tokens
+        given.arguments["key"] = self.gathered(key, 0)
+        given.arguments["value"] = given.arguments["key"] if value is key else self.gathered(value, 0)
+        with self.drawing(query, given.arguments["dropout_p"] if given.arguments["training"] else 0.0):
+            return attend(*given.args, **given.kwargs)
+
+    def _check_mask(self, mask: Tensor | None) -> None:
+        if mask is not None and (mask.shape[-1] not in (1, self.length) or mask.shape[-2] not in (1, self.own)):
+            raise NotDivisible("makes a mask of the tokens that it is called with; make it before the blocks")
+
     def dropout(self, tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Return what ``dropout`` returns; this rank draws its own numbers for its rows."""
-        with self.drawing(tensor, p if self.own in tensor.shape[1:-1] else 0.0):
+        with self.drawing(tensor, p if self.own in tensor.shape[1:-1] and not self._apart else 0.0):
             return F.dropout(tensor, p, training, inplace)
 
     def drawing(self, rows: Tensor, probability: float) -> contextlib.AbstractContextManager[None]:
@@ -232,60 +317,17 @@ class _Gathered(torch.autograd.Function):
         return context.peers.scatter(parts, index, count, axis=0)[0], None, None, None
 
 
-class _OfRows(TorchFunctionMode):
-    """Lets attention see all tokens, and dropout draw other numbers for the tokens of other ranks."""
+class _Shared(torch.autograd.Function):
+    """A tensor that ``count`` ranks have. The gradients of all are a sum."""
 
-    def __init__(self, attention: Callable[..., Tensor], dropout: Callable[..., Tensor]):
-        super().__init__()
-        self._attention = attention
-        self._dropout = dropout
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return tensor.view_as(tensor)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            func = self._attention
-        elif func is F.dropout and _draws(*args, **(kwargs or {})):
-            func = self._dropout
-        return func(*args, **(kwargs or {}))
-
-
-def _draws(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return training and p > 0
-
-
-def divide_tokens(model: nn.Module, blocks: Mapping[str, Axes], part: ContextPart) -> None:
-    """Let the blocks of a model compute the tokens of a rank.
-
-    Args:
-        model: the model. The names of its tensors do not change.
-        blocks: the axes of what each block is called with, by its name.
-        part: the tokens.
-    """
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    # Here, because it imports the compiler, which only a model with divided tokens needs.
-    uncompiled = (torch.compiler.disable(part.attention), torch.compiler.disable(part.dropout))
-    for name, axes in blocks.items():
-        block = model.get_submodule(name)
-        kind = type(block)
-        if kind not in classes:
-            classes[kind] = _class_of_rows(kind)
-        block.__class__ = classes[kind]
-        vars(block)[_TOKENS] = (part, axes, uncompiled)
-
-
-def _class_of_rows(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of blocks that compute the tokens of a rank; also if they compute them again."""
-
-    def of_rows(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        part, axes, uncompiled = vars(block)[_TOKENS]
-        own_args, own_kwargs = part.rows((args, kwargs), axes)
-        with _OfRows(*uncompiled):
-            return forward(block, *own_args, **own_kwargs)
-
-    def called(block: Any, *args: Any, **kwargs: Any) -> Any:
-        return of_rows(block, kind.forward, *args, **kwargs)
-
-    member = {"__block_around__": of_rows} if issubclass(kind, Block) else {"forward": called}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **member})
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.count, None
 
 
 def shapes_in(tree: Any) -> list[tuple[int, ...] | None]:
@@ -293,7 +335,9 @@ def shapes_in(tree: Any) -> list[tuple[int, ...] | None]:
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves(tree)]
 
 
-def axes_of(one: Sequence[tuple[int, ...] | None], two: Sequence[tuple[int, ...] | None]) -> Axes:
+def axes_of(
+    one: Sequence[tuple[int, ...] | None], two: Sequence[tuple[int, ...] | None], lengths: tuple[int, int]
+) -> Axes:
     """Return the axes of the leaves of a tree, given their shapes for two lengths of the samples.
 
     Raises:
@@ -307,7 +351,9 @@ def axes_of(one: Sequence[tuple[int, ...] | None], two: Sequence[tuple[int, ...]
             elif len(first) != len(second):
                 raise NotDivisible("what the blocks are called with has other axes in shorter samples")
             else:
-                yield row_axis(first, second)
+                axis = row_axis(first, second)
+                is_of_tokens = axis is not None and (first[axis], second[axis]) == lengths
+                yield axis if is_of_tokens else None
 
     if len(one) != len(two):
         raise NotDivisible("what the blocks are called with differs in shorter samples")

@@ -19,11 +19,6 @@ IGNORED = -100
 """The label that torch's losses leave out."""
 
 
-def shortened(tree: Any, length: int, tokens: int) -> Any:
-    """Return samples with their first ``tokens`` of ``length`` tokens."""
-    return map_tensors(lambda t: t[:, :tokens] if t.ndim > 1 and t.shape[1] == length else t, tree)
-
-
 def tensors_of_tokens(tree: Any, tokens: int) -> list[Tensor]:
     """Return the tensors of a tree that have a number or a row for each of so many tokens of a sample."""
     return [tensor for tensor in tensors_in(tree) if tensor.ndim > 1 and tensor.shape[1] == tokens]

@@ -28,6 +28,7 @@ from helpers.conformance.training import make, model_of, snapshot
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import FewToEvaluate, TinyGPT
 from helpers.jobs.toys import Rows
+from helpers.models.token_tricks import Tricky
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from orchestrator.job import Job, Split
@@ -79,6 +80,30 @@ def assert_norms_too(gang: Gang, case: Case, of: Layout, *, rtol: float = SGD) -
 @pytest.mark.parametrize("name", CASES)
 def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, name: str, layout: str) -> None:
     assert_norms_too(gang, CASES[name], CONTEXT[layout])
+
+
+WHOLE = ("written out", "hidden states", "shape of the words", "weights count", "squeeze and excite")
+"""Tricks for which each worker computes all tokens somewhere."""
+
+
+@pytest.mark.parametrize(
+    ("trick", "layout"),
+    [
+        ("written out", "mesh-context-2"),
+        *in_campaign(*((t, n) for t in WHOLE for n in IN_CI if (t, n) != ("written out", "mesh-context-2"))),
+    ],
+)
+def test_what_needs_all_tokens_gets_them(gang: Gang, trick: str, layout: str) -> None:
+    case = Case(job=Tricky(trick=trick), train=having(steps=3, global_batch_size=8, clip_norm=0.5))
+    assert_norms_too(gang, case, CONTEXT[layout])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("changes", [{"activation_checkpointing": "blocks"}, {"compile": "blocks"}], ids=str)
+@pytest.mark.parametrize("trick", ["written out", "hidden states"])
+def test_ways_to_train_what_needs_all_tokens(gang: Gang, trick: str, changes: dict[str, Any]) -> None:
+    case = Case(job=Tricky(trick=trick), train=having(steps=3, global_batch_size=8, **changes))
+    assert_as_alone(gang, case, CONTEXT["mesh-sharded-context-2x2"], rtol=SGD, want_grad_norm=True)
 
 
 @pytest.mark.parametrize(

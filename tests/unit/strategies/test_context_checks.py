@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.conformance.cases import having
+from helpers.conformance.token_parts import planned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows, Toy
 from orchestrator.job import Job, Split
-from orchestrator.model.context_part import ContextPart, NotDivisible, divide_tokens
-from orchestrator.model.context_proof import prove
+from orchestrator.model.context_division import Division, divide_tokens
+from orchestrator.model.context_part import ContextPart, NotDivisible
 from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.transforms.context import ContextPlan, found_context
 
 
 def of_rank(index: int, peers: Peers) -> dict[str, Tensor]:
@@ -36,7 +34,7 @@ def of_rank(index: int, peers: Peers) -> dict[str, Tensor]:
             }
 
     model = nn.Sequential(Draws())
-    divide_tokens(model, {"0": (1,)}, part)
+    divide_tokens(model, Division(blocks={"0": (1,)}, outputs=(1,)), part)
     return model(torch.ones(2, 8, 8))
 
 
@@ -48,13 +46,6 @@ def test_ranks_drop_other_entries_of_what_is_divided_alone() -> None:
         "samples": True,
         "afterwards": True,
     }
-
-
-def proven(job: Job, count: int = 2) -> ContextPlan:
-    outline = Outline(job, having())
-    plan, inputs = found_context(outline, job.dataset("train"), count)
-    prove(job, outline.build, plan.blocks, plan.outputs, inputs, count)
-    return plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +131,28 @@ class OfKind(Job):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("fields", [{"variant": "llama"}, {"variant": "llama", "end_token": 32}, {}], ids=str)
 def test_a_transformer_is_divided(fields: Mapping[str, Any], count: int) -> None:
-    assert proven(TinyGPT(layers=3, context=24, **fields), count).by_rows
+    assert planned(TinyGPT(layers=3, context=24, **fields), count).by_rows
 
 
 def test_masks_of_whole_samples_are_cut() -> None:
-    plan = proven(OfKind())
-    assert plan.blocks["blocks.1"] == (1, 0)
+    plan = planned(OfKind())
+    assert plan.division.blocks["blocks.1"] == (1, 0)
     assert plan.by_rows
 
 
 @pytest.mark.parametrize("fields", [{"shifts": True}, {"counts": True}, {"by_sample": True}], ids=str)
 def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, Any]) -> None:
-    assert not proven(OfKind(**fields)).by_rows
+    assert not planned(OfKind(**fields)).by_rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "error"),
     [
-        (WithoutPositions(), "block0.attention.rotary computes something else of some tokens than of all"),
         (OfKind(kind="convolution"), "blocks.0.inner computes something else of some tokens than of all"),
         (OfKind(kind="recurrence"), "blocks.0.inner computes something else of some tokens than of all"),
         (OfKind(kind="last token"), "blocks.0 computes something else of some tokens than of all"),
@@ -171,11 +162,10 @@ def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, 
             OfKind(length=18),
             "samples of 18 tokens, no multiple of 4, twice the number of parts; make or pad them to 20",
         ),
-        (OfKind(kind="statistics"), "blocks.0.inner would have the statistics of a worker's own tokens"),
+        (OfKind(kind="statistics"), "blocks.0.inner computes something else of some tokens than of all"),
         (Toy(), "the model has no nn.ModuleList or nn.Sequential with several blocks of one class"),
     ],
     ids=[
-        "positions",
         "convolution",
         "recurrence",
         "last token",
@@ -188,4 +178,4 @@ def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, 
 )
 def test_what_tokens_do_otherwise_is_refused_with_the_module(job: Job, error: str) -> None:
     with pytest.raises(NotDivisible, match=f"^{re.escape(error)}"):
-        proven(job)
+        planned(job)
