@@ -163,6 +163,17 @@ class Strategy(abc.ABC):
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
 
+    def compare_with_whole(self, train_set: Dataset[Any]) -> tuple[str, ...]:
+        """Compare what the ranks compute of ``train_set`` with the whole model, if that can be. All ranks call this.
+
+        Returns:
+            What was not compared, for the user.
+
+        Raises:
+            JobError: the ranks would train another model.
+        """
+        return ()
+
     # The step
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.user_code.callbacks import Callback, RunEnd
+from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.control.control import Outbox, StepGate, Warner, inject_fault
 from orchestrator.worker.control.rendezvous import context_of
 from orchestrator.worker.data.job_data import JobData
@@ -214,12 +214,21 @@ class Loop:
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
+        if self.assignment.generation == 1 and self.assignment.sources is None:
+            self._compare(sample_source)
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
             self._warner.warn(note, topic=note)
         self._has_state = True
         startup["model_s"] = time.perf_counter() - began
         return self._data
+
+    def _compare(self, train_set: Any) -> None:
+        """Compare what the ranks compute with the whole model."""
+        began = time.perf_counter()
+        set_current_step(self.position.step + 1)
+        for text in self.strategy.compare_with_whole(train_set):
+            self._warner.warn(text, topic=text)
 
     def recoverable_steps(self) -> RecoverableSteps:
         """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.

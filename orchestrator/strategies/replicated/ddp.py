@@ -45,6 +45,7 @@ from orchestrator.strategies.whole_model import WholeModel
 class DDP(Trainer):
     """A replica of the model whose gradients are summed over all ranks."""
 
+    compares_whole = True
     passes: WholeModel
     _buckets: InBackward | None = None  # while there is a process group
     _powersgd: PowerSGD | None = None
@@ -73,6 +74,24 @@ class DDP(Trainer):
     def in_backward(self) -> InBackward:
         """Return the reduction. Collective."""
         return InBackward(self.passes, self.trained, self.context, self._powersgd)
+
+    @property
+    def compares_training(self) -> bool:
+        return not ReplicatedConfig.of(self.context.options).sync_batchnorm  # of which each worker has all statistics
+
+    @property
+    def compared_slices(self) -> tuple[int, int, int]:
+        slices, rows, parts = super().compared_slices
+        return (1 if ReplicatedConfig.of(self.context.options).static_graph else slices), rows, parts
+
+    @property
+    def kept(self) -> Sequence[object]:
+        return (*super().kept, *filter(None, [self._powersgd]))
+
+    def renew_sums(self) -> None:
+        assert self._buckets is not None
+        self._buckets.close()
+        self._buckets = self.reduction = self.in_backward()
 
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         assert self._buckets is not None

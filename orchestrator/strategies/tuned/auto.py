@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 from orchestrator.config.build import option
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
-from orchestrator.model.parity import free_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.groups import new_group
+from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.presets.replicas import DDPConfig
 from orchestrator.strategies.presets.shards import FSDPConfig
