@@ -25,13 +25,11 @@ from torch import Tensor
 from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.compat.torch import eager
-from orchestrator.model.partial_init import build_fake
 from orchestrator.model.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json, messages_of
-from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.findings import (
@@ -117,12 +115,13 @@ class _Comparison:
             batches = _batches(self._trainer, train_set)
         except Exception as e:  # training reads other samples, or says what is wrong with these
             error = error_text(e)
+        own = self._trainer.trained.module().named_parameters()
+        size = sum(parameter.nbytes for name, parameter in own if self._trainer.is_first_with(name))
         values = [name for name, p in self._parameters.items() if bool(p.detach().any())]
-        ranks = self._gathered([error, values])
-        found = {name for _, values in ranks for name in values}
+        errors, sizes, with_values = zip(*self._gathered([error, size, values]), strict=True)
+        found = {name for names in with_values for name in names}
         self._zeros = [name for name in self._parameters if name not in found]
-        errors = [error for error, _ in ranks if error is not None]
-        reason = self._broadcast(errors[0] if errors else self._why_too_large() if self._rank == 0 else None)
+        reason = self._broadcast(next(filter(None, errors), None) or self._why_too_large(sum(sizes)))
         if reason is not None:
             return self._note(reason)
         assert batches is not None
@@ -156,14 +155,11 @@ class _Comparison:
         self._trainer.share_parameters()
         seed_generators(self._seed)
 
-    def _why_too_large(self) -> str | None:
-        context = self._context
-        whole = build_fake(constructor_of(self._trainer.job, context.train, self._trainer.precision), CPU)
-        size = COPIES * sum(parameter.nbytes for parameter in whole.model.parameters())
-        limit = min(free_memory(device) // 2 for device in (CPU, context.device))
-        if size <= limit:
+    def _why_too_large(self, size: int) -> str | None:
+        limit = min(free_memory(device) // 2 for device in (CPU, self._context.device))
+        if COPIES * size <= limit:
             return None
-        return f"the first worker would need {size_text(size)} for it, more than {size_text(limit)}"
+        return f"the first worker would need {size_text(COPIES * size)} for it, more than {size_text(limit)}"
 
     def _reference(
         self, batches: Batches, values: Mapping[str, Tensor]
