@@ -36,7 +36,7 @@ from orchestrator.state.model_state import own_tensors
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.base import Compared, StepResult, Strategy
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
 from orchestrator.strategies.kept_state import KeptState
@@ -177,9 +177,10 @@ class Trainer(Strategy):
     def sync_initial_state(self) -> None:
         self.reduction.sync_initial_state()
 
-    def compare_with_whole(self, train_set: Dataset[Any]) -> tuple[str, ...]:
-        is_alone = self.context.mesh.world_size == 1
-        return compare_with_whole(self, train_set) if self.compares_whole and not is_alone else ()
+    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+        if not self.compares_whole or self.context.mesh.world_size == 1:
+            return Compared()
+        return compare_with_whole(self, train_set, known=known)
 
     @property
     def compares_training(self) -> bool:

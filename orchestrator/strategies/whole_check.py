@@ -12,6 +12,7 @@ multiply would not count.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import traceback
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.process_groups import is_broken_connection
@@ -30,6 +31,7 @@ from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json, messages_of
+from orchestrator.strategies.base import Compared
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.findings import (
@@ -61,22 +63,25 @@ SMALL = 0.02
 """The largest number in place of a zero."""
 
 
-def compare_with_whole(trainer: Trainer, train_set: Any) -> tuple[str, ...]:
+def compare_with_whole(trainer: Trainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
     """Compare the passes of the ranks with those of the whole model. Collective. The ranks are left as they were.
 
     Args:
         trainer: of this rank, whose state is that of all ranks.
         train_set: the samples.
-
-    Returns:
-        What was not compared, on the first rank.
+        known: see :meth:`Strategy.compare_with_whole`.
 
     Raises:
         JobError: the ranks train another model; the text says what differs.
     """
+    context = trainer.context
+    model = _made_of(trainer.trained.modules) if context.global_rank == 0 else None
+    if broadcast_json(model is not None and known(model), source=0, rank=context.global_rank, device=context.device):
+        return Compared()
     compiled = trainer.context.train.compile is not False
     with eager() if compiled else contextlib.nullcontext(), trainer.comparing() as restore:
-        return _Comparison(trainer, restore).made(train_set)
+        notes = _Comparison(trainer, restore).made(train_set)
+    return Compared(notes=notes, model=None if notes else model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +326,17 @@ class _Comparison:
         found = gather_json(value, world_size=self._mesh.world_size, device=self._context.device)
         self._trainer.confirm()
         return found
+
+
+def _made_of(models: Sequence[nn.Module]) -> str:
+    """Return the modules of models with their numbers and flags, which may come from files that the job reads."""
+    parts = [
+        (name, type(module).__qualname__, {n: v for n, v in vars(module).items() if isinstance(v, (int, float, str))})
+        for model in models
+        for name, module in model.named_modules()
+    ]
+    shapes = [(name, [*p.shape], str(p.dtype)) for model in models for name, p in model.named_parameters()]
+    return hashlib.blake2b(repr((parts, shapes)).encode(), digest_size=16).hexdigest()
 
 
 def _batches(trainer: Trainer, train_set: Any) -> Batches:
