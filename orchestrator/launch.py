@@ -1,6 +1,7 @@
 """Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
-``--check`` is ``train.check=always``. ``--restarts=3`` starts the command again if its process dies, for example killed by a signal, to continue the same run.
+``--check`` is ``train.check=always``. ``--restarts=3`` starts the command again if its process dies, for example killed
+by a signal, to continue the same run.
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
 cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is

@@ -21,7 +21,7 @@ import torch
 from orchestrator.protocol.messages import Assignment
 from orchestrator.worker.process.node_facts import code_hash
 
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
+_INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"))
 _OF_TRAINING = (
     "global_batch_size",
     "grad_accumulation",
@@ -70,9 +70,10 @@ def _sources() -> dict[str, str]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
-        if isinstance(file, str) and not file.startswith(_INSTALLED) and not name.startswith("orchestrator."):
-            with contextlib.suppress(OSError):
-                found[name] = _digest(Path(file).read_bytes())
+        if not isinstance(file, str) or name.startswith("orchestrator.") or any(part in file for part in _INSTALLED):
+            continue
+        with contextlib.suppress(OSError):
+            found[name] = _digest(Path(file).read_bytes())
     return found
 
 
