@@ -203,10 +203,17 @@ class ExpectedNumbers(TorchDispatchMode):
             raise NotRepeatableError(f"it communicates with other workers ({func.overloadpacket.__name__})")
         for tensor in () if self._before_write is None else written_tensors(func, args, kwargs):
             self._before_write(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.drew = True
             return _expected(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a random operator draws numbers: attention does not if nothing is dropped."""
+    given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
+    dropped = [argument for argument in _DROPOUT if argument in argument_names(func)]
+    return not dropped or any(given.get(argument, 0.0) for argument in dropped)
 
 
 def _expected(func: Any, args: Any, kwargs: Any) -> Any:

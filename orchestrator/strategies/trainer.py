@@ -197,6 +197,13 @@ class Trainer(Strategy):
         return (1, rows, 1) if self.job.carried else (2, min(rows, 2), 1)
 
     @property
+    def compared_dtypes(self) -> Sequence[torch.dtype]:
+        """In what passes and sums compute."""
+        of_passes = self.precision.autocast_dtype or self.precision.model_dtype or torch.float32
+        has_tf32 = self.context.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        return [of_passes, *([torch.float16] if has_tf32 else [])]  # TF32 has the digits of float16
+
+    @property
     def kept(self) -> Sequence[object]:
         """What passes change beside the model."""
         return (self.job,)

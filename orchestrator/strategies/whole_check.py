@@ -305,7 +305,7 @@ class _Comparison:
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)
-        unit = _unit(self._trainer) / 2
+        unit = max(torch.finfo(dtype).eps for dtype in self._trainer.compared_dtypes) / 2
         rounded = [changes(seed=self._seed, rounding=unit * (1 + number)) for number in range(ROUNDINGS)]
         limits = [FACTOR * max(of_one) for of_one in zip(drawn, *rounded, strict=True)]
         return [one for one, limit in zip(apart, limits, strict=True) if not one.by <= limit], max(drawn) > RANDOM
@@ -363,15 +363,6 @@ def _small_numbers(box: Box) -> Tensor:
         places = torch.cat([torch.arange(start, start + size, dtype=torch.float64) for start, size in ranges])
         phase = phase + ((axis + 2) ** 0.5 * places).view(-1, *[1] * (len(box.ranges) - axis - 1))
     return SMALL * phase.square().sin()
-
-
-def _unit(trainer: Trainer) -> float:
-    """Return the relative error of a number as the passes compute it."""
-    precision = trainer.precision
-    dtypes = [precision.autocast_dtype or precision.model_dtype or torch.float32]
-    if trainer.context.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        dtypes.append(torch.float16)  # TF32 has its digits
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def _likeness(tensor: Tensor) -> tuple[list[int], str]:

@@ -8,7 +8,7 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -84,9 +85,23 @@ class DDP(Trainer):
         slices, rows, parts = super().compared_slices
         return (1 if ReplicatedConfig.of(self.context.options).static_graph else slices), rows, parts
 
+    @contextlib.contextmanager
+    def comparing(self) -> Iterator[Callable[[], None]]:
+        kept = KeptState((), (), others=[*filter(None, [self._powersgd])])
+        try:
+            if self._powersgd is not None:
+                self._powersgd.load_state({}, steps=0)  # whose first steps sum whole gradients
+            with super().comparing() as restore:
+                yield restore
+        finally:
+            kept.restore()
+
     @property
-    def kept(self) -> Sequence[object]:
-        return (*super().kept, *filter(None, [self._powersgd]))
+    def compared_dtypes(self) -> Sequence[torch.dtype]:
+        in_hook = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            ReplicatedConfig.of(self.context.options).comm_hook
+        )
+        return [*super().compared_dtypes, *filter(None, [in_hook])]
 
     def renew_sums(self) -> None:
         assert self._buckets is not None
