@@ -98,9 +98,8 @@ class DDP(Trainer):
 
     @property
     def compared_dtypes(self) -> Sequence[torch.dtype]:
-        in_hook = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-            ReplicatedConfig.of(self.context.options).comm_hook
-        )
+        hook = ReplicatedConfig.of(self.context.options).comm_hook
+        in_hook = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(hook)
         return [*super().compared_dtypes, *filter(None, [in_hook])]
 
     def renew_sums(self) -> None:
