@@ -29,6 +29,11 @@ class Apart:
     name: str
     by: float
 
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient, or their norm."""
+        return self.kind == "gradient" or self.name == NORM
+
 
 def difference(found: Tensor, wanted: Tensor, whole: Tensor, *, scale: float = 0.0) -> float:
     """Return the largest difference of two parts of a tensor, relative to the largest entry of the ``whole`` one.

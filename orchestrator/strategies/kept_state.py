@@ -27,7 +27,8 @@ class KeptState:
             others: objects whose attributes are kept.
         """
         every = dict.fromkeys(inner for module in modules for inner in module.modules())
-        self._buffers = [(own_buffers(module), dict(own_buffers(module))) for module in every]
+        of_modules = [own for module in every if isinstance(own := own_buffers(module), dict)]  # TorchScript has others
+        self._buffers = [(own, dict(own)) for own in of_modules]
         buffers = (buffer for _, own in self._buffers for buffer in own.values() if buffer is not None)
         self._trained = {parameter: parameter.requires_grad for parameter in dict.fromkeys(parameters)}
         self._tensors = [tensor.detach() for tensor in (*self._trained, *dict.fromkeys(buffers))]

@@ -307,8 +307,11 @@ class _Comparison:
         drawn = changes(seed=self._seed + 1)
         unit = max(torch.finfo(dtype).eps for dtype in self._trainer.compared_dtypes) / 2
         rounded = [changes(seed=self._seed, rounding=unit * (1 + number)) for number in range(ROUNDINGS)]
-        least = 0.0 if unit < TOLERANCE else FACTOR * unit  # of sums in 16 bits, whatever the weights are
-        limits = [max(least, FACTOR * max(of_one)) for of_one in zip(drawn, *rounded, strict=True)]
+        least = FACTOR * unit if unit > TOLERANCE else 0.0  # sums in 16 bits round, whatever the weights are
+        limits = [
+            max(least if one.is_gradient else 0.0, FACTOR * max(changed))
+            for one, *changed in zip(apart, drawn, *rounded, strict=True)
+        ]
         return [one for one, limit in zip(apart, limits, strict=True) if not one.by <= limit], max(drawn) > RANDOM
 
     def _box(self, name: str) -> Box | None:

@@ -97,6 +97,15 @@ class DDP(Trainer):
             kept.restore()
 
     @property
+    def remedy(self) -> str:
+        if ReplicatedConfig.of(self.context.options).find_unused_parameters:
+            return super().remedy
+        return (
+            "If samples use different parameters, set strategy.find_unused_parameters=true; otherwise use "
+            "strategy=single"
+        )
+
+    @property
     def compared_dtypes(self) -> Sequence[torch.dtype]:
         hook = ReplicatedConfig.of(self.context.options).comm_hook
         in_hook = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(hook)
