@@ -1,6 +1,7 @@
 """Train a job: ``orchestrator launch strategy=ddp``, or ``python -m orchestrator.launch strategy=ddp``.
 
-``--restarts=3`` starts the command again if its process dies, for example killed by a signal, to continue the same run.
+``--check`` is ``train.check=always``. ``--restarts=3`` starts the command again if its process dies, for example killed
+by a signal, to continue the same run.
 
 Exit codes: 0 done; 1 training failed; 2 the configuration or the plan is wrong, the run to resume is running, or the
 cluster has become too small for the run, and nothing was trained; 3 all steps are done, but the last checkpoint is
@@ -35,6 +36,7 @@ HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 VERSION_OPTION = "--version"
 RESTARTS_OPTION = "--restarts"
+CHECK_OPTION = "--check"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +82,7 @@ def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(*COMPLETION_OPTIONS, action="store_true")
     parser.add_argument(VERSION_OPTION, action="store_true")
     parser.add_argument(RESTARTS_OPTION)
+    parser.add_argument(CHECK_OPTION, action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-r", "--run", action="store_true")
     parser.add_argument("-c", "--cfg", choices=KINDS)
@@ -97,7 +100,7 @@ def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
         unknown = [o for o in rest if o.startswith("-")]
         instead |= {o: f"keys are written key=value; {key}" for o in unknown if (key := synonym(o.partition("=")[0]))}
         raise ConfigError(f"{o}: {instead.get(o) or f'unknown option; {did_you_mean(o, valid)}'}" for o in unknown)
-    options.words = [*file_words(options), *options.words]
+    options.words = [*file_words(options), *options.words, *(["train.check=always"] if options.check else [])]
     return options
 
 

@@ -19,11 +19,14 @@ by ``::`` always run.
 Every test has the name of its folder as a marker: ``pytest -m "distributed or tracking"``.
 """
 
+import atexit
 import gc
 import itertools
 import math
 import os
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -36,6 +39,8 @@ from helpers.files.golden import Golden, remove_old_texts
 pytest.register_assert_rewrite("helpers.faults.check")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="orchestrator-tests-")  # where runs remember what they compared
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
 

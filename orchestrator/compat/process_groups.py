@@ -17,6 +17,22 @@ from torch.distributed import distributed_c10d
 from orchestrator.compat.backends import nccl_backend
 from orchestrator.compat.enqueue_gate import GATE
 
+_CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
+_CONNECTION_TEXTS = (
+    *("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out"),  # gloo
+    # nccl2 of torch 2.15, of which the older backend would make a DistBackendError.
+    *("NCCL Last Error: ", "NCCL operation timed out", "NCCL communicator was aborted after a previous error"),
+    "Failed to initialize NCCL communicator",
+)
+"""What a ``RuntimeError`` says if the connection to another rank has broken."""
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether the error looks like a broken connection to another rank."""
+    return isinstance(error, _CONNECTION_ERRORS) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _CONNECTION_TEXTS)
+    )
+
 
 def abort_process_groups() -> list[dist.ProcessGroup]:
     """Abort all process groups of this process, which waits for no other rank.

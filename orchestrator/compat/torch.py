@@ -362,6 +362,11 @@ def _likeness(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
+def eager() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled code runs as it is written."""
+    return torch.compiler.set_stance("force_eager")
+
+
 # Files
 
 

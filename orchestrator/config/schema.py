@@ -78,6 +78,10 @@ class TrainConfig:
         "fsdp, hsdp and fsdp_pipeline draw only those of their shards, which depend on the number of workers"
     )
     deterministic: bool = option("fail on operations without a deterministic implementation")
+    check: Literal["auto", "always", "never"] = option(
+        "compare what several workers compute of a few samples with the whole model, before the first step: auto: "
+        "unless an earlier run of this job, code and layout has"
+    )
 
     def __post_init__(self) -> None:
         check_splits(self.eval_splits)

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from orchestrator.compat.torch import pytree
 from orchestrator.exporting.recorded import job_to_export
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
-from orchestrator.model.parity import free_memory
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.model_state import own_tensors
 from orchestrator.strategies.data.datasets import is_stream
@@ -96,7 +96,7 @@ def compare(
     """
     if type(job).exported is Job.exported:
         return Comparison(why_not=f"{type(job).__name__} does not define Job.exported")
-    if (needed := _COPIES * size) > (free := free_memory(torch.device("cpu"))):
+    if (needed := _COPIES * size) > (free := psutil.virtual_memory().available):
         return Comparison(why_not=f"that needs {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free")
     try:
         inputs, batch = example_inputs(job)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -82,13 +81,6 @@ def compare(
             f"{needed / 1e9:.3g} GB of {free_bytes / 1e9:.3g} GB; run some steps with a smaller variant of the model, "
             "such as one with fewer layers, to compare its stages"
         )
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the free memory of ``device`` in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 @dataclass(kw_only=True)

@@ -101,7 +101,7 @@ def passed(
     """
     seed_generators(seed)
     with torch.set_grad_enabled(gradients):
-        with _Expected():
+        with ExpectedNumbers():
             made = list(parts())
         outputs, states = [], list[dict[str, Tensor]]()
         shared = _Shared(model)
@@ -111,13 +111,13 @@ def passed(
                     shared.restore()
                     shared.nudge(nudged)
                     module = _copy_of(model)
-                with _Expected(shared.keep):
+                with ExpectedNumbers(shared.keep):
                     outputs.append(forward(module, part))
                 if number == len(made) - 1 or not in_turn:
                     states.append({**dict(module.named_buffers()), **shared.changed()})
         finally:
             shared.restore()
-        with _Expected():
+        with ExpectedNumbers():
             mean = loss(outputs, made)
             found = _gradients(mean, model) if gradients else {}
     return Passed(loss=mean.detach().double().cpu(), states=states, gradients=found)
@@ -179,22 +179,41 @@ class _Shared:
                 values.copy_(self._kept[name])
 
 
-class _Expected(TorchDispatchMode):
-    """Replaces random numbers by their expected values. Says before a tensor is overwritten."""
+class ExpectedNumbers(TorchDispatchMode):
+    """Replaces random numbers by their expected values.
 
-    def __init__(self, before_write: Callable[[Tensor], None] = lambda _: None) -> None:
+    Attributes:
+        drew: whether any were drawn.
+    """
+
+    def __init__(self, before_write: Callable[[Tensor], None] | None = None, *, communicates: bool = False) -> None:
+        """
+        Args:
+            before_write: called before a tensor is overwritten.
+            communicates: whether passes may communicate with other ranks.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
         self._before_write = before_write
+        self._communicates = communicates
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in _COLLECTIVES and not self._communicates:
             raise NotRepeatableError(f"it communicates with other workers ({func.overloadpacket.__name__})")
-        for tensor in written_tensors(func, args, kwargs):
+        for tensor in () if self._before_write is None else written_tensors(func, args, kwargs):
             self._before_write(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            self.drew = True
             return _expected(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a random operator draws numbers: attention does not if nothing is dropped."""
+    given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
+    dropped = [argument for argument in _DROPOUT if argument in argument_names(func)]
+    return not dropped or any(given.get(argument, 0.0) for argument in dropped)
 
 
 def _expected(func: Any, args: Any, kwargs: Any) -> Any:

@@ -47,6 +47,19 @@ class StepResult:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The result of a comparison with the whole model that has found no difference.
+
+    Attributes:
+        notes: what was not compared, for the user.
+        model: what the model is made of, on the first rank, if all was compared now.
+    """
+
+    notes: tuple[str, ...] = ()
+    model: str | None = None
+
+
 class Strategy(abc.ABC):
     """One rank's part of the model and its update.
 
@@ -162,6 +175,18 @@ class Strategy(abc.ABC):
 
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
+
+    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+        """Compare what the ranks compute of some samples with the whole model, if that can be. All ranks call this.
+
+        Args:
+            train_set: the samples.
+            known: returns on the first rank whether a model was compared before, given what it is made of.
+
+        Raises:
+            JobError: the ranks would train another model.
+        """
+        return Compared()
 
     # The step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,14 @@ class GroupReduction(Reduction):
         self._placements: Mapping[Tensor, Placement] = {p: trained.placements[n] for n, p in self._named.items()}
         if trained.needs_whole:
             self.shard_map = self._shard_map()
+
+    @contextlib.contextmanager
+    def of(self, context: Context) -> Iterator[None]:
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
 
     def sync_initial_state(self) -> None:
         """Give all ranks that have the same of a tensor the values of the first."""

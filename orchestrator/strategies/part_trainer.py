@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.model.parity import free_memory
 from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.mesh import Coords
@@ -36,7 +35,7 @@ from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
-from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.measure.device import WaitTimer, free_memory
 from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
@@ -64,6 +63,7 @@ class PartTrainer(Trainer):
         job_of_part: the job, for passes through a model of :meth:`constructor`.
     """
 
+    compares_whole = True
     _sharing: Sharing = NOTHING_SHARED
     _tensor: TensorParts | None = None  # from setup() on, if layers are divided
     _tokens: ContextParts | None = None  # the same, if samples are
@@ -74,6 +74,10 @@ class PartTrainer(Trainer):
         super().__init__(context, job)
         self.job_of_part = job
         self._copies = PeerCopies() if context.peer_copy_every and len(self._ring) > 1 else None
+
+    @property
+    def kept(self) -> Sequence[object]:
+        return self.job, self.job_of_part
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from orchestrator.job import Job
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.precision import summable
+from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import norm_over
 from orchestrator.strategies.update.whole_tensors import ShardMap
 
@@ -38,6 +39,10 @@ class Reduction:
 
     shard_map = ShardMap()
     """How the tensors are divided that an optimizer needs whole."""
+
+    def of(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the batch is that of ``context``."""
+        return contextlib.nullcontext()
 
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""

@@ -122,6 +122,14 @@ def _is_of_library(entry: TracebackType) -> bool:
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
 
 
+def is_own_error(error: BaseException) -> bool:
+    """Return whether code of this package has raised the error itself."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return entry is not None and entry.tb_frame.f_code.co_filename.startswith(_OWN_FILES)
+
+
 def error_text(error: BaseException) -> str:
     """Return the type and the text of an error; the text alone if it says what to change."""
     if isinstance(error, JobError):

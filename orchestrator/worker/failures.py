@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import has_training_step
 from orchestrator.protocol.messages import Assignment, Failure
@@ -30,15 +30,6 @@ from orchestrator.worker.measure.step_metrics import NonFiniteError, NoUpdateErr
 from orchestrator.worker.process.output import print_error
 from orchestrator.worker.process.shared_directory import NotSharedError
 from orchestrator.worker.reports.evaluation import MetricError, ModelChangedError
-
-_CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
-_CONNECTION_TEXTS = (
-    *("Connection closed by peer", "Connection reset by peer", "Read error", "Timed out"),  # gloo
-    # nccl2 of torch 2.15, of which the older backend would make a DistBackendError.
-    *("NCCL Last Error: ", "NCCL operation timed out", "NCCL communicator was aborted after a previous error"),
-    "Failed to initialize NCCL communicator",
-)
-"""What a ``RuntimeError`` says if the connection to another rank has broken."""
 
 EXPLAINED = (
     DatasetError,
@@ -164,10 +155,7 @@ def _gathered_bytes(loop: Loop | None) -> float:
 
 def _is_connection_error(error: BaseException) -> bool:
     """Return whether the error looks like the loss of another rank, rather than a failure of this one."""
-    looks = isinstance(error, _CONNECTION_ERRORS) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _CONNECTION_TEXTS)
-    )
-    return looks and not _is_device_error(error)
+    return is_broken_connection(error) and not _is_device_error(error)
 
 
 def _may_follow_from_abort(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
-from orchestrator.user_code.callbacks import Callback, RunEnd
+from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.control.control import CutOff, Outbox, StepGate, Warner, inject_fault
 from orchestrator.worker.control.interruption import GRACE_SHARE, Interruption
 from orchestrator.worker.control.rendezvous import context_of
@@ -29,6 +29,7 @@ from orchestrator.worker.data.job_data import JobData
 from orchestrator.worker.evaluating import Evaluations
 from orchestrator.worker.measure.step_metrics import NonFiniteError, profiled_steps
 from orchestrator.worker.process.process_memory import keep_if_plentiful
+from orchestrator.worker.remembered import Remembered
 from orchestrator.worker.reports.checkpoints import Checkpoints
 from orchestrator.worker.reports.job_reports import JobReports
 from orchestrator.worker.restoring import Position, loaded_checkpoint, restore_state
@@ -229,12 +230,30 @@ class Loop:
             device=self.device,
         )
         self._data.check_equal(confirm=self.strategy.confirm)
+        checks = self.config.train.check != "never" and not self._only_evaluates
+        if checks and self.assignment.generation == 1 and sources is None:
+            compared_at = time.perf_counter()
+            self._compare(sample_source)
+            startup["compare_s"] = time.perf_counter() - compared_at
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
             self._warner.warn(note, topic=note)
         self._has_state = True
-        startup["model_s"] = time.perf_counter() - began
+        startup["model_s"] = time.perf_counter() - began - startup.get("compare_s", 0.0)
         return self._data
+
+    def _compare(self, train_set: Any) -> None:
+        """Compare what the ranks compute with the whole model, unless that is known."""
+        set_current_step(self.position.step + 1)
+        check = self.config.train.check
+        remembered = Remembered(self.assignment, self.device) if self.rank == 0 else None
+        compared = self.strategy.compare_with_whole(
+            train_set, known=lambda model: check == "auto" and remembered is not None and remembered.has(model)
+        )
+        for text in compared.notes:
+            self._warner.warn(text, topic=text)
+        if compared.model is not None and remembered is not None:
+            remembered.add(compared.model)
 
     def recoverable_steps(self) -> RecoverableSteps:
         """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.

@@ -15,11 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.state.optimizers import AnyOptimizer
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free memory of ``device`` in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 class DeviceClock:

@@ -74,16 +74,17 @@ class SumCheck:
     Args:
         method: the name of the job's method.
         measure: returns its metrics for an output and a target.
+        batches: in how many batches to look.
 
     Attributes:
         warning: what the user should know; None if nothing was found.
     """
 
-    def __init__(self, method: str, measure: Measure):
+    def __init__(self, method: str, measure: Measure, *, batches: int = MOST_LOOKED_AT):
         self.warning: str | None = None
         self._method = method
         self._measure = measure
-        self._batches = MOST_LOOKED_AT
+        self._batches = batches
 
     def __call__(self, output: Any, target: Any) -> Mapping[str, Tensor]:
         """Return the metrics of a batch, or of a part of it."""

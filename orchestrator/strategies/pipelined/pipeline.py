@@ -277,6 +277,10 @@ class Pipeline(PartTrainer):
     def eval_batch_size(self) -> int:
         return self._rows * self.layout.num_microbatches
 
+    @property
+    def compared_slices(self) -> tuple[int, int, int]:
+        return (2 if self.layout.num_microbatches == 1 else 1), self.eval_batch_size, self.layout.num_microbatches
+
     def spans(self) -> tuple[Span, ...]:
         return self.passes.spans()
 

@@ -14,7 +14,7 @@ from orchestrator.job import Job, has_steering, own_forward
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
-from orchestrator.model.parity import compare, free_memory
+from orchestrator.model.parity import compare
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
@@ -27,6 +27,7 @@ from orchestrator.strategies.data.batch_parts import (
     not_compared,
     warning_about_parts,
 )
+from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.rank_context import Context
 

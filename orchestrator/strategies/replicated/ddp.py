@@ -8,7 +8,7 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
+from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.keys import ReplicatedConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
@@ -46,6 +47,7 @@ from orchestrator.strategies.whole_model import WholeModel
 class DDP(Trainer):
     """A replica of the model whose gradients are summed over all ranks."""
 
+    compares_whole = True
     passes: WholeModel
     _buckets: InBackward | None = None  # while there is a process group
     _powersgd: PowerSGD | None = None
@@ -74,6 +76,46 @@ class DDP(Trainer):
     def in_backward(self) -> InBackward:
         """Return the reduction. Collective."""
         return InBackward(self.passes, self.trained, self.context, self._powersgd)
+
+    @property
+    def compares_training(self) -> bool:
+        return not ReplicatedConfig.of(self.context.options).sync_batchnorm  # of which each worker has all statistics
+
+    @property
+    def compared_slices(self) -> tuple[int, int, int]:
+        slices, rows, parts = super().compared_slices
+        return (1 if ReplicatedConfig.of(self.context.options).static_graph else slices), rows, parts
+
+    @contextlib.contextmanager
+    def comparing(self) -> Iterator[Callable[[], None]]:
+        kept = KeptState((), (), others=[*filter(None, [self._powersgd])])
+        try:
+            if self._powersgd is not None:
+                self._powersgd.load_state({}, steps=0)  # whose first steps sum whole gradients
+            with super().comparing() as restore:
+                yield restore
+        finally:
+            kept.restore()
+
+    @property
+    def remedy(self) -> str:
+        if ReplicatedConfig.of(self.context.options).find_unused_parameters:
+            return super().remedy
+        return (
+            "If samples use different parameters, set strategy.find_unused_parameters=true; otherwise use "
+            "strategy=single"
+        )
+
+    @property
+    def compared_dtypes(self) -> Sequence[torch.dtype]:
+        hook = ReplicatedConfig.of(self.context.options).comm_hook
+        in_hook = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(hook)
+        return [*super().compared_dtypes, *filter(None, [in_hook])]
+
+    def renew_sums(self) -> None:
+        assert self._buckets is not None
+        self._buckets.close()
+        self._buckets = self.reduction = self.in_backward()
 
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         assert self._buckets is not None

@@ -257,6 +257,9 @@ class OptimizerSharding(PartTrainer):
         trained.moving = [self.shards.whole[name] for name, shard in self.shards.shards.items() if shard in moving]
         return trained
 
+    def share_parameters(self) -> None:
+        self.shards.exchange()
+
     def sync_initial_state(self) -> None:
         super().sync_initial_state()
         self.shards.exchange()

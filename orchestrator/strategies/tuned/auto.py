@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from orchestrator.job import Job
-from orchestrator.model.parity import free_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.keys import AutoConfig, DDPConfig, FSDPConfig
+from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register

@@ -130,6 +130,9 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: boo
         raise ConnectionError("another rank has refused")
     strategy.attach()
     strategy.sync_initial_state()
+    if case.train.check == "always":
+        set_current_step(1)
+        strategy.compare_with_whole(case.job.dataset("train"), known=lambda model: False)
     return strategy
 
 
