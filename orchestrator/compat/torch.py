@@ -113,10 +113,6 @@ without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which no ``__torch_function__`` of a class of tensors is called."""
 
 
-CAST: Any = torch.ops.aten._to_copy.default
-"""The operator that copies a tensor in another type, as autocast does."""
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies ``storage`` for as long as it is alive, also if it has no memory."""
     return int(storage._cdata)

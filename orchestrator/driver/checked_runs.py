@@ -211,7 +211,9 @@ def _check(
             instead = with_choice(typed, config, [f"strategy={ALONE}"])
             checked_run = _check(instead, address_error, errors, redactor, job_argument)
             return checked_run and replace(checked_run, notes=(note_of(checked_run.config, asked=asked),))
-        config = config if asked == ALONE else alone
+        if asked != ALONE:
+            assert alone is not None
+            config = alone
     if job is not None:
         with collect_errors(errors):
             config = in_steps(config, job)
