@@ -116,17 +116,18 @@ without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 @contextlib.contextmanager
 def autocast_of(device_type: str) -> Iterator[None]:
     """Let contexts of autocast that are made in the block be for ``device_type``, whatever type the code names."""
-    original = torch.autocast.__init__
+    contexts: Any = torch.autocast
+    original = contexts.__init__
 
     @functools.wraps(original)
     def init(self: Any, _: str, *args: Any, **kwargs: Any) -> None:
         original(self, device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    contexts.__init__ = init
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        contexts.__init__ = original
 
 
 CAST: Any = torch.ops.aten._to_copy.default
