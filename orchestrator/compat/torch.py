@@ -113,6 +113,23 @@ without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which no ``__torch_function__`` of a class of tensors is called."""
 
 
+@contextlib.contextmanager
+def autocast_of(device_type: str) -> Iterator[None]:
+    """Let contexts of autocast that are made in the block be for ``device_type``, whatever type the code names."""
+    contexts: Any = torch.autocast
+    original = contexts.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, _: str, *args: Any, **kwargs: Any) -> None:
+        original(self, device_type, *args, **kwargs)
+
+    contexts.__init__ = init
+    try:
+        yield
+    finally:
+        contexts.__init__ = original
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies ``storage`` for as long as it is alive, also if it has no memory."""
     return int(storage._cdata)
@@ -169,8 +186,6 @@ def reads_nothing(operator: Any) -> bool:
     return is_view_operator(operator) or operator.namespace == "prim" or operator.overloadpacket in MOVES_NOTHING
 
 
-CAST: Any = torch.ops.aten._to_copy.default
-"""The operator that copies a tensor in another dtype or to another place."""
 CLONE: Any = torch.ops.aten.clone.default
 MOVES_NOTHING: Any = frozenset({torch.ops.aten._unsafe_view, torch.ops.aten.empty_like})
 """Operators that read and write nothing, besides views."""

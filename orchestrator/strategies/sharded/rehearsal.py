@@ -19,7 +19,13 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.modules import calls_through
-from orchestrator.compat.torch import is_view_operator, running_node_number, storage_key, unset_fake_temporarily
+from orchestrator.compat.torch import (
+    autocast_of,
+    is_view_operator,
+    running_node_number,
+    storage_key,
+    unset_fake_temporarily,
+)
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, tensors_in
@@ -63,11 +69,17 @@ def check_forward(
     """
     model = whole.model
     weights = Weights(model)
-    precision = replace(precision, device_type="cpu")  # where the fake tensors are
+    # Fake tensors may be elsewhere than those that train; code that turns autocast off names the type of the latter.
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    precision = replace(precision, device_type=device_type)
     casts = Casts(model, precision.autocast_dtype)
     uses, in_loss, in_backward, in_evaluation = (_Uses(model, options, layers, casts) for _ in range(4))
     ended = False
-    with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
+    with (
+        contextlib.suppress(Exception),
+        drawing(0),
+        autocast_of(device_type),
+    ):  # whatever the job raises, training will say it
         inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
         with whole.mode, precision.autocast():
             inputs = precision.inputs(inputs)

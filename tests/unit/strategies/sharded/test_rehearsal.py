@@ -95,6 +95,28 @@ def test_a_weight_is_used_where_it_is_whole(use: Callable[[nn.Linear], Any]) -> 
         assert check(job, reshard=False).gathers_all, "the whole model is gathered"
 
 
+def gated(layer: nn.Linear) -> Tensor:
+    """Uses a weight in float32 on GPUs, which the fake tensors of a worker need not be on."""
+    with torch.autocast("cuda", enabled=False):
+        return nn.functional.linear(torch.ones(1, 10), layer.weight).sigmoid().mean()
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_autocast_casts_is_seen(device_type: str) -> None:
+    options = replace(FSDP, wrap="auto")
+
+    def seen(use: Callable[[nn.Linear], Any]) -> Any:
+        job = Using(inner=use)
+        whole = build_fake(job.model, torch.device("cpu"))
+        precision = Precision.named("bf16", device_type)
+        return check_forward(job, whole, job.dataset("train"), precision=precision, options=options).casts
+
+    names = {f"blocks.{i}.layer.{name}" for i in range(3) for name in ("weight", "bias")}
+    assert seen(nothing) == dict.fromkeys(names | {"head.weight", "head.bias"}, True)
+    assert {name for name, casts in seen(gated).items() if not casts} == {n for n in names if n.endswith("weight")}
+
+
 def largest_in_numpy(layer: nn.Linear) -> float:
     return float(layer.weight.detach().numpy().max())
 
