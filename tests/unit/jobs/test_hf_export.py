@@ -52,13 +52,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "words of t5": ("t5", {"task": "seq2seq", **lora("shared")}),
     "random": ("random", lora()),
 }
+WHOLE = "the run trained the whole model; use --format=hf"
 REFUSED = {
     ("prompts", "hf"): "job.peft=prompt_tuning: cannot be merged into the weights of the model; use --format=adapter",
     ("random", "adapter"): "the model began with random weights, which nothing else has; use --format=hf",
+    **{(kind, "adapter"): WHOLE for kind in ("whole", "tied", "classes of words", "pairs")},
 }
-OTHERS = {("words of t5", "hf"), ("classes of words", "adapter"), ("whole", "adapter"), ("tied", "adapter")} | {
-    ("pairs", "adapter")
-}
+OTHER_MODEL = ("words of t5", "hf")
+"""A configuration of T5 cannot say that its words and those of its decoder differ."""
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,6 @@ def trained(job: HuggingFace) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_computes_what_was_trained(folder: Path, tmp_path: Path, kind: str, format: str) -> None:
     job = job_of(folder, kind)
-    if (kind, format) in OTHERS:
-        pytest.skip("the next test says what is refused")
     weights = {name: tensor.detach().clone() for name, tensor in own_tensors(trained(job)).items()}
     if text := REFUSED.get((kind, format)):
         with pytest.raises(ValueError, match=text):
@@ -123,7 +122,8 @@ def test_each_kind_computes_what_was_trained(folder: Path, tmp_path: Path, kind:
     inputs, _ = example_inputs(job)
     loaded = job.exported(tmp_path / "new", format)
     assert loaded is not None
-    assert difference(_run(job, loaded, inputs)[0], run_trained(job, weights, inputs)[0]) < 1e-4
+    error = difference(_run(job, loaded, inputs)[0], run_trained(job, weights, inputs)[0])
+    assert error > 0.1 if (kind, format) == OTHER_MODEL else error < 1e-4
 
 
 @pytest.mark.campaign
@@ -141,11 +141,11 @@ def test_an_export_of_each_kind_is_loaded_and_compared(
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
     save(run.checkpoints, capture(model, optimizer, None, step=7, samples_consumed=30), run_uid="first")
     code = export.main([str(run.path), "--format", format, "--to", str(tmp_path / "new")])
-    assert (code == 0) == ((kind, format) not in {*REFUSED, *OTHERS})
+    assert (code == 0) == ((kind, format) not in {*REFUSED, OTHER_MODEL})
     assert (tmp_path / "new").exists() == (code == 0)
     output = capsys.readouterr()
     if code == 0:
         assert "loaded again, its output is that of the trained model, for samples of 'val'" in output.out
-    if (kind, format) == ("words of t5", "hf"):
+    if (kind, format) == OTHER_MODEL:
         assert "wrote another model than the trained one: its output differs" in output.err
         assert output.err.rstrip().endswith("; try --format=adapter")
