@@ -124,7 +124,7 @@ def type_hints(cls: type[Any], path: str) -> Mapping[str, Any]:
         ConfigError: one is unknown.
     """
     try:
-        return _hints(cls)
+        return _hints(cls)  # type: ignore[arg-type]
     except NameError as e:
         reason = f"{e}; import it outside `if TYPE_CHECKING:`"
     except (TypeError, SyntaxError, AttributeError) as e:

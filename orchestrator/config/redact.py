@@ -45,7 +45,9 @@ _SIGNATURES = frozenset(["sig", "signature"])
 _AUTHORIZATION = re.compile(r"(\b(?:Bearer|Basic)\s+)((?=\S*[\d=])[\w.~+/=-]{8,})")
 _PRIVATE_KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 _PRIVATE_KEY_ENDS = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
-_IN_PLACE_OF_SECRET = re.compile(r"(?:://|[=:]|--[A-Za-z][\w-]*['\"]?[ ,]+)['\"]?\*\*\*(?:[@&,}\]'\"\s]|$)")
+_IN_PLACE_OF_SECRET = re.compile(
+    r"""(?:://|[=:])['"]?\*\*\*(?:[@&,}'"]|$) | --[A-Za-z][\w-]*['"]?[\ ,]+['"]?\*\*\*(?![\w*])""", re.VERBOSE
+)
 _ASSIGNMENT = re.compile(
     r"""(?: (?<![\w.\\-]) [\d-]*+ | (?<=\\[nrt]) )
         (?P<key>[A-Za-z_][\w.-]*+)

@@ -79,7 +79,7 @@ def _step(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update({name: False for name in _ON_DEVICE if group.get(name)})
     step: Callable[..., Any] = optimizer.step
-    with _AnyValues():
+    with _AnyValues():  # type: ignore[no-untyped-call]
         if needs_closure(optimizer):
             step(lambda: torch.zeros((), device=next(p.device for g in optimizer.param_groups for p in g["params"])))
         else:

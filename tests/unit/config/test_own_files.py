@@ -209,6 +209,12 @@ def test_info_and_version_say_where_things_come_from(directory: Path, capsys: py
     assert "orchestrator " in shown(capsys, "--version")
 
 
+def test_the_help_reads_a_file_that_is_not_utf8(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "conf/strategy").mkdir(exist_ok=True)
+    (directory / "conf/strategy/mine.yaml").write_bytes(b"# gr\xfc\xdfe\nname: ddp\n")
+    assert "mine" in shown(capsys, "--help")
+
+
 # Refused ------------------------------------------------------------------------------------------
 
 
@@ -220,6 +226,12 @@ def test_info_and_version_say_where_things_come_from(directory: Path, capsys: py
         ("experiment/x.yaml", "seed: 1", ["experiment=x"], "experiment: no such section; begin its files with"),
         ("experiment/x.yaml", "a:\n\tb: 1", ["experiment=x"], "conf/experiment/x.yaml, line 2: not YAML"),
         ("experiment/x.yaml", "- 1", ["experiment=x"], "conf/experiment/x.yaml: expected keys with values"),
+        ("experiment/x.yaml", "5", ["experiment=x"], "conf/experiment/x.yaml: expected keys with values"),
+        ("experiment/x.yaml", "a: &a [*a]", ["experiment=x"], "conf/experiment/x.yaml: cannot be read"),
+        ("experiment/x.yaml", "defaults: null", ["experiment=x"], "conf/experiment/x.yaml: defaults: expected a list"),
+        ("experiment/x.yaml", "defaults: ddp", ["experiment=x"], "conf/experiment/x.yaml: defaults: expected a list"),
+        ("own.yaml", "defaults: [own]", ["--config-name=own"], "conf/own.yaml: cannot be composed, because a file has"),
+        ("x.yaml", "", [f"--config-name={'x' * 3000}"], f"--config-name={'x' * 3000}: no such file"),
         ("experiment/x.yaml", "# @package _global_\ntrain: {stps: 1}", ["experiment=x"], "train.stps: unknown key"),
         (
             "experiment/x.yaml",

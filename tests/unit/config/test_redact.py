@@ -17,7 +17,16 @@ from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import overrides_to_evaluate, recorded_job, to_dict, to_yaml
-from orchestrator.config.redact import MASK, RedactingStream, Redactor, holds_secret, redact, redact_text, url_secrets
+from orchestrator.config.redact import (
+    MASK,
+    RedactingStream,
+    Redactor,
+    holds_secret,
+    redact,
+    redact_text,
+    stands_for_secret,
+    url_secrets,
+)
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
@@ -141,6 +150,13 @@ def test_passwords_in_addresses(text: str, clean: str) -> None:
     assert redact_text(text) == clean
 
 
+def test_secrets_in_the_texts_of_a_configuration_are_known() -> None:
+    redactor = Redactor()
+    redactor.learn({"args": ["--hf-token", "hf_1a2b3c"], "setup": "PASSWORD=pw-1a2b3c x --api-key sk-1a2b3c"})
+    assert {*redactor.secrets} == {"hf_1a2b3c", "pw-1a2b3c", "sk-1a2b3c"}
+    assert redactor.data(["--hf-token", "hf_1a2b3c", "--lr", "0.1"]) == ["--hf-token", MASK, "--lr", "0.1"]
+
+
 def test_known_secrets_are_masked_in_free_text_the_longest_first() -> None:
     redactor = Redactor()
     redactor.learn({"job": {"token": "abcd", "password": "abcdef", "credentials": {"user": "root1"}}})
@@ -177,6 +193,9 @@ def test_short_values_are_not_hunted_in_free_text() -> None:
         ("credentials={'a': {'b': 'c'}, 'd': 'e'} x", f"credentials={MASK} x"),
         ("hf_tokens=[[a,b],[c]] hf_tokens=[a, b", f"hf_tokens={MASK} hf_tokens={MASK}"),
         ("1--token=abc, x--password=abc", f"1--token={MASK}, x--password={MASK}"),
+        ("train --hf-token hf_1a2b --lr 1", f"train --hf-token {MASK} --lr 1"),
+        ("['--api-key', 'sk-1a2b', '--lr', '1']", f"['--api-key', '{MASK}', '--lr', '1']"),
+        ("job.args=[--api_key,sk-1a2b,--lr]", f"job.args=[--api_key,{MASK},--lr]"),
     ],
 )
 def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
@@ -193,6 +212,7 @@ def test_values_are_masked_beside_their_key(text: str, clean: str) -> None:
         "Basic authentication is off",
         "tokens_per_sample=128, num_keys=4, key_dim=64, author='me'",
         "train.steps=7: expected a whole number",
+        "usage: train [--token TOKEN] [--api-key <key>] --password --lr 1 --max-tokens 1024",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -365,6 +385,11 @@ def test_a_mask_is_no_secret_to_train_with(word: str, golden: Golden) -> None:
     errors: list[str] = []
     compose([word], errors, registry.config_class)
     golden.says(errors)
+
+
+def test_a_mask_after_an_option_stands_for_a_secret() -> None:
+    assert stands_for_secret("job.args='--hf-token *** --lr 1'")
+    assert stands_for_secret("job.args=[--hf-token,***]")
 
 
 def test_stars_in_other_values_are_no_mask() -> None:

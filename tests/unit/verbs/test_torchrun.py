@@ -35,6 +35,11 @@ def test_underscores_ranges_modules_and_overrides() -> None:
     assert config_of(*words).run_name == "mine"
 
 
+def test_two_dashes_end_the_options() -> None:
+    words, _ = torchrun_overrides(["--nproc-per-node=2", "--", "train.py", "--", "x"])
+    assert Script(**command_of(*words)[0].fields).command("python") == ["python", "train.py", "--", "x"]
+
+
 def test_several_nodes_are_those_of_a_cluster() -> None:
     words, _ = torchrun_overrides(["--nnodes", "4", "--nproc-per-node", "8", "train.py"])
     assert {"cluster=auto", "strategy.num_workers=32"} <= {*words}
