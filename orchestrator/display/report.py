@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections import Counter
@@ -35,6 +36,9 @@ from orchestrator.protocol.metrics import summary_value
 LONG_WAIT_S = 3.0
 """The verdict names a wait from this time on."""
 _TABLE_WIDTH = 100
+
+_DETAIL = re.compile(r"(?:without a last checkpoint: |; (?=what rank ))(.*)")
+"""What a verdict on a stopped run says of what was not saved."""
 
 
 def plan_table(plan: Plan, nodes: tuple[Node, ...]) -> str:
@@ -177,6 +181,8 @@ def verdict(
         lines = [ended.reason]
     elif end.status == "KILLED":
         how = f"stopped by {stop.signal} at step {step}" if stop else end.reason or "stopped"
+        if stop and (why := _DETAIL.search(end.reason)) is not None:
+            how += f"; {why[1]}"
         has_own_checkpoints = started is not None and not started.steps
         lines = [how if has_own_checkpoints else f"{how}; {_newest(checkpoint, step)}"]
     else:

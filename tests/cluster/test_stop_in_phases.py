@@ -16,7 +16,7 @@ from helpers.records.runs import events, run_dirs, series, wait_for
 from orchestrator.state.checkpoint import list_checkpoints
 from orchestrator.state.manifest import read_manifest
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 GRACE_S = 12
 STEPS = 6
@@ -51,6 +51,7 @@ def stopped_where_it_blocks(process: subprocess.Popen[str], folder: Path) -> tup
     return output, took_s
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 @pytest.mark.parametrize("phase", SAVED)
 def test_the_last_completed_step_is_saved(
@@ -76,6 +77,7 @@ def test_the_last_completed_step_is_saved(
     assert [event["step"] for event in events(run_dir, "sample_saved")] == [2, 4, STEPS]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("phase", ["dataset", "model", "on_run_begin"])
 def test_before_the_first_step_there_is_nothing_to_save(launch: Callable[..., Any], tmp_path: Path, phase: str) -> None:
     output, took_s = stopped_where_it_blocks(launch(*words(phase, tmp_path, "ddp", 0)), tmp_path)
@@ -85,6 +87,7 @@ def test_before_the_first_step_there_is_nothing_to_save(launch: Callable[..., An
     assert list_checkpoints(run_dir / "checkpoints") == []
 
 
+@pytest.mark.campaign
 def test_a_step_that_does_not_end_is_named(launch: Callable[..., Any], tmp_path: Path) -> None:
     overrides = (*words("step", tmp_path, "ddp", 4), "checkpoint.every=2")
     output, took_s = stopped_where_it_blocks(launch(*overrides), tmp_path)
