@@ -49,7 +49,7 @@ from orchestrator.strategies.undivided import EVALUATION, LOSS, NORM, Batches, P
 from orchestrator.user_code.errors import JobError, error_text, is_own_error
 
 if TYPE_CHECKING:
-    from orchestrator.strategies.trainer import Trainer
+    from orchestrator.strategies.compared_trainer import ComparedTrainer
 
 REPLICAS = 2
 """The most replicas whose samples differ."""
@@ -63,7 +63,7 @@ SMALL = 0.02
 """The largest number in place of a zero."""
 
 
-def compare_with_whole(trainer: Trainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
+def compare_with_whole(trainer: ComparedTrainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
     """Compare the passes of the ranks with those of the whole model. Collective. The ranks are left as they were.
 
     Args:
@@ -104,7 +104,7 @@ class _Reference:
 
 
 class _Comparison:
-    def __init__(self, trainer: Trainer, restore: Callable[[], None]):
+    def __init__(self, trainer: ComparedTrainer, restore: Callable[[], None]):
         self._trainer = trainer
         self._restore = restore
         self._context = context = trainer.context
@@ -343,7 +343,7 @@ def _made_of(models: Sequence[nn.Module]) -> str:
     return hashlib.blake2b(repr((parts, shapes)).encode(), digest_size=16).hexdigest()
 
 
-def _batches(trainer: Trainer, train_set: Any) -> Batches:
+def _batches(trainer: ComparedTrainer, train_set: Any) -> Batches:
     """Return samples from all over a data set, the same on all ranks."""
     context, (slices, rows, parts) = trainer.context, trainer.compared_slices
     size = context.mesh.data_parallel_size
