@@ -356,7 +356,8 @@ def _likeness(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 def eager() -> contextlib.AbstractContextManager[None]:
     """Return a context in which compiled code runs as it is written."""
-    return torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 # Files

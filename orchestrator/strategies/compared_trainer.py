@@ -68,7 +68,8 @@ class ComparedTrainer(Strategy):
         """In what passes and sums compute."""
         of_passes = self.precision.autocast_dtype or self.precision.model_dtype or torch.float32
         has_tf32 = self.context.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-        return [of_passes, *([torch.float16] if has_tf32 else [])]  # TF32 has the digits of float16
+        own = {p.dtype for p in self.trained.module().parameters() if p.is_floating_point()}
+        return [of_passes, *own, *([torch.float16] if has_tf32 else [])]  # TF32 has the digits of float16
 
     @property
     def kept(self) -> Sequence[object]:

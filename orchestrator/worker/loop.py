@@ -218,7 +218,9 @@ class Loop:
         checks = self.config.train.check != "never" and not self._only_evaluates
         if checks and self.assignment.generation == 1 and sources is None:
             compared_at = time.perf_counter()
-            self._compare(sample_source)
+            self._compare(
+                opened_dataset(self.job, "train", self.config.seed) if is_stream(sample_source) else sample_source
+            )
             startup["compare_s"] = time.perf_counter() - compared_at
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
