@@ -130,6 +130,10 @@ def autocast_of(device_type: str) -> Iterator[None]:
         contexts.__init__ = original
 
 
+CAST: Any = torch.ops.aten._to_copy.default
+"""The operator that copies a tensor in another type, as autocast does."""
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies ``storage`` for as long as it is alive, also if it has no memory."""
     return int(storage._cdata)
@@ -375,7 +379,8 @@ def _likeness(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 def eager() -> contextlib.AbstractContextManager[None]:
     """Return a context in which compiled code runs as it is written."""
-    return torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 # Files

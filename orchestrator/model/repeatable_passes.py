@@ -201,8 +201,9 @@ class ExpectedNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES and not self._communicates:
             raise NotRepeatableError(f"it communicates with other workers ({func.overloadpacket.__name__})")
-        for tensor in () if self._before_write is None else written_tensors(func, args, kwargs):
-            self._before_write(tensor)
+        if (before_write := self._before_write) is not None:
+            for tensor in written_tensors(func, args, kwargs):
+                before_write(tensor)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.drew = True
             return _expected(func, args, kwargs)

@@ -44,8 +44,10 @@ class KeptState:
             own.update(before)
         for attributes in self._attributes:
             attributes.restore()
-        for parameter, trained in self._trained.items():
+        for (parameter, trained), values in zip(self._trained.items(), self._tensors, strict=False):
             parameter.requires_grad_(trained)
+            if parameter.data_ptr() != values.data_ptr():  # it has been given other memory
+                parameter.data = values
         copy_all(self._copies, to=self._tensors)
 
 

@@ -25,14 +25,15 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.process_groups import is_broken_connection
-from orchestrator.compat.torch import eager
+from orchestrator.compat.torch import as_bytes, eager
+from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json, messages_of
 from orchestrator.strategies.base import Compared
-from orchestrator.strategies.data.batch_parts import spread
+from orchestrator.strategies.data.batch_parts import OTHERWISE, spread
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.findings import (
     FACTOR,
@@ -49,7 +50,7 @@ from orchestrator.strategies.undivided import EVALUATION, LOSS, NORM, Batches, P
 from orchestrator.user_code.errors import JobError, error_text, is_own_error
 
 if TYPE_CHECKING:
-    from orchestrator.strategies.trainer import Trainer
+    from orchestrator.strategies.compared_trainer import ComparedTrainer
 
 REPLICAS = 2
 """The most replicas whose samples differ."""
@@ -63,7 +64,7 @@ SMALL = 0.02
 """The largest number in place of a zero."""
 
 
-def compare_with_whole(trainer: Trainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
+def compare_with_whole(trainer: ComparedTrainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
     """Compare the passes of the ranks with those of the whole model. Collective. The ranks are left as they were.
 
     Args:
@@ -104,7 +105,7 @@ class _Reference:
 
 
 class _Comparison:
-    def __init__(self, trainer: Trainer, restore: Callable[[], None]):
+    def __init__(self, trainer: ComparedTrainer, restore: Callable[[], None]):
         self._trainer = trainer
         self._restore = restore
         self._context = context = trainer.context
@@ -123,10 +124,12 @@ class _Comparison:
         own = self._trainer.trained.module().named_parameters()
         size = sum(parameter.nbytes for name, parameter in own if self._trainer.is_first_with(name))
         values = [name for name, p in self._parameters.items() if bool(p.detach().any())]
-        errors, sizes, with_values = zip(*self._gathered([error, size, values]), strict=True)
+        read = None if batches is None else _digest(batches)
+        errors, sizes, with_values, all_read = zip(*self._gathered([error, size, values, read]), strict=True)
         found = {name for names in with_values for name in names}
         self._zeros = [name for name in self._parameters if name not in found]
-        reason = self._broadcast(next(filter(None, errors), None) or self._why_too_large(sum(sizes)))
+        other = "the workers read other samples, although they were seeded alike" if len({*all_read}) > 1 else None
+        reason = self._broadcast(next(filter(None, errors), None) or other or self._why_too_large(sum(sizes)))
         if reason is not None:
             return self._note(reason)
         assert batches is not None
@@ -176,7 +179,7 @@ class _Comparison:
             passed = undivided.passed(batches, trains=self._trains, seed=self._seed)
         except Exception as e:  # if training cannot do it either, it says so
             return None, f"on one worker, it fails ({' '.join(error_text(e).split())[:300]})"
-        if not all(map(math.isfinite, passed.figures.values())):
+        if not all(math.isfinite(passed.figures.get(name, 0.0)) for name in (LOSS, NORM)):
             return None, "its loss or its gradient is not finite"
         reference = _Reference(undivided=undivided, passed=passed)
         return reference, reference.header(trains=self._trains)
@@ -276,13 +279,16 @@ class _Comparison:
         for kind, name, by in itertools.chain.from_iterable(rank["apart"] for rank in ranks):
             worst[kind, name] = max(by, worst.get((kind, name), 0.0))
         for name, wanted in expected.figures.items():
-            worst["figure", name] = figure_apart(figures.get(name), wanted)
+            if math.isfinite(wanted):  # of an evaluation, at values that no step has changed
+                worst["figure", name] = figure_apart(figures.get(name), wanted)
         apart = [Apart(kind=kind, name=name, by=by) for (kind, name), by in worst.items() if not by <= TOLERANCE]
         if not apart:
             return None, None
         apart, drawn = self._beyond_rounding(reference, batches, apart)
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
-        if not apart:
+        # What makes another gradient of the parts of a batch may do so too of those that DDP weighs otherwise.
+        warned = not self._trainer.divides_model and any(OTHERWISE in text for text in self._trainer.setup_warnings())
+        if not apart or warned:
             return None, note
         text = text_of(
             apart,
@@ -343,7 +349,7 @@ def _made_of(models: Sequence[nn.Module]) -> str:
     return hashlib.blake2b(repr((parts, shapes)).encode(), digest_size=16).hexdigest()
 
 
-def _batches(trainer: Trainer, train_set: Any) -> Batches:
+def _batches(trainer: ComparedTrainer, train_set: Any) -> Batches:
     """Return samples from all over a data set, the same on all ranks."""
     context, (slices, rows, parts) = trainer.context, trainer.compared_slices
     size = context.mesh.data_parallel_size
@@ -358,6 +364,15 @@ def _batches(trainer: Trainer, train_set: Any) -> Batches:
         ]
     counts = [len(range(number, size, different)) for number in range(different)]
     return Batches(replicas=made, counts=counts, rows=rows, parts=parts)
+
+
+def _digest(batches: Batches) -> str:
+    """Return a hash of the tensors in a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_in(batches.replicas):
+        if tensor.layout is torch.strided:
+            digest.update(bytes(as_bytes(tensor.detach().cpu().contiguous()).numpy()))
+    return digest.hexdigest()
 
 
 def _small_numbers(box: Box) -> Tensor:

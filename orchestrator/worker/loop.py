@@ -233,7 +233,9 @@ class Loop:
         checks = self.config.train.check != "never" and not self._only_evaluates
         if checks and self.assignment.generation == 1 and sources is None:
             compared_at = time.perf_counter()
-            self._compare(sample_source)
+            self._compare(
+                opened_dataset(self.job, "train", self.config.seed) if is_stream(sample_source) else sample_source
+            )
             startup["compare_s"] = time.perf_counter() - compared_at
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
@@ -245,15 +247,16 @@ class Loop:
     def _compare(self, train_set: Any) -> None:
         """Compare what the ranks compute with the whole model, unless that is known."""
         set_current_step(self.position.step + 1)
-        check = self.config.train.check
-        remembered = Remembered(self.assignment, self.device) if self.rank == 0 else None
+        remembered = functools.cache(lambda: Remembered(self.assignment, self.device))
         compared = self.strategy.compare_with_whole(
-            train_set, known=lambda model: check == "auto" and remembered is not None and remembered.has(model)
+            train_set, known=lambda model: self.config.train.check == "auto" and remembered().has(model)
         )
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # training has no second model
         for text in compared.notes:
             self._warner.warn(text, topic=text)
-        if compared.model is not None and remembered is not None:
-            remembered.add(compared.model)
+        if compared.model is not None:
+            remembered().add(compared.model)
 
     def recoverable_steps(self) -> RecoverableSteps:
         """Return the steps whose state this rank can provide, as :meth:`Strategy.recoverable_steps` does.

@@ -35,6 +35,9 @@ memory of a training step with one."""
 GRADIENT_TOLERANCE = 10
 """How many times the tolerance of a loss the gradients may differ."""
 
+OTHERWISE = "this job trains otherwise on parts of a batch than on the whole"
+"""How the warning about a batch that is divided begins, after what divides it."""
+
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 TOLERANCE = 1e-4
@@ -227,7 +230,7 @@ def text_of(
         found.append(f"forward passes change {first_few(changed, 3)}, {when}")
         remedies.append("for statistics of batches, take nn.BatchNorm with strategy=ddp strategy.sync_batchnorm=true")
     return (
-        f"{division.by}: this job trains otherwise on parts of a batch than on the whole: {'; '.join(found)}. "
+        f"{division.by}: {OTHERWISE}: {'; '.join(found)}. "
         f"Remedies: {'; '.join(remedies)}; or use strategy=single train.grad_accumulation=1"
     )
 
