@@ -90,19 +90,25 @@ def proven(
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
 
-    def with_heads(pairs: Sequence[Pair], heads: HeadCuts) -> BlockParts | str:
-        found: BlockParts | str = ""
+    def with_heads(pairs: Sequence[Pair], heads: HeadCuts, wide: Sequence[Pair] = ()) -> BlockParts | str:
+        reasons: list[str] = []
         cuts = {**cuts_of(block, pairs, packed), **heads.parameters}
         for attributes in _attributes(block, pairs, packed, count):
-            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads))
+            parts = BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads, wide=tuple(wide))
+            found = tried(parts)
             if not isinstance(found, str):
-                break
-        return found
+                return found
+            reasons.append(found)
+        return next((reason for reason in reversed(reasons) if not reason.startswith("raises")), reasons[-1])
 
     def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
         """Return how to divide ``pairs``, or why that is wrong."""
         found = with_heads(pairs, HeadCuts())
-        if not isinstance(found, str) or not found.startswith("raises"):  # a shape that does not fit
+        wide = [pair for pair in pairs if home_of(pair.columns)]
+        if isinstance(found, str) and wide and "gradient" in found:
+            wider = with_heads(pairs, HeadCuts(), wide)
+            found = found if isinstance(wider, str) else wider
+        if not isinstance(found, str):
             return found
         parts = (with_heads(pairs, heads) for heads in _head_cuts(copied(block), call, pairs, packed, count))
         return next((more for more in parts if not isinstance(more, str)), found)
