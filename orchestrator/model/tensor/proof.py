@@ -332,16 +332,21 @@ def _head_cuts(
     ]
     numbers = [_multiples(owner, count) for module in holders for owner in (module, vars(module).get("config"))]
     known = {value for found in numbers for name, value in found.items() if _counts_heads(name)}
-    yield from head_cuts(
-        block,
-        call,
-        layers=[name for name, module in block.named_modules() if is_linear(module)],
-        rows=[name for pair in pairs for name in pair.rows],
-        homes={home_of(pair.layers) for pair in pairs},
-        heads=sorted(known, reverse=True),
-        inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
-        count=count,
+    state = torch.get_rng_state()  # with which all ranks begin
+    found = list(
+        head_cuts(
+            block,
+            call,
+            layers=[name for name, module in block.named_modules() if is_linear(module)],
+            rows=[name for pair in pairs for name in pair.rows],
+            homes={home_of(pair.layers) for pair in pairs},
+            heads=sorted(known, reverse=True),
+            inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
+            count=count,
+        )
     )
+    torch.set_rng_state(state)
+    yield from found
 
 
 def _multiples(owner: object, count: int) -> dict[str, int]:
