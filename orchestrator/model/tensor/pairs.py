@@ -78,7 +78,7 @@ def _flow(block: nn.Module, call: BlockCall, linear: Mapping[str, nn.Module]) ->
     several = {name for name, found in calls.items() if len(found) > 1}
     leaves = {id(made): name for name, (_, made) in once.items()}
     for target, tensor in targets:
-        if not tensor.requires_grad:
+        if not every or not tensor.requires_grad:
             continue
         weights = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         made = [made for _, made in every]

@@ -90,19 +90,25 @@ def proven(
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
 
-    def with_heads(pairs: Sequence[Pair], heads: HeadCuts) -> BlockParts | str:
-        found: BlockParts | str = ""
+    def with_heads(pairs: Sequence[Pair], heads: HeadCuts, wide: Sequence[Pair] = ()) -> BlockParts | str:
+        reasons: list[str] = []
         cuts = {**cuts_of(block, pairs, packed), **heads.parameters}
         for attributes in _attributes(block, pairs, packed, count):
-            found = tried(BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads))
+            parts = BlockParts(pairs=tuple(pairs), cuts=cuts, attributes=attributes, heads=heads, wide=tuple(wide))
+            found = tried(parts)
             if not isinstance(found, str):
-                break
-        return found
+                return found
+            reasons.append(found)
+        return next((reason for reason in reversed(reasons) if not reason.startswith("raises")), reasons[-1])
 
     def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
         """Return how to divide ``pairs``, or why that is wrong."""
         found = with_heads(pairs, HeadCuts())
-        if not isinstance(found, str) or not found.startswith("raises"):  # a shape that does not fit
+        wide = [pair for pair in pairs if home_of(pair.columns)]
+        if isinstance(found, str) and wide and "gradient" in found:
+            wider = with_heads(pairs, HeadCuts(), wide)
+            found = found if isinstance(wider, str) else wider
+        if not isinstance(found, str):
             return found
         parts = (with_heads(pairs, heads) for heads in _head_cuts(copied(block), call, pairs, packed, count))
         return next((more for more in parts if not isinstance(more, str)), found)
@@ -326,16 +332,21 @@ def _head_cuts(
     ]
     numbers = [_multiples(owner, count) for module in holders for owner in (module, vars(module).get("config"))]
     known = {value for found in numbers for name, value in found.items() if _counts_heads(name)}
-    yield from head_cuts(
-        block,
-        call,
-        layers=[name for name, module in block.named_modules() if is_linear(module)],
-        rows=[name for pair in pairs for name in pair.rows],
-        homes={home_of(pair.layers) for pair in pairs},
-        heads=sorted(known, reverse=True),
-        inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
-        count=count,
+    state = torch.get_rng_state()  # with which all ranks begin
+    found = list(
+        head_cuts(
+            block,
+            call,
+            layers=[name for name, module in block.named_modules() if is_linear(module)],
+            rows=[name for pair in pairs for name in pair.rows],
+            homes={home_of(pair.layers) for pair in pairs},
+            heads=sorted(known, reverse=True),
+            inner=sorted({size for pair in pairs for size in inner_sizes(block, pair, packed)}, reverse=True),
+            count=count,
+        )
     )
+    torch.set_rng_state(state)
+    yield from found
 
 
 def _multiples(owner: object, count: int) -> dict[str, int]:

@@ -52,6 +52,8 @@ class BlockParts:
         attributes: the numbers that a rank divides by the number of parts, such as those of heads: by module, names,
             as ``config.NAME`` for one of the module's own copy of its configuration.
         heads: what is cut with the heads beside the layers.
+        wide: the pairs that begin where the module is called that has all their columns. What else is in it computes
+            parts of gradients too, such as the keys that all heads share.
         partial: the whole parameters whose gradients on the ranks are parts of a sum.
         sequence: whether a rank computes only its own tokens between the pairs.
     """
@@ -60,6 +62,7 @@ class BlockParts:
     cuts: Mapping[str, AxisCut]
     attributes: Mapping[str, Collection[str]] = field(default_factory=dict)
     heads: HeadCuts = field(default_factory=HeadCuts)
+    wide: tuple[Pair, ...] = ()
     partial: tuple[str, ...] = ()
     sequence: bool = False
 
@@ -158,6 +161,8 @@ def divide(
         home = home_of(pair.columns)
         if tokens is not None and home:
             tokens.gather_before(block.get_submodule(home))
+        elif pair in parts.wide:
+            block.get_submodule(home).register_forward_pre_hook(region, with_kwargs=True)
         else:
             for name in pair.columns:
                 block.get_submodule(name).register_forward_pre_hook(region, with_kwargs=True)
@@ -190,7 +195,7 @@ def leave(part: Tensor, peers: Peers) -> Tensor:
 
 
 class _Region:
-    """What lies between the columns and the rows of a pair: the pre-hook of the columns, which share their inputs."""
+    """What lies between the columns and the rows of a pair: the pre-hook of what it begins with, of equal inputs."""
 
     def __init__(self, peers: Peers, tokens: Tokens | None):
         self.peers = peers

@@ -42,6 +42,7 @@ class Prover:
     real_calls: Mapping[str, BlockCall]
     size: int
     _found: dict[Any, ProvenBlock] = field(default_factory=dict)
+    _blocks: dict[str, nn.Module] = field(default_factory=dict)
 
     def proven(self, name: str, pairs: Sequence[Pair] | None = None, *, sequence: bool = False) -> ProvenBlock:
         """Return how a block can be divided; not at all if it cannot be called as it has been seen.
@@ -58,7 +59,10 @@ class Prover:
         return self._found[key]
 
     def _proven(self, name: str, pairs: Sequence[Pair] | None, *, sequence: bool) -> ProvenBlock:
-        block = built_at_random(self.outline.build, lambda tensor: tensor.startswith(f"{name}.")).get_submodule(name)
+        if name not in self._blocks:
+            model = built_at_random(self.outline.build, lambda tensor: tensor.startswith(f"{name}."))
+            self._blocks[name] = model.get_submodule(name)
+        block = self._blocks[name]
         calls = [functools.partial(_at_random, self.real_calls[name])] if name in self.real_calls else []
         calls += [functools.partial(_real_call, self.calls[name], masks=seen) for seen in (True, False)]
         for make in calls:  # some masks say what is seen, others what is not

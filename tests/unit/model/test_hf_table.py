@@ -5,11 +5,14 @@ before training, and so are stages. ``tests/distributed/models/test_model_zoo.py
 """
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
+from helpers.models.catalogue import job_of
 from helpers.models.hf_checks import has_batch_norm, in_stages, on_parts
 from helpers.models.hf_table import TYPES, Kind
+from helpers.models.in_turn import trained
 
 pytestmark = pytest.mark.campaign
 
@@ -38,6 +41,10 @@ The first ones look for the token that ends a sequence; BigBird chooses its atte
 """
 
 
+NOT_DIVIDED: frozenset[str] = frozenset()
+"""Language models that ``strategy.tensor`` refuses."""
+
+
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_replicas_and_micro_batches(kind: Kind, name: str) -> None:
     said = on_parts(kind, name)
@@ -51,3 +58,10 @@ def test_stages(kind: Kind, name: str) -> None:
     said = in_stages(kind, name)
     assert NOT_CUT.get((kind, name), "") in said
     assert bool(said) == ((kind, name) in NOT_CUT), said
+
+
+@pytest.mark.parametrize(("kind", "name"), [row for row in ROWS if row[0] == "language"])
+def test_layers_divided_over_workers(kind: Kind, name: str) -> None:
+    found = trained(job_of(f"{kind}/{name}"), dtype=torch.float32)
+    assert found.apart < 1e-4, found.refusal
+    assert (found.plan is None) == (name in NOT_DIVIDED), found.refusal
