@@ -36,7 +36,6 @@ class Attention(nn.Module):
         super().__init__()
         self.number = number
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(HEADS))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask)
