@@ -29,7 +29,8 @@ from orchestrator.strategies.data.datasets import opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.transforms.context_plan import ContextPlan, FoundContext, found_context
+from orchestrator.strategies.transforms.context_plan import ContextPlan
+from orchestrator.strategies.transforms.context_search import FoundContext, found_context
 
 LARGE = 4.0
 """By what matrices are multiplied to reach thresholds that usual ones do not."""
