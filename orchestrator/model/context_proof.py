@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -106,17 +106,17 @@ def prove(job: CallsModel, proven: ProvenModel, division: Division, passes: Sequ
     ranks = [_Rank(ContextPart(index=index, count=count), proven.model()) for index in range(count)]
     for rank in ranks:
         divide_tokens(rank.model, division, rank.part)
-    draws = False
+    draws: bool | None = None
     for each in passes:
         proven.multiply(each.factor)
         inputs = map_tensors(lambda t: t.to(proven.dtype) if t.is_floating_point() else t, each.inputs)
         state = torch.get_rng_state()
         try:
-            with _kept_buffers(whole):
-                seen = _seen(job.forward, whole, inputs, each, draws)
-                draws |= not torch.equal(state, torch.get_rng_state())
+            if draws is None:
+                _seen(job.forward, proven.model(), inputs, replace(each, trains=True), draws=False)
+                draws = not torch.equal(state, torch.get_rng_state())  # beside dropout
             torch.set_rng_state(state)
-            seen = _seen(job.forward, whole, inputs, each, draws)  # in evaluation mode if it draws beside dropout
+            seen = _seen(job.forward, whole, inputs, each, draws)
         except Exception as e:
             raise NotCalled(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
         if each.factor == 1 or all(bool(t.isfinite().all()) for t in tensors_in(seen.output)):
@@ -335,16 +335,6 @@ class _WithoutDropout(TorchFunctionMode):
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Give a model its buffers back at the end."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 def _all_counted(output: Any) -> Any:

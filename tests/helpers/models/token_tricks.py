@@ -137,7 +137,7 @@ class other_in_evaluations(Attention):
         return out if self.training else out - out.mean(-2, keepdim=True)
 
 
-@trick("attention", "refused", only=[1])
+@trick("attention", "right", only=[1])
 class after_its_first_call(Attention):
     calls = 0
 
@@ -222,7 +222,7 @@ class counts_in_a_buffer(Mlp):
         return h * (1 + torch.tanh(self.load / 1e4))
 
 
-@trick("mlp", "refused", only=[1])
+@trick("mlp", "right", only=[1])
 class mean_kept_as_a_number(Mlp):
     seen = 0.0
 
@@ -287,7 +287,7 @@ class shifted_in_two_blocks(shifted_in_the_block):
     pass
 
 
-@trick("block", "refused", only=[1, 2])
+@trick("block", "right", only=[1, 2])
 class only_the_last_half(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
