@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from orchestrator.compat.modules import hooks_of
 from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.context_division import Division, divide_tokens
 from orchestrator.model.context_part import ContextPart, NotDivisible
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.proven_model import ProvenModel
 from orchestrator.model.proving import TOLERANCE, counted, difference
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.peers import Peers, in_lockstep
 
 SINGLE_TOLERANCE = 2e-4
@@ -104,17 +106,17 @@ def prove(job: CallsModel, proven: ProvenModel, division: Division, passes: Sequ
     ranks = [_Rank(ContextPart(index=index, count=count), proven.model()) for index in range(count)]
     for rank in ranks:
         divide_tokens(rank.model, division, rank.part)
-    draws = False
+    draws: bool | None = None
     for each in passes:
         proven.multiply(each.factor)
         inputs = map_tensors(lambda t: t.to(proven.dtype) if t.is_floating_point() else t, each.inputs)
         state = torch.get_rng_state()
         try:
-            with _kept_buffers(whole):
-                seen = _seen(job.forward, whole, inputs, each, draws)
-                draws |= not torch.equal(state, torch.get_rng_state())
+            if draws is None:
+                _seen(job.forward, proven.model(), inputs, replace(each, trains=True), draws=False)
+                draws = not torch.equal(state, torch.get_rng_state())  # beside dropout
             torch.set_rng_state(state)
-            seen = _seen(job.forward, whole, inputs, each, draws)  # in evaluation mode if it draws beside dropout
+            seen = _seen(job.forward, whole, inputs, each, draws)
         except Exception as e:
             raise NotCalled(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
         if each.factor == 1 or all(bool(t.isfinite().all()) for t in tensors_in(seen.output)):
@@ -190,7 +192,7 @@ class _Comparison:
             said = error if refuses else f"raises {type(error).__name__} for some tokens{mode}: {error}"
             raise Differs(f"{where or 'the model'} {said}", where) from error
         assert found is not None
-        raise Differs(f"{found[0]} is not that of the parts{mode}", found[1])
+        raise Differs(f"{found[0]}{mode}", found[1])
 
     def _shares(self, own: Any, count: int) -> Any:
         """Return what the entries of a rank's output count, where all ranks have what they compute alike."""
@@ -217,23 +219,35 @@ class _Comparison:
             tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
             alike = len(tensors_in(own.output)) == len(tensors_in(wanted)) == len(tensors)
             if not alike or any(difference(a.detach(), b.detach()) > self.tolerance for a, b in tensors):
-                return "the output of the model", ""
+                return f"the output of the model is not that of the parts{_reader(model)}", ""
             buffers = dict(rank.model.named_buffers())
             for name, buffer in model.named_buffers():
                 if difference(_number(buffers.get(name)), _number(buffer)) > self.tolerance:
-                    return f"{name}, a buffer that the model changes,", name.rpartition(".")[0]
+                    return f"{name}, a buffer that the model changes, is not that of the parts", name.rpartition(".")[0]
         scale = max((float(g.abs().max()) for g in whole.gradients.values() if g.numel()), default=0.0)
         for name in whole.gradients.keys() | sums.keys():
             known = next(of[name] for of in (whole.gradients, sums) if name in of)
             total, wanted = (of.get(name, torch.zeros_like(known)) for of in (sums, whole.gradients))
             if difference(total, wanted, scale) > self.tolerance:
-                return f"the gradient of {name} of the model", None
+                return f"the gradient of {name} is not that of the parts", None
         return None
 
     def _agree(self, found: Sequence[Tensor], whole: Sequence[Tensor], part: ContextPart) -> bool:
         """Return whether a module has been called with the same, as far as can be seen."""
         pairs = zip(found, whole, strict=False)
         return len(found) == len(whole) and all(_apart(own, of_all, part) <= self.tolerance for own, of_all in pairs)
+
+
+def _reader(model: nn.Module) -> str:
+    """Return who may have taken a worker's own tokens from the inside of a block."""
+    inside = {module for block in blocks_of(model) for module in block.modules()}
+    for name, module in model.named_modules():
+        if module in inside and hooks_of(module):
+            return f": {name} has a hook, which sees a worker's own tokens"
+        kept = [key for key, value in vars(module).items() if isinstance(value, Tensor)] if module in inside else []
+        if kept:
+            return f": {name}.{kept[0]} is kept of a worker's own tokens"
+    return ""
 
 
 def _number(tensor: Tensor | None) -> Tensor | None:
@@ -321,16 +335,6 @@ class _WithoutDropout(TorchFunctionMode):
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Give a model its buffers back at the end."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 def _all_counted(output: Any) -> Any:

@@ -1,49 +1,21 @@
-"""How the samples of a job are divided by tokens: found in passes without memory, and tried with random weights.
-
-Each rank looks for itself, and finds the same. What is found is proven by the driver
-(:func:`orchestrator.strategies.transforms.context.check_context`).
-"""
+"""How the samples of a job are divided by tokens, and the loss of a part of them."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.generators import drawing
-from orchestrator.compat.modules import hooks_of
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves, map_tensors, rows_between, split_batch, tensors_in
 from orchestrator.model.context_division import Division, divide_tokens
-from orchestrator.model.context_part import UNSEEN, Axes, ContextPart, NotDivisible, axes_of, shapes_in
-from orchestrator.model.context_proof import Differs, NotCalled, Pass, prove
-from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.proven_model import MOST_PRECISE, TENSOR, ProvenModel, alike_between
-from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.block_calls import ends_of, seen_calls
-from orchestrator.model.tensor.peers import Peers
-from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.data.datasets import example_batch, make_batch
+from orchestrator.model.context_part import ContextPart
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
-from orchestrator.strategies.transforms.loss_proof import loss_divides, tensors_of_tokens
-
-ROWS, TOKENS = 2, 64
-"""The samples of a pass, and the least number of tokens in each that a model is tried with, of those that it has."""
-MOST_WORK = 10**9
-"""The product of parameters and tokens up to which a model is tried with samples of their own length."""
-MOST_TRIES = 16
-"""The divisions that are tried."""
-MOST_LOGITS = 2**24
-"""The entries of an output up to which a loss is tried with samples of their own length."""
-LEAST_SHARE = 0.1
-"""The part of the parameters of the blocks in modules that compute a worker's own tokens."""
+from orchestrator.strategies.transforms.loss_proof import tensors_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +71,7 @@ def _labels_in(target: Any, tokens: int) -> Weight:
     found = tensors_of_tokens(target, tokens)
     counts = [torch.as_tensor(t.numel()) if t.is_floating_point() else (t >= 0).sum() for t in found]
     return torch.stack(counts).sum() if counts else 1
+<<<<<<< HEAD
 
 
 @dataclass(frozen=True)
@@ -463,3 +436,5 @@ class _Trial:
 
 def _has_rows(axes: Axes) -> bool:
     return any(axis not in (None, UNSEEN) for axis in axes)
+=======
+>>>>>>> context

@@ -82,7 +82,7 @@ def test_losses_norms_and_weights_are_those_of_one_worker(gang: Gang, name: str,
     assert_norms_too(gang, CASES[name], CONTEXT[layout])
 
 
-WHOLE = ("written out", "hidden states", "shape of the words", "weights count", "squeeze and excite")
+WHOLE = ("written out", "hidden states", "shape of the words", "squeeze and excite")
 """Tricks for which each worker computes all tokens somewhere."""
 
 

@@ -14,7 +14,8 @@ from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.transforms.context import job_of_tokens, prove_more
-from orchestrator.strategies.transforms.context_plan import ContextPlan, found_context
+from orchestrator.strategies.transforms.context_plan import ContextPlan
+from orchestrator.strategies.transforms.context_search import found_context
 
 
 @dataclass(frozen=True)

@@ -1,194 +1,33 @@
 """Small language models with one trick each, by which tokens of a sample depend on each other or on their number.
 
 :data:`TRICKS` has for each what it changes in the base model, where, and whether a division of samples by tokens trains
-the same model or is refused.
+the same model or is refused. Those inside of blocks are here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.jobs.toys import Rows
-from orchestrator.job import Job, Split
+from helpers.models import token_tricks_outside
+from helpers.models.token_language import (
+    HEADS,
+    TRICKS,
+    WIDTH,
+    Attention,
+    Block,
+    Language,
+    Mlp,
+    Trick,
+    Tricky,
+    trick,
+)
 
-WORDS, TOKENS, WIDTH, HEADS = 26, 48, 16, 2
-Where = Literal["attention", "mlp", "block", "between", "outside", "loss", "output"]
-Expected = Literal["right", "refused"]
-
-
-def heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-
-def merged(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
-class Attention(nn.Module):
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(HEADS))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
-        out: Tensor = self.out(merged(self.mix(q, k, v, mask)))
-        return out
-
-
-class Mlp(nn.Module):
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.up(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.hidden(x))
-        return out
-
-
-class Block(nn.Module):
-    attention: Callable[[int], nn.Module] = Attention
-    mlp: Callable[[int], nn.Module] = Mlp
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.mixer, self.ffn = type(self).attention(number), type(self).mlp(number)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.mixer(self.norm1(x), mask)
-        out: Tensor = x + self.ffn(self.norm2(x))
-        return out
-
-
-class Language(nn.Module):
-    block: Callable[[int], nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(4 * TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(type(self).block(number) for number in range(4))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def mask(self, words: Tensor) -> Tensor:
-        return torch.ones(words.shape[1], words.shape[1], dtype=torch.bool).tril()
-
-    def embedded(self, words: Tensor) -> Tensor:
-        out: Tensor = self.token(words) + self.place(torch.arange(words.shape[1]))
-        return out
-
-    def between(self, x: Tensor, number: int) -> Tensor:
-        return x
-
-    def through(self, x: Tensor, mask: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(self.between(x, number), mask)
-        return x
-
-    def forward(self, words: Tensor) -> Any:
-        return self.head(self.norm(self.through(self.embedded(words), self.mask(words))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tricky(Job):
-    """The base model with a trick."""
-
-    trick: str = "none"
-    length: int = TOKENS
-    adam: bool = False
-
-    def model(self) -> nn.Module:
-        model = TRICKS[self.trick].model()
-        assert isinstance(model, nn.Module)
-        return model
-
-    def dataset(self, split: Split) -> Rows:
-        generator = torch.Generator().manual_seed(len(split))
-        words = torch.randint(0, WORDS, (8, self.length + 1), generator=generator)
-        targets = words[:, 1:].clone()
-        for row, target in enumerate(targets):
-            target[: row * 11 % self.length] = -100
-        inputs = TRICKS[self.trick].inputs
-        return Rows([(inputs(row[:-1]), target) for row, target in zip(words, targets, strict=True)])
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return TRICKS[self.trick].loss(output, target)
-
-    def weight(self, target: Tensor) -> Tensor:
-        return (target >= 0).sum()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2) if self.adam else torch.optim.SGD(parameters, lr=0.3)
-
-
-def of_tokens(output: Any, target: Tensor) -> Tensor:
-    logits, *terms = output if isinstance(output, tuple) else (output,)
-    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
-    return loss + sum(terms) if terms else loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trick:
-    """A trick.
-
-    Attributes:
-        where: what it changes.
-        expected: what becomes of it.
-        model: the constructor of the model.
-        loss: the loss of its output.
-        inputs: what the model is called with for the words of a sample.
-    """
-
-    where: Where
-    expected: Expected
-    model: Callable[[], nn.Module] = Language
-    loss: Callable[[Any, Tensor], Tensor] = of_tokens
-    inputs: Callable[[Tensor], Any] = lambda words: words
-
-
-TRICKS: dict[str, Trick] = {"none": Trick(where="block", expected="right")}
-
-
-def trick(where: Where, expected: Expected, only: Iterable[int] | None = None) -> Callable[[Any], Any]:
-    """Register a class or a function under its name; ``only``: of these blocks."""
-
-    def register(member: Any) -> Any:
-        name = member.__name__.strip("_").replace("_", " ")
-        if where in ("attention", "mlp", "block"):
-            base = {"attention": Attention, "mlp": Mlp, "block": Block}[where]
-            chosen = range(4) if only is None else only
-
-            def make(number: int) -> nn.Module:
-                made: nn.Module = (member if number in chosen else base)(number)
-                return made
-
-            kind = make if where == "block" else type("Block", (Block,), {where: staticmethod(make)})
-            model: Any = type("Language", (Language,), {"block": staticmethod(kind)})
-            TRICKS[name] = Trick(where=where, expected=expected, model=model)
-        elif where == "loss":
-            TRICKS[name] = Trick(where=where, expected=expected, loss=member)
-        else:
-            TRICKS[name] = Trick(where=where, expected=expected, model=member)
-        return member
-
-    return register
-
+__all__ = ["TRICKS", "Tricky", "token_tricks_outside"]
 
 # In attention.
 
@@ -298,7 +137,7 @@ class other_in_evaluations(Attention):
         return out if self.training else out - out.mean(-2, keepdim=True)
 
 
-@trick("attention", "refused", only=[1])
+@trick("attention", "right", only=[1])
 class after_its_first_call(Attention):
     calls = 0
 
@@ -383,7 +222,7 @@ class counts_in_a_buffer(Mlp):
         return h * (1 + torch.tanh(self.load / 1e4))
 
 
-@trick("mlp", "refused", only=[1])
+@trick("mlp", "right", only=[1])
 class mean_kept_as_a_number(Mlp):
     seen = 0.0
 
@@ -448,7 +287,7 @@ class shifted_in_two_blocks(shifted_in_the_block):
     pass
 
 
-@trick("block", "refused", only=[1, 2])
+@trick("block", "right", only=[1, 2])
 class only_the_last_half(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
@@ -483,229 +322,3 @@ class large_values_see_each_other(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out = super().forward(x, mask)
         return out - out.mean(1, keepdim=True) if out.abs().amax() > 40 else out
-
-
-# Between blocks and outside of them.
-
-
-@trick("between", "right")
-class shift_between_blocks(Language):
-    def between(self, x: Tensor, number: int) -> Tensor:
-        return 0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)) if number == 2 else x
-
-
-@trick("between", "right")
-class mean_between_blocks(Language):
-    def between(self, x: Tensor, number: int) -> Tensor:
-        return x + x.mean(1, keepdim=True) if number == 3 else x
-
-
-@trick("between", "right")
-class positions_in_each_block(Language):
-    def between(self, x: Tensor, number: int) -> Tensor:
-        out: Tensor = x + self.place(torch.arange(x.shape[1]))
-        return out
-
-
-@trick("between", "right")
-class noted_by_hooks(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        for block in self.blocks:
-            block.register_forward_hook(lambda module, args, out: self.seen.append(out.square().mean()))
-
-    def forward(self, words: Tensor) -> Any:
-        self.seen.clear()
-        return super().forward(words), 0.1 * torch.stack(self.seen).sum()
-
-
-@trick("between", "refused")
-class noted_by_hooks_inside(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        for block in self.blocks:
-            block.ffn.up.register_forward_hook(lambda module, args, out: self.seen.append(out.square().mean()))
-
-    def forward(self, words: Tensor) -> Any:
-        self.seen.clear()
-        return super().forward(words), 0.1 * torch.stack(self.seen).sum()
-
-
-@trick("between", "right")
-class hidden_states(Language):
-    def through(self, x: Tensor, mask: Tensor) -> Tensor:
-        states = []
-        for block in self.blocks:
-            x = block(x, mask)
-            states.append(x)
-        return torch.stack(states).mean(0) + states[1].mean(1, keepdim=True)
-
-
-@trick("between", "right")
-class hidden_states_in_evaluations(hidden_states):
-    def through(self, x: Tensor, mask: Tensor) -> Tensor:
-        return Language.through(self, x, mask) if self.training else super().through(x, mask)
-
-
-@trick("between", "right")
-class one_block_twice(Language):
-    def through(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = super().through(x, mask)
-        out: Tensor = self.blocks[1](x, mask)
-        return out
-
-
-@trick("outside", "right")
-class shape_of_the_words(Language):
-    def forward(self, words: Tensor) -> Any:
-        x = self.norm(self.through(self.embedded(words), self.mask(words)))
-        return self.head(x.view(-1, words.shape[1], WIDTH))
-
-
-@trick("outside", "right")
-class convolution_before_and_after(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
-
-    def forward(self, words: Tensor) -> Any:
-        x = self.embedded(words)
-        x = self.through(x + self.before(x.mT).mT, self.mask(words))
-        return self.head(self.norm(x + self.after(x.mT).mT))
-
-
-@trick("outside", "right")
-class embeddings_added_to_the_end(Language):
-    def forward(self, words: Tensor) -> Any:
-        x = self.embedded(words)
-        return self.head(self.norm(x + self.through(x, self.mask(words))))
-
-
-@trick("outside", "right")
-class logits_normed_over_tokens(Language):
-    def forward(self, words: Tensor) -> Any:
-        logits = super().forward(words)
-        return logits - logits.mean(1, keepdim=True)
-
-
-@trick("outside", "right")
-class batch_norm_at_the_end(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, words: Tensor) -> Any:
-        x = self.through(self.embedded(words), self.mask(words))
-        return self.head(self.last(x.mT).mT)
-
-
-@trick("outside", "right")
-class a_gru_at_the_end(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, words: Tensor) -> Any:
-        x = self.through(self.embedded(words), self.mask(words))
-        return self.head(self.norm(self.last(x)[0]))
-
-
-@trick("outside", "right")
-class weights_count(Language):
-    def forward(self, words: Tensor) -> Any:
-        return super().forward(words), 0.01 * torch.stack([p.square().sum() for p in self.blocks.parameters()]).sum()
-
-
-@trick("outside", "right")
-class tokens_count(Language):
-    def forward(self, words: Tensor) -> Any:
-        x = self.norm(self.through(self.embedded(words), self.mask(words)))
-        return self.head(x), 0.1 * x.logsumexp(1).mean()
-
-
-@trick("outside", "refused")
-class losses_kept_in_blocks(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Kept(number) for number in range(4))
-
-    def forward(self, words: Tensor) -> Any:
-        return super().forward(words), sum(block.kept for block in self.blocks)
-
-
-class _Kept(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out = super().forward(x, mask)
-        self.kept = 0.1 * out.softmax(-1).mean((0, 1)).square().sum()
-        return out
-
-
-@trick("outside", "right")
-class masks_of_documents(Language):
-    def mask(self, words: Tensor) -> Tensor:
-        document = (words == 0).cumsum(1)
-        return super().mask(words) & (document[:, None, :, None] == document[:, None, None, :])
-
-
-@trick("outside", "right")
-class prefix_of_learned_tokens(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefix = nn.Parameter(torch.randn(4, WIDTH))
-
-    def embedded(self, words: Tensor) -> Tensor:
-        return torch.cat([self.prefix.expand(len(words), -1, -1), super().embedded(words)[:, 4:]], 1)
-
-
-@trick("outside", "refused")
-class longer_than_the_sample(prefix_of_learned_tokens):
-    def embedded(self, words: Tensor) -> Tensor:
-        return torch.cat([self.prefix.expand(len(words), -1, -1), Language.embedded(self, words)], 1)
-
-    def forward(self, words: Tensor) -> Any:
-        mask = torch.ones(words.shape[1] + 4, words.shape[1] + 4, dtype=torch.bool).tril()
-        return self.head(self.norm(self.through(self.embedded(words), mask)[:, 4:]))
-
-
-@trick("output", "right")
-class one_class_for_each_sample(Language):
-    def forward(self, words: Tensor) -> Any:
-        x = self.norm(self.through(self.embedded(words), self.mask(words)))
-        return self.head(x.mean(1, keepdim=True)).expand(-1, words.shape[1], -1)
-
-
-# In the loss.
-
-
-@trick("loss", "right")
-def weighted_by_place(output: Tensor, target: Tensor) -> Tensor:
-    losses = F.cross_entropy(output.mT, target, reduction="none")
-    return (losses * torch.linspace(0, 1, target.shape[1])).sum() / (target >= 0).sum()
-
-
-@trick("loss", "right")
-def without_the_first_tokens(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output[:, 20:].flatten(0, 1), target[:, 20:].flatten())
-
-
-@trick("loss", "right")
-def shifted_labels(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
-
-
-@trick("loss", "right")
-def of_the_worst_tokens(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.mT, target, reduction="none").topk(4, dim=1).values.mean()
-
-
-@trick("loss", "right")
-def smooth_over_tokens(output: Tensor, target: Tensor) -> Tensor:
-    return of_tokens(output, target) + 0.1 * (output[:, 1:] - output[:, :-1]).square().mean()
-
-
-@trick("loss", "right")
-def mean_of_samples(output: Tensor, target: Tensor) -> Tensor:
-    losses = F.cross_entropy(output.mT, target, reduction="none").sum(1)
-    return (losses / (target >= 0).sum(1).clamp(min=1)).mean()
