@@ -52,12 +52,14 @@ def own_error(error: BaseException) -> OwnError | None:
         known: OwnError | None = getattr(cause, "own_error", None)  # of a loader process
         if known is not None:
             return known
-        if entries := own_frames(cause):
-            return OwnError(
-                place=_place(entries[-1]),
-                frames="".join(line for entry in entries for line in traceback.format_tb(entry, limit=1)),
-                comes_again=bool(user_frames(cause)) and not any(map(_may_pass, chain)),
-            )
+    raised = [cause for cause in chain if own_frames(cause) and user_frames(cause)]  # below all of this package
+    for cause in raised or filter(own_frames, chain):
+        entries = own_frames(cause)
+        return OwnError(
+            place=_place(entries[-1]),
+            frames="".join(line for entry in entries for line in traceback.format_tb(entry, limit=1)),
+            comes_again=bool(raised) and not any(map(_may_pass, chain)),
+        )
     return None
 
 

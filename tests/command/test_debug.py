@@ -1,10 +1,13 @@
+<<<<<<< HEAD
 """``debug=true`` at a terminal: one process, which a debugger holds as long as it likes, and the records of any run."""
+=======
+"""``debug=true``: one process that a debugger may hold for as long as it likes, and the records of any run."""
+>>>>>>> debug
 
 import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -89,9 +92,6 @@ def test_a_debugger_stops_where_it_is_asked_to_and_where_an_error_was_raised(
     assert terminal.ask("step") == "2"
     assert terminal.ask("len(__import__('psutil').Process().children())") == "0"
     assert terminal.ask("__import__('ray').is_initialized()") == "False"
-    terminal.type("p 1 +")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.until("--KeyboardInterrupt--")
     terminal.type("c\n")
     assert "KeyError: 'label' (debugged_job.py:" in terminal.until("post mortem")
     terminal.until("(Pdb) ")
@@ -159,4 +159,3 @@ def test_a_script_runs_in_the_process_with_its_arguments_and_reports(
     assert main([*words, "job.args=fail"]) == 1
     assert """failed: rank 0 at step 3: KeyError: 'label' (train.py:8: {}["label"])""" in capsys.readouterr().out
     assert sys.argv == arguments
-    assert str(tmp_path) not in sys.path

@@ -89,7 +89,10 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
     options = (case.alone or SINGLE) if world_size == 1 else replace(case.options, num_workers=num_workers)
     config = schema.Config(
         name="test",
-        **{name: _shipped("config")[name] for name in ("resume", "start_from", "output_dir", "plan", "profile")},
+        **{
+            name: _shipped("config")[name]
+            for name in ("resume", "start_from", "output_dir", "plan", "debug", "profile")
+        },
         callbacks=(),
         seed=case.seed,
         evaluate=case.evaluate,

@@ -148,6 +148,12 @@ def test_time_without_watching_does_not_count() -> None:
     assert [watched.advance(now) for now in (100.5, 101.0, 701.0, 702.0)] == [100.5, 101.0, 103.0, 104.0]
 
 
+def test_time_in_which_a_debugger_holds_a_rank_does_not_count() -> None:
+    watched = WatchedTime(100.0, longest_round_s=2.0)
+    rounds = [(101.0, False), (102.0, True), (103.0, True), (104.0, False)]
+    assert [watched.advance(now, held=held) for now, held in rounds] == [101.0, 101.0, 101.0, 102.0]
+
+
 def test_who_is_to_blame() -> None:
     steps = {0: 7, 1: 7, 2: 6}
     assert culprit([0, 1, 2], waiting={0: True, 2: False}, steps=steps, enqueued={})[0] == 1

@@ -23,14 +23,13 @@ class Parts:
         self.recorder, self.run_dir = Recorder(), RunDir(folder)
         spec = SimpleNamespace(started_at=started_at, run_dir=self.run_dir)
         context: Any = SimpleNamespace(spec=spec, events=EventStream([self.recorder], Redactor()))
-        self.queue, self.gang = SimpleNamespace(waited_s=0.0), SimpleNamespace(waited_s=0.0)
         self.workers: Any = SimpleNamespace(
-            queue=self.queue, gang=self.gang, waited_s=0.0, plan=SimpleNamespace(mesh=SimpleNamespace(num_workers=2))
+            waits_s={"queue_s": 0.0, "waited_s": 0.0}, plan=SimpleNamespace(mesh=SimpleNamespace(num_workers=2))
         )
         self.run_recorder = RunRecorder(context, self.workers)
 
     def wait(self, *, queue_s: float, resources_s: float) -> None:
-        self.queue.waited_s, self.gang.waited_s, self.workers.waited_s = queue_s, resources_s, queue_s + resources_s
+        self.workers.waits_s = {"queue_s": queue_s, "waited_s": resources_s}
 
 
 def first_step(at: float, generation: int = 1) -> FirstStepDone:
