@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""``debug=true`` at a terminal: one process, which a debugger holds as long as it likes, and the records of any run."""
-=======
 """``debug=true``: one process that a debugger may hold for as long as it likes, and the records of any run."""
->>>>>>> debug
 
 import json
 import os

@@ -28,13 +28,9 @@ from orchestrator.strategies.data.datasets import opened_dataset
 from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
-<<<<<<< HEAD
-from orchestrator.strategies.transforms.context_plan import ContextPlan, FoundContext, found_context
-from orchestrator.user_code.steering import view_of
-=======
 from orchestrator.strategies.transforms.context_plan import ContextPlan
 from orchestrator.strategies.transforms.context_search import FoundContext, found_context
->>>>>>> context
+from orchestrator.user_code.steering import view_of
 
 LARGE = 4.0
 """By what matrices are multiplied to reach thresholds that usual ones do not."""

@@ -244,9 +244,9 @@ class _Trial:
         def run() -> Any:
             return job.forward(whole.model, map_tensors(whole.fake_input, job.positioned(self.samples[0])))
 
-        _, trains = seen_calls(whole, {}, lambda: ends_of(self.blocks, run))
+        _, trains = seen_calls(whole, {}, lambda: ends_of(self.blocks, [run]))
         with evaluation_mode(whole.model), torch.no_grad():
-            _, evaluates = seen_calls(whole, {}, lambda: ends_of(self.blocks, run))
+            _, evaluates = seen_calls(whole, {}, lambda: ends_of(self.blocks, [run]))
         return frozenset((*trains.leaves, *evaluates.leaves))
 
     @property
