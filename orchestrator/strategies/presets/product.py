@@ -31,7 +31,7 @@ class Product(Synchronous[MeshConfig]):
     def _is_asked_for(cls, options: MeshConfig, num_workers: int) -> bool:
         asked = [name for name, size in options.sizes.items() if size == "auto" and name != "replicate"]
         mesh = cls.mesh(options, num_workers, [])
-        return super()._is_asked_for(options, num_workers) and all(mesh.size(name) > 1 for name in asked)
+        return super()._is_asked_for(options, num_workers) and all(getattr(mesh, name) > 1 for name in asked)
 
     @classmethod
     def mesh(cls, options: MeshConfig, num_workers: int, errors: list[str]) -> Mesh:
