@@ -41,6 +41,14 @@ class ComparedTrainer(Strategy):
         """Add the gradients of a batch. Return the summed loss of this rank, and its weight."""
 
     @abc.abstractmethod
+    def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the whole of a step; ``logged``: whether the step is logged."""
+
+    @abc.abstractmethod
+    def is_first_with(self, name: str) -> bool:
+        """Return whether this is the first rank that has the parameter, or this part of it."""
+
+    @abc.abstractmethod
     def on_device(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
 

@@ -49,7 +49,7 @@ class Batches:
 
     def of(self, replica: int) -> Sequence[tuple[Any, Any]]:
         """Return the slices of a replica, which passes may change."""
-        return map_tensors(torch.clone, list(self.replicas[replica % len(self.replicas)]))
+        return [map_tensors(torch.clone, pair) for pair in self.replicas[replica % len(self.replicas)]]
 
     def cut(self, slices: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Return what passes through the model at once, of some slices."""
@@ -59,7 +59,7 @@ class Batches:
             tuple(rows_between(tree, n * size, (n + 1) * size) if self.parts > 1 else tree for tree in pair)
             for pair in slices
             for n in numbers
-        ]  # type: ignore[misc]
+        ]
 
     @property
     def samples(self) -> int:
