@@ -207,13 +207,12 @@ def _check(
     asked = config.strategy.name
     if config.debug:
         config = in_one_process(config)
-        if asked != ALONE and (alone := _with_one_rank(config)) is None:
+        alone = config if asked == ALONE else _with_one_rank(config)
+        if alone is None:
             instead = with_choice(typed, config, [f"strategy={ALONE}"])
             checked_run = _check(instead, address_error, errors, redactor, job_argument)
             return checked_run and replace(checked_run, notes=(note_of(checked_run.config, asked=asked),))
-        if asked != ALONE:
-            assert alone is not None
-            config = alone
+        config = alone
     if job is not None:
         with collect_errors(errors):
             config = in_steps(config, job)

@@ -90,14 +90,16 @@ class DebugScriptWorker(InThisProcess, ScriptWorker):
 def _started_as_program(job: Script, environment: Mapping[str, str]) -> Iterator[None]:
     """Give this process the arguments, the variables, the imports and the Ctrl-C that the script expects."""
     before = dict(os.environ), list(sys.argv), list(sys.path)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_main = threading.current_thread() is threading.main_thread()  # elsewhere, the program decides about Ctrl-C
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     os.environ.update(environment)
     sys.argv[:] = [job.script, *shlex.split(job.args)]
     sys.path.insert(0, str(Path(job.script).resolve().parent) if job.kind == "file" else str(Path.cwd()))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
         os.environ.clear()
         os.environ.update(before[0])
         sys.argv[:], sys.path[:] = before[1], before[2]

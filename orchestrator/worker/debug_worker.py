@@ -78,7 +78,7 @@ class InThisProcess(BaseWorker):
         if _has_left(error):
             self.was_left = True
             return messages.Outcome(status="stopped", step=0)
-        outcome = super()._failed(error, assignment)
+        outcome = super()._failed(error, assignment)  # type: ignore[safe-super] # the other base has it
         failure, own = outcome.failure, own_error(error)
         assert failure is not None
         if own is not None and not failure.own_frames and failure.traceback:  # of a script

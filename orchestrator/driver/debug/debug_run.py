@@ -34,6 +34,7 @@ from orchestrator.protocol.messages import Assignment, Heartbeat, Place, WorkerE
 from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader
 from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
+from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.debug_script import DebugScriptWorker
 from orchestrator.worker.debug_worker import NODE, DebugWorker, InThisProcess
 
@@ -52,10 +53,15 @@ class OwnGang(Members):
         self, *, with_system_metrics: bool, wait_s: float, ranks: Collection[int] | None = None
     ) -> dict[int, Heartbeat]:
         last = self._last_heartbeats.pop(0, None)
-        return merged((0, h) for h in (last, self._worker.heartbeat(with_system_metrics)) if h is not None)
+        now: Heartbeat = self.call(BaseWorker.heartbeat, with_system_metrics)
+        return merged((0, h) for h in (last, now) if h is not None)
 
     def poll(self, method: WorkerMethod, *args: Any, **_: Any) -> dict[int, Any]:
-        return {0: getattr(self._worker, method.__name__)(*args)}
+        return {0: self.call(method, *args)}
+
+    def call(self, method: WorkerMethod, *args: Any) -> Any:
+        """Call a method of the worker, which Ray's decorator has made one of an actor for the types."""
+        return getattr(self._worker, method.__name__)(*args)
 
 
 class OwnWorkers:
@@ -143,7 +149,8 @@ class DebugRun:
         fence = f"{uuid.uuid4().hex} generation {GENERATION}"
         self._context.lease.admit(fence)
         with native_warnings_dropped():  # torch warns of an address without a name
-            host, port = self._worker.open_store(self._config.cluster.rendezvous_timeout_s, True)
+            timeout_s = self._config.cluster.rendezvous_timeout_s
+            host, port = self._workers.gang.call(BaseWorker.open_store, timeout_s, True)
         return Assignment(
             generation=GENERATION,
             global_rank=0,
@@ -182,7 +189,7 @@ class DebugRun:
             self._stop.request(signal.SIGINT, "`q` in the debugger, or Ctrl-C")
         if outcomes.all_ended("done"):
             self._recorder.end_transition(GENERATION, time.time())
-        asked = None if self._stop.received is None else "stopped"
+        asked: Literal["stopped"] | None = None if self._stop.received is None else "stopped"
         stopped_ago_s = None if asked is None else self._stop.seconds_ago
         return GenerationEnd(outcomes=outcomes, last_step=outcome.step, asked=asked, stopped_ago_s=stopped_ago_s)
 
@@ -194,7 +201,7 @@ class DebugRun:
             if self._stop.received is not None and not asked:
                 asked = True
                 self._events.emit(StopRequested(signal=self._stop.cause))
-                self._worker.finish_step(GENERATION, self._worker.hold(GENERATION), True)
+                gang.call(BaseWorker.finish_step, GENERATION, gang.call(BaseWorker.hold, GENERATION), True)
 
     def _verdict(self, end: GenerationEnd) -> Verdict:
         if (rank := end.outcomes.first_failed) is not None:

@@ -74,13 +74,15 @@ RULES = {
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "
                        "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
                        "driver.queue driver.gang",                                             "ray"),
+    "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
+                       "driver.code driver.reporting driver.gang driver.run",                  ""),
     "driver.auto":    ("job config planning timeline records compat state tuning strategies policy display "
                        "driver.process driver.preflight",                                      "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
     "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
-                       "driver.preflight driver.run driver.auto driver.sweep",                 "torch ray"),
+                       "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
     "verbs":          ("user_code storage config records prediction strategies exporting corpus tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
