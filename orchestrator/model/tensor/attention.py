@@ -87,7 +87,8 @@ class DividedHeads(nn.MultiheadAttention):
         if not average:
             return self.peers.gather(own.detach(), count, axis=1)
         summed: Tensor = self.leave(own.sum(1))
-        return summed / self.num_heads
+        mean: Tensor = summed / self.num_heads
+        return mean
 
 
 def divide_heads(attention: nn.Module, *, index: int, region: Any) -> None:
