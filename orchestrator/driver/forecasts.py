@@ -138,7 +138,7 @@ def _changed(config: Config, keys: Mapping[str, int]) -> Config:
 
 def _divisible(samples: float) -> int:
     """Return the number nearest to ``samples`` that passes and stages can divide: a power of two, or three of them."""
-    power = 2 ** max(0, math.floor(math.log2(max(1.0, samples))))
+    power: int = 2 ** max(0, math.floor(math.log2(max(1.0, samples))))
     return min((power, 3 * power // 2 if power > 1 else 1, 2 * power), key=lambda size: abs(size - samples))
 
 

@@ -93,8 +93,8 @@ def alike(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
     return list(found.values())
 
 
-def _attributes(block: nn.Module) -> dict[tuple[str, str], Hashable]:
-    found: dict[tuple[str, str], Hashable] = {}
+def _attributes(block: nn.Module) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {}
     for path, module in block.named_modules():
         found[path, ""] = class_of(module)
         for name, value in vars(module).items():

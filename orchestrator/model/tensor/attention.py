@@ -37,7 +37,7 @@ class DividedHeads(nn.MultiheadAttention):
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -84,10 +84,11 @@ class DividedHeads(nn.MultiheadAttention):
 
     def _weights(self, own: Tensor, *, average: bool) -> Tensor:
         count = self.num_heads // own.shape[1]
-        if average:
-            return self.leave(own.sum(1)) / self.num_heads
-        found: Any = self.peers.gather(own.detach(), count, axis=1)
-        return found
+        if not average:
+            return self.peers.gather(own.detach(), count, axis=1)
+        summed: Tensor = self.leave(own.sum(1))
+        mean: Tensor = summed / self.num_heads
+        return mean
 
 
 def divide_heads(attention: nn.Module, *, index: int, region: Any) -> None:

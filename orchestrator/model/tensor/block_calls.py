@@ -48,6 +48,10 @@ class BlockCall:
         args, kwargs = map_leaves(convert, (self.args, self.kwargs))
         return BlockCall(args=args, kwargs=kwargs)
 
+    def is_in(self, dtype: torch.dtype) -> bool:
+        """Return whether a tensor of the call has a type."""
+        return any(tensor.dtype == dtype for tensor in tensors_in((self.args, self.kwargs)))
+
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that get a gradient."""

@@ -44,7 +44,8 @@ class Heads:
         """Return the heads of one of several ranks."""
         size = self.count // parts
         if self.axis is None:
-            return whole.unflatten(0, (-1, self.count)).narrow(1, index * size, size).flatten(0, 1)
+            own: Tensor = whole.unflatten(0, (-1, self.count)).narrow(1, index * size, size).flatten(0, 1)
+            return own
         return whole.narrow(self.axis, index * size, size)
 
 

@@ -133,7 +133,7 @@ class _Whole(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.share.peers.cross(inside=True)
         return gradient.narrow(-1, ctx.share.first, ctx.size).contiguous(), None, None
@@ -339,7 +339,7 @@ class _RowLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.share.peers.cross(inside=True)
         (slopes,) = ctx.saved_tensors

@@ -33,6 +33,8 @@ from orchestrator.model.tensor.region import (
 )
 from orchestrator.model.tensor.token_shards import with_first
 
+COARSE_TOLERANCE = 3e-4
+"""How much tensors may differ where some are computed in float32, relative to their largest entries."""
 LARGER = 3.0
 """The factor of all matrices, and the root of that of the input, where larger numbers are tried."""
 
@@ -79,13 +81,17 @@ def proven(
     odd = {pair: next((size for size in inner_sizes(block, pair, packed) if size % count), None) for pair in found}
     reasons = {pair: f"{size} is no multiple of {count}" for pair, size in odd.items() if size is not None}
     pairs = [pair for pair in found if pair not in reasons]
-    looks = [_Look.at(block, call), _Look.at(copied(block).eval(), call), _Look.at(*_larger(block, call))]
+    precise = not call.is_in(torch.float32)
+    looks = [_Look.at(block, call, TOLERANCE)]
+    looks.append(_Look.at(copied(block).eval(), call, TOLERANCE if precise else COARSE_TOLERANCE))
+    if precise:  # larger numbers have larger errors too
+        looks.append(_Look.at(*_larger(block, call), TOLERANCE))
     if not looks[0].is_finite:
         raise ValueError("what it returns is not finite")
 
     def tried(parts: BlockParts) -> BlockParts | str:
         try:
-            partial = [_prove(look.block, look.call, parts, count, look.whole) for look in looks if look.is_finite]
+            partial = [_prove(look, parts, count) for look in looks if look.is_finite]
             return replace(parts, partial=partial[0])
         except Exception as e:  # whatever a model raises that views by a number of heads, for example
             return str(e) if isinstance(e, Unproven) else f"raises {type(e).__name__}: {e}"
@@ -200,10 +206,11 @@ class _Look:
     block: nn.Module
     call: BlockCall
     whole: _Seen
+    tolerance: float
 
     @classmethod
-    def at(cls, block: nn.Module, call: BlockCall) -> _Look:
-        return cls(block, call, _Seen.of(copied(block), call))
+    def at(cls, block: nn.Module, call: BlockCall, tolerance: float) -> _Look:
+        return cls(block, call, _Seen.of(copied(block), call), tolerance)
 
     @property
     def is_finite(self) -> bool:
@@ -221,13 +228,19 @@ def _larger(block: nn.Module, call: BlockCall) -> tuple[nn.Module, BlockCall]:
     return block, BlockCall(args=args, kwargs=kwargs)
 
 
-def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, whole: _Seen) -> tuple[str, ...]:
+def _prove(look: _Look, parts: BlockParts, count: int) -> tuple[str, ...]:
     """Return the whole parameters whose gradients are parts of a sum.
 
     Raises:
         Unproven: the ranks together compute something else.
         Exception: whatever the divided block raises.
     """
+
+    block, call, whole = look.block, look.call, look.whole
+
+    def compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
+        if (apart := difference(found, wanted, scale)) > look.tolerance:
+            raise Unproven(f"would change {what} by {apart:.2g} of its largest entry")
 
     def run(without: Collection[int]) -> list[_Seen]:
         def of_rank(index: int, peers: Peers) -> _Seen:
@@ -238,7 +251,7 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
         return in_lockstep(count, of_rank)
 
     ranks = run(())
-    of_heads = _parts_among(ranks, whole)
+    of_heads = _parts_among(ranks, look)
     if of_heads:  # such as attention weights, or biases for the next block; the whole model shows who reads them
         whole, ranks = _Seen.of(copied(block), call, without=of_heads), run(of_heads)
     scale = whole.scale
@@ -247,40 +260,35 @@ def _prove(block: nn.Module, call: BlockCall, parts: BlockParts, count: int, who
             raise Unproven("draws other random numbers, as for dropout inside")
         for number, (output, expected) in enumerate(zip(rank.outputs, whole.outputs, strict=True)):
             if number not in of_heads:
-                _compare("its output", output, expected)
+                compare("its output", output, expected)
         for name, buffer in whole.buffers.items():
-            _compare(name, rank.buffers[name], buffer)
+            compare(name, rank.buffers[name], buffer)
         for gradient, given in zip(rank.inputs, whole.inputs, strict=True):
-            _compare("the gradient of its input", gradient, given, scale)
+            compare("the gradient of its input", gradient, given, scale)
     partial = []
     for name, wanted in whole.parameters.items():
         found = [rank.parameters[name] for rank in ranks]
         if name in parts.cuts:
             for index, part in enumerate(found):
                 own = None if wanted is None else part_of(wanted, parts.cuts[name], index=index, count=count)
-                _compare(f"the gradient of {name}", part, own, scale)
-        elif any(difference(part, wanted, scale) > TOLERANCE for part in found):
+                compare(f"the gradient of {name}", part, own, scale)
+        elif any(difference(part, wanted, scale) > look.tolerance for part in found):
             total = sum(part for part in found if part is not None)
-            _compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
+            compare(f"the gradient of {name}", total if isinstance(total, Tensor) else None, wanted, scale)
             partial.append(name)
     return tuple(partial)
 
 
-def _parts_among(ranks: Sequence[_Seen], whole: _Seen) -> set[int]:
+def _parts_among(ranks: Sequence[_Seen], look: _Look) -> set[int]:
     """Return the numbers of the outputs, but for the first, of which each rank has its heads."""
     found = set()
-    for number, expected in enumerate(whole.outputs[1:], 1):
+    for number, expected in enumerate(look.whole.outputs[1:], 1):
         outputs = [rank.outputs[number] for rank in ranks]
         sizes = zip(expected.shape, outputs[0].shape, strict=False)
         axes = [axis for axis, (one, other) in enumerate(sizes) if one != other]
-        if len(axes) == 1 and difference(torch.cat(outputs, axes[0]), expected) <= TOLERANCE:
+        if len(axes) == 1 and difference(torch.cat(outputs, axes[0]), expected) <= look.tolerance:
             found.add(number)
     return found
-
-
-def _compare(what: str, found: Tensor | None, wanted: Tensor | None, scale: float = 0.0) -> None:
-    if (apart := difference(found, wanted, scale)) > TOLERANCE:
-        raise Unproven(f"would change {what} by {apart:.2g} of its largest entry")
 
 
 def _attributes(

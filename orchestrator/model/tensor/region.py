@@ -102,7 +102,7 @@ def inner_sizes(block: nn.Module, pair: Pair, packed: Packed) -> list[int]:
 
 def cuts_of(block: nn.Module, pairs: Collection[Pair], packed: Packed) -> dict[str, AxisCut]:
     """Return how each parameter of ``pairs`` is cut, by its name in the block."""
-    cuts = {}
+    cuts: dict[str, AxisCut] = {}
     for pair in pairs:
         for name in pair.columns:
             column = block.get_submodule(name)

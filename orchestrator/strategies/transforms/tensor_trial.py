@@ -22,7 +22,7 @@ from orchestrator.model.batch import map_tensors, split_batch, tensors_in
 from orchestrator.model.proving import TOLERANCE, difference
 from orchestrator.model.tensor.block_calls import BlockCall, first_calls
 from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import LARGER
+from orchestrator.model.tensor.proof import COARSE_TOLERANCE, LARGER
 from orchestrator.model.tensor.region import part_of
 from orchestrator.model.tensor.vocabulary import Reads
 from orchestrator.planning.placement import AxisCut
@@ -35,9 +35,6 @@ SAMPLES = 2
 MOST_WORK = 2**32
 """The parameters times the tokens of the samples. Longer samples are cut."""
 FEWEST_PLACES = 16
-COARSE_TOLERANCE = 3e-4
-"""How much tensors may differ if the model computes some of them in float32, relative to their largest entries."""
-
 LOSS = "the loss"
 
 _COARSE = (torch.float32, torch.float16, torch.bfloat16)
@@ -142,6 +139,8 @@ class Trial:
 
     def _looks(self, model: nn.Module) -> list[_Look]:
         looks = [self._training(model), self._evaluation(model)]
+        if not self._precise:  # larger numbers have larger errors too
+            return looks
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and parameter.is_floating_point():
@@ -202,12 +201,12 @@ class Trial:
                 if partial & {*self._names[name]} and not all(gradient is None for gradient in found):
                     total = functools.reduce(torch.add, [g for g in found if g is not None])
                     found = [total] * self._count
-            for one, other in zip(found, own, strict=True):
-                yield difference(one, other, scale), f"the gradient of {name}"
+            for part_of_it, expected in zip(found, own, strict=True):
+                yield difference(part_of_it, expected, scale), f"the gradient of {name}"
         for name, value in whole.tensors.items():
             for index, part in enumerate(parts):
-                other = self._part(value, cuts[name], index) if name in cuts else value
-                yield _apart(part.tensors.get(name), other), f"{name}, which a pass changes,"
+                remains = self._part(value, cuts[name], index) if name in cuts else value
+                yield _apart(part.tensors.get(name), remains), f"{name}, which a pass changes,"
 
     def _part(self, whole: Tensor | None, cut: AxisCut, index: int) -> Tensor | None:
         return None if whole is None else part_of(whole, cut, index=index, count=self._count).detach()

@@ -41,7 +41,13 @@ The first ones look for the token that ends a sequence; BigBird chooses its atte
 """
 
 
-NOT_DIVIDED: frozenset[str] = frozenset()
+NOT_DIVIDED = frozenset(
+    (
+        *("axk2", "bailing_hybrid", "bart", "big_bird", "bigbird_pegasus", "bitnet"),
+        *("blenderbot", "blenderbot-small", "deepseek_v32", "deepseek_v4", "diffllama", "doge"),
+        *("falcon_mamba", "flex_olmo", "glm_moe_dsa", "hy_v4", "inkling2_text", "inkling_text"),
+    )
+)
 """Language models that ``strategy.tensor`` refuses."""
 
 

@@ -14,6 +14,8 @@ from orchestrator.job import Job
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
 
+pytestmark = pytest.mark.slow
+
 MLP, ATTENTION = "mlp.gate + mlp.up -> mlp.down", "attention.q + attention.k + attention.v -> attention.mix"
 INSTEAD = "use strategy.shard={} in place of it"
 
@@ -26,7 +28,6 @@ def said(job: Job, size: int, pairs: Any = "auto") -> tuple[list[str], tuple[str
     return tensor_errors(Outline(job, having()), job.dataset("train"), size, pairs)
 
 
-@pytest.mark.slow
 def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
     assert said(llama(), 2) == (
         [],
