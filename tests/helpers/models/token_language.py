@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.jobs.toys import Rows
-from orchestrator.job import Job, Split
-
 WORDS, TOKENS, WIDTH, HEADS = 26, 48, 16, 2
 Where = Literal["attention", "mlp", "block", "between", "outside", "loss", "output"]
 Expected = Literal["right", "refused"]
@@ -97,38 +94,6 @@ class Language(nn.Module):
 
     def forward(self, words: Tensor) -> Any:
         return self.head(self.norm(self.through(self.embedded(words), self.mask(words))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tricky(Job):
-    """The base model with a trick."""
-
-    trick: str = "none"
-    length: int = TOKENS
-    adam: bool = False
-
-    def model(self) -> nn.Module:
-        model = TRICKS[self.trick].model()
-        assert isinstance(model, nn.Module)
-        return model
-
-    def dataset(self, split: Split) -> Rows:
-        generator = torch.Generator().manual_seed(len(split))
-        words = torch.randint(0, WORDS, (8, self.length + 1), generator=generator)
-        targets = words[:, 1:].clone()
-        for row, target in enumerate(targets):
-            target[: row * 11 % self.length] = -100
-        inputs = TRICKS[self.trick].inputs
-        return Rows([(inputs(row[:-1]), target) for row, target in zip(words, targets, strict=True)])
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return TRICKS[self.trick].loss(output, target)
-
-    def weight(self, target: Tensor) -> Tensor:
-        return (target >= 0).sum()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2) if self.adam else torch.optim.SGD(parameters, lr=0.3)
 
 
 def of_tokens(output: Any, target: Tensor) -> Tensor:
