@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.jobs.toys import Rows
-from orchestrator.job import Job, Split
+from helpers.models.tasks import Reversible
+from orchestrator.job import Split
 
 WORDS, TOKENS, WIDTH, HEADS = 26, 48, 16, 2
 Where = Literal["attention", "mlp", "block", "between", "outside", "loss", "output"]
@@ -100,7 +101,7 @@ class Language(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tricky(Job):
+class Tricky(Reversible):
     """The base model with a trick."""
 
     trick: str = "none"
@@ -114,7 +115,8 @@ class Tricky(Job):
 
     def dataset(self, split: Split) -> Rows:
         generator = torch.Generator().manual_seed(len(split))
-        words = torch.randint(0, WORDS, (8, self.length + 1), generator=generator)
+        samples = 8 if split == "train" else 11
+        words = torch.randint(0, WORDS, (samples, self.length + 1), generator=generator)
         targets = words[:, 1:].clone()
         for row, target in enumerate(targets):
             target[: row * 11 % self.length] = -100
