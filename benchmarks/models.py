@@ -2,11 +2,13 @@
 
 python benchmarks/models.py [--continue] [--only PATTERN ...] [--layouts NAMES] [--report]
 
-A cell is a model under a strategy with an optimizer, SGD or AdamW: three steps of 8 samples and an evaluation. Losses,
-gradient norms, evaluation and weights are compared with those of a loop of plain torch. Each cell is appended to
-outputs/models.jsonl; with --continue, those that the file has are not run again, so that the table can be made in
-sittings. A whole table is written to docs/models.md and results/models.md. Needs the extras ``test`` and ``hf``, and
-timm and torchvision.
+A cell is a model under a strategy with an optimizer, SGD or AdamW: the checks of a run before its first step, three
+steps of 8 samples and an evaluation. Losses, gradient norms, evaluation and weights are compared with those of a loop
+of plain torch. There are two tables: models of others and by hand under strategies with whole layers and samples; and
+all these and generated ones, ``features/*`` and ``tokens/*``, with SGD where layers or samples are divided. Each cell
+is appended to outputs/models.jsonl; with --continue, those that the file has are not run again, so that a table can be
+made in sittings. --report writes the tables of which the file has cells to docs/models.md and results/models.md. Needs
+the extras ``test`` and ``hf``, and timm and torchvision.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -34,8 +36,8 @@ from harness.arms import RESULTS  # noqa: E402
 from harness.pages import with_part  # noqa: E402
 from harness.rounds import table  # noqa: E402
 
-from helpers.models.catalogue import MODELS  # noqa: E402
-from helpers.models.zoo_cells import SYNCHRONOUS, cell  # noqa: E402
+from helpers.models.catalogue import GENERATED, MODELS, package_of  # noqa: E402
+from helpers.models.zoo_cells import DIVIDED, SYNCHRONOUS, cell  # noqa: E402
 from helpers.ranks.gang import Gang  # noqa: E402
 
 PAGE, RECORD = ROOT / "docs" / "models.md", ROOT / "outputs" / "models.jsonl"
@@ -64,40 +66,72 @@ class Row(CellId):
         return CellId(model=self.model, layout=self.layout, adamw=self.adamw)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Some models under some strategies. ``part`` is that of the pages that has it."""
+
+    part: str
+    models: tuple[str, ...]
+    layouts: tuple[str, ...]
+    optimizers: tuple[bool, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.models) * len(self.layouts) * len(self.optimizers)
+
+    def in_turn(self, patterns: Sequence[str], layouts: Collection[str]) -> Iterator[CellId]:
+        """Every cell of these models and layouts; any part of them has many models, layouts and optimizers."""
+        names = [name for name in self.models if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+        chosen = [layout for layout in self.layouts if layout in layouts]
+        count = len(self.optimizers)
+        for turn in range(len(chosen) * count):
+            for i, name in enumerate(names):
+                layout, optimizer = chosen[(turn + i) % len(chosen)], self.optimizers[(turn // len(chosen) + i) % count]
+                yield CellId(model=name, layout=layout, adamw=optimizer)
+
+
+TABLES = (
+    Table(part="the following", models=tuple(MODELS), layouts=tuple(SYNCHRONOUS), optimizers=(False, True)),
+    Table(part="what is divided", models=(*GENERATED, *MODELS), layouts=tuple(DIVIDED), optimizers=(False,)),
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="models, such as 'timm/*'")
-    parser.add_argument("--layouts", default=";".join(SYNCHRONOUS), help="strategies, separated by semicolons")
+    known_layouts = ";".join(layout for of in TABLES for layout in of.layouts)
+    parser.add_argument("--layouts", default=known_layouts, help="strategies, separated by semicolons")
     parser.add_argument("--continue", dest="continued", action="store_true", help="keep the cells of the record")
     parser.add_argument("--report", action="store_true", help="run nothing; write the tables from the record")
     arguments = parser.parse_args()
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+    layouts = arguments.layouts.split(";")
+    planned = [cell_id for of in TABLES for cell_id in of.in_turn(arguments.only, layouts)]
+    needed = {package_of(cell_id.model) for cell_id in planned}.intersection(PACKAGES)
+    if not arguments.report and (missing := sorted(name for name in needed if find_spec(name) is None)):
         parser.error(f"not installed: pip install {' '.join(missing)}")
-    names = [name for name in MODELS if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.only)]
     known = {row.id: row for row in read_record()} if arguments.continued or arguments.report else {}
-    planned = list(in_turn(names, arguments.layouts.split(";")))
-    if not arguments.report:
+    if arguments.report:
+        report(known)
+    else:
         for row in run([cell_id for cell_id in planned if cell_id not in known], keep=arguments.continued):
             known[row.id] = row
             print(f"{row.model:32} {row.layout:24} {'AdamW' if row.adamw else 'SGD':6} {row.outcome:10}", flush=True)
             if row.outcome in FAULTS:
                 print(row.detail.strip()[-1500:], flush=True)
-    rows = sorted(
-        (known[cell_id] for cell_id in planned if cell_id in known),
-        key=lambda row: (list(MODELS).index(row.model), SYNCHRONOUS.index(row.layout), row.adamw),
-    )
-    if arguments.report or (names == list(MODELS) and arguments.layouts == ";".join(SYNCHRONOUS)):
-        PAGE.write_text(with_part(PAGE.read_text(), "models", "the following", counts(rows)))
-        (RESULTS / "models.md").write_text(f"# models\n\n{date.today()}, {versions()}.\n\n{cells(rows)}\n")
-    return int(any(row.outcome in FAULTS for row in rows))
+    return int(any(known[cell_id].outcome in FAULTS for cell_id in planned if cell_id in known))
 
 
-def in_turn(names: Sequence[str], layouts: Sequence[str]) -> Iterator[CellId]:
-    """Every cell; in the first half, each model and each layout meets both optimizers."""
-    for half in range(2):
-        for j, layout in enumerate(layouts):
-            for i, name in enumerate(names):
-                yield CellId(model=name, layout=layout, adamw=(i + j + half) % 2 == 1)
+def report(known: dict[CellId, Row]) -> None:
+    """Write each table of which there are cells."""
+    results = RESULTS / "models.md"
+    for of in TABLES:
+        if rows := sorted(
+            (row for row in known.values() if row.layout in of.layouts and row.model in of.models),
+            key=lambda row: (of.models.index(row.model), of.layouts.index(row.layout), row.adamw),
+        ):
+            PAGE.write_text(with_part(PAGE.read_text(), "models", of.part, counts(of, rows)))
+            text = f"{date.today()}, {versions()}.\n\n{cells(of, rows)}"
+            results.write_text(with_part(results.read_text(), "models", of.part, text))
 
 
 def read_record() -> list[Row]:
@@ -107,7 +141,7 @@ def read_record() -> list[Row]:
 def run(planned: Sequence[CellId], *, keep: bool) -> Iterator[Row]:
     """Run cells in one gang of ranks, and append each to the record."""
     RECORD.parent.mkdir(exist_ok=True)
-    gang = Gang(imports=("helpers.models.zoo_cells", *PACKAGES))
+    gang = Gang(imports=("helpers.models.zoo_cells", *filter(find_spec, PACKAGES)))
     try:
         with RECORD.open("a" if keep else "w") as file:
             for cell_id in planned:
@@ -121,38 +155,41 @@ def run(planned: Sequence[CellId], *, keep: bool) -> Iterator[Row]:
         gang.close()
 
 
-def counts(rows: Sequence[Row]) -> str:
+def counts(of: Table, rows: Sequence[Row]) -> str:
     """The counts by strategy and by package, the faults, and the reasons of refusals and differences, as Markdown."""
-    outcomes = list(SIGNS)
-    size = f"{len(MODELS)} models, {len(SYNCHRONOUS)} strategies and 2 optimizers"
+    packages, layouts = [Counter(map(package_of, of.models)), Counter(of.layouts)]
+    each = {name: n * len(of.layouts) * len(of.optimizers) for name, n in packages.items()}
+    optimizers = " and ".join("AdamW" if adamw else "SGD" for adamw in of.optimizers)
     return "\n\n".join(
         [
-            f"{len(rows)} of {len(MODELS) * len(SYNCHRONOUS) * 2} cells have been run, of {size}.",
-            counted("strategy", outcomes, [(row.layout, row.outcome) for row in rows]),
-            counted("models", outcomes, [(MODELS[row.model].package, row.outcome) for row in rows], models=rows),
+            f"{len(rows)} of {of.size} cells have been run, of {len(of.models)} models, {len(of.layouts)} strategies "
+            f"and {optimizers}; nothing is known of the others. "
+            f"{sum(row.outcome in FAULTS for row in rows)} of these cells are wrong, crash or hang.",
+            counted(
+                "strategy", [(row.layout, row.outcome) for row in rows], dict.fromkeys(layouts, of.size // len(layouts))
+            ),
+            counted("models", [(package_of(row.model), row.outcome) for row in rows], each),
             *(f"Not mended: {row.model} under {row.layout} ({row.outcome})." for row in rows if row.outcome in FAULTS),
             "Reasons of refusals, with the number of cells and some of the models:",
             reasons([row for row in rows if row.outcome == "refused"]),
             "What is different by nature, and a warning says so:",
-            reasons([row for row in rows if row.outcome == "by nature"]),
+            reasons([row for row in rows if row.outcome == "by nature"]) or "- nothing",
             f"Versions: {versions()}.",
         ]
     )
 
 
-def counted(title: str, outcomes: Sequence[str], pairs: Sequence[tuple[str, str]], models: Sequence[Row] = ()) -> str:
-    """A table with a row for each first element, and the number of each outcome."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+def counted(title: str, pairs: Sequence[tuple[str, str]], sizes: dict[str, int]) -> str:
+    """A table with a row for each of ``sizes``: the number of each outcome, and of the cells that were not run."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in sizes}
     for what, outcome in pairs:
         found[what][outcome] += 1
-    sizes = Counter(MODELS[name].package for name in {row.model for row in models if row.outcome in SIGNS})
+    found["all"] = sum(found.values(), Counter())
+    sizes = {**sizes, "all": sum(sizes.values())}
     lines = [
-        [f"{sizes[what]} {what}" if sizes else what, *(str(found[what][outcome]) for outcome in outcomes)]
-        for what in found
+        [what, *(str(of[outcome]) for outcome in SIGNS), str(sizes[what] - of.total())] for what, of in found.items()
     ]
-    total = Counter(outcome for _, outcome in pairs)
-    lines.append([f"{sum(sizes.values())} in all" if sizes else "all", *(str(total[outcome]) for outcome in outcomes)])
-    return table([title, *outcomes], lines)
+    return table([title, *SIGNS, "not run"], lines)
 
 
 def reasons(rows: Sequence[Row]) -> str:
@@ -177,19 +214,20 @@ def shown(detail: str) -> str:
     return re.sub(r"^strategy=\w+( strategy\.num_workers=\d+)?: ", "", detail).replace("`", "'")
 
 
-def cells(rows: Sequence[Row]) -> str:
-    """A row for each model, with the outcome under each strategy: that of both optimizers if they differ."""
-    layouts = list(dict.fromkeys(row.layout for row in rows))
+def cells(of: Table, rows: Sequence[Row]) -> str:
+    """A row for each model, with the outcome under each strategy: that of all optimizers if they differ."""
     found: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for row in rows:
         found[row.model, row.layout][SIGNS.get(row.outcome, "")] = None
-    names = [name for name in dict.fromkeys(row.model for row in rows) if "" not in found[name, layouts[0]]]
-    signs = [[name, *(" ".join(found[name, layout]) for layout in layouts)] for name in names]
-    return "`=` equal, `~` different by nature, `no` refused.\n\n" + table(["model", *layouts], signs)
+    names = dict.fromkeys(row.model for row in rows if row.outcome in SIGNS)
+    signs = [[name, *(" ".join(found[name, layout]) for layout in of.layouts)] for name in names]
+    return "`=` equal, `~` different by nature, `no` refused, nothing: not run.\n\n" + table(
+        ["model", *of.layouts], signs
+    )
 
 
 def versions() -> str:
-    return ", ".join(f"{package} {version(package)}" for package in ("torch", *PACKAGES))
+    return ", ".join(f"{package} {version(package)}" for package in ("torch", *PACKAGES) if find_spec(package))
 
 
 if __name__ == "__main__":

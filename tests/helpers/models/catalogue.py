@@ -1,36 +1,37 @@
 """Every model that is trained under every strategy, by name, and the jobs that train one."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from helpers.jobs.toys import Rows
+from helpers.models import token_tricks, tricks
 from helpers.models.by_hand import BY_HAND
 from helpers.models.hf_table import TABLE
 from helpers.models.libraries import LIBRARIES
-from helpers.models.tasks import Exhibit
+from helpers.models.tasks import Exhibit, Reversible
 from helpers.models.zoo import ZOO
 from orchestrator.job import Job, Split
 
 MODELS: dict[str, Exhibit] = {**BY_HAND, **ZOO, **LIBRARIES, **TABLE}
+GENERATED: dict[str, Reversible] = {
+    **{f"features/{name}": tricks.Tricky(trick=name) for name in tricks.tricks()},
+    **{f"tokens/{name}": token_tricks.Tricky(trick=name) for name in token_tricks.TRICKS},
+}
+"""Models that are made of a trick at a place, under names ``FAMILY/TRICK at PLACE``."""
 ADAMW_LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole(Job):
-    """A model as it is, by its name in ``MODELS``. A batch that is a dict gives it keyword arguments.
-
-    ``backwards``: whether the samples of a batch are in reverse order, which changes nothing but rounding.
-    """
+class Whole(Reversible):
+    """A model as it is, by its name in ``MODELS``. A batch that is a dict gives it keyword arguments."""
 
     name: str
     adamw: bool = False
-    backwards: bool = False
 
     @property
     def exhibit(self) -> Exhibit:
@@ -41,10 +42,6 @@ class Whole(Job):
 
     def dataset(self, split: Split) -> Rows:
         return _samples(self.name, split)
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any] | None:
-        return (lambda items: default_collate(items[::-1])) if self.backwards else None
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         return model(**inputs)
@@ -108,8 +105,15 @@ class Direct(Whole):
         return output
 
 
-def job_of(name: str, *, in_stages: bool = False, adamw: bool = False) -> Whole:
-    """The job that trains a model; ``in_stages``: one that pipelines take."""
+def package_of(name: str) -> str:
+    """Where a model comes from, in words."""
+    return f"generated, {name.partition('/')[0]}" if name in GENERATED else MODELS[name].package
+
+
+def job_of(name: str, *, in_stages: bool = False, adamw: bool = False) -> Reversible:
+    """The job that trains a model; ``in_stages``: one that pipelines take. Generated ones have SGD."""
+    if name in GENERATED:
+        return GENERATED[name]
     kind = (Staged if in_stages else Whole) if MODELS[name].task.named else Direct
     return kind(name=name, adamw=adamw)
 

@@ -7,8 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from orchestrator.job import Job
 
 VOCABULARY, LENGTH, CLASSES, IGNORED = 32, 8, 4, -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reversible(Job):
+    """A job. ``backwards``: whether the samples of a batch are in reverse order, which changes nothing but rounding."""
+
+    backwards: bool = False
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        return (lambda items: default_collate(items[::-1])) if self.backwards else None
 
 
 class Task:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from helpers.jobs.toys import Rows
 from helpers.models import token_tricks_outside
+from helpers.models.tasks import Reversible
 from helpers.models.token_language import (
     HEADS,
     TOKENS,
@@ -30,13 +31,13 @@ from helpers.models.token_language import (
     Trick,
     trick,
 )
-from orchestrator.job import Job, Split
+from orchestrator.job import Split
 
 __all__ = ["TRICKS", "Tricky", "token_tricks_outside"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tricky(Job):
+class Tricky(Reversible):
     """The base model with a trick."""
 
     trick: str = "none"
@@ -50,7 +51,8 @@ class Tricky(Job):
 
     def dataset(self, split: Split) -> Rows:
         generator = torch.Generator().manual_seed(len(split))
-        words = torch.randint(0, WORDS, (8, self.length + 1), generator=generator)
+        samples = 8 if split == "train" else 11
+        words = torch.randint(0, WORDS, (samples, self.length + 1), generator=generator)
         targets = words[:, 1:].clone()
         for row, target in enumerate(targets):
             target[: row * 11 % self.length] = -100

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-from orchestrator.job import Job
+from helpers.jobs.toys import Rows
+from helpers.models.tasks import Reversible
 
-WORDS, TOKENS, WIDTH, HEADS, HIDDEN, SAMPLES = 26, 16, 32, 4, 64, 4
+WORDS, TOKENS, WIDTH, HEADS, HIDDEN = 26, 16, 32, 4, 64
 
 
 class Attention(nn.Module):
@@ -83,15 +83,15 @@ class Language(nn.Module):
             x = block(x)
         return x
 
-    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, words: Tensor) -> Any:
         for begin in self.begins:
             begin()
         logits = self.at_logits(self.head(self.at_final(self.norm(self.hidden(words)))))
-        return logits, torch.stack([term() for term in self.terms] or [torch.zeros(())]).sum()
+        return (logits, torch.stack([term() for term in self.terms]).sum()) if self.terms else logits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tricky(Job):
+class Tricky(Reversible):
     """Trains a :class:`Language` with ``trick``, the name of one of :func:`tricks`."""
 
     trick: str = "plain"
@@ -104,11 +104,12 @@ class Tricky(Job):
         return model
 
     def dataset(self, split: str) -> Any:
-        x = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(len(split)))
-        return TensorDataset(x, x.roll(-1, 1))
+        samples = 8 if split == "train" else 11
+        x = torch.randint(0, WORDS, (samples, TOKENS), generator=torch.Generator().manual_seed(len(split)))
+        return Rows(list(zip(x, x.roll(-1, 1), strict=True)))
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        logits, term = output
+        logits, term = output if isinstance(output, tuple) else (output, 0)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + term
 
     def weight(self, target: Tensor) -> Tensor:
@@ -553,7 +554,12 @@ CHANGES: dict[str, Callable[[Language], None]] = {
 
 def tricks() -> dict[str, Callable[[Language], None]]:
     """Return what each trick changes in a model, by name; those at places are named ``TRICK at PLACE``."""
-    placed: Iterator[tuple[str, str]] = ((trick, place) for trick in TRICKS for place in PLACES)
+    places = list(PLACES)
+    placed: Iterator[tuple[str, str]] = (  # so that a part of them has every trick and every place
+        (trick, places[(turn + number) % len(places)])
+        for turn in range(len(places))
+        for number, trick in enumerate(TRICKS)
+    )
     return CHANGES | {
         f"{trick} at {place}": lambda model, trick=trick, place=place: _put(model, trick, place)  # type: ignore[misc]
         for trick, place in placed

@@ -63,13 +63,20 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "parameter_server async": (replace(PARAMETER_SERVER, num_shards=1, consistency="async"), 3),
 }
 """A strategy with its keys, and the number of its processes."""
-TENSOR: dict[str, tuple[StrategyConfig, int]] = {
-    "ddp, tensor": (replace(DDP, tensor=2), 2),
+WHOLE_DDP = replace(DDP, bucket_mb="auto")
+DIVIDED: dict[str, tuple[StrategyConfig, int]] = {
+    "ddp, tensor": (replace(WHOLE_DDP, tensor=2), 2),
+    "ddp, sequence": (replace(WHOLE_DDP, tensor=2, sequence=True), 2),
+    "fsdp, context": (replace(FSDP, context=2), 2),
     "fsdp, tensor": (replace(FSDP, num_workers=4, tensor=2), 4),
+    "fsdp, sequence": (replace(FSDP, num_workers=4, tensor=2, sequence=True), 4),
+    "fsdp, context, tensor": (replace(FSDP, num_workers=4, context=2, tensor=2), 4),
+    "pipeline, tensor": (replace(pipeline("1F1B", 2), tensor=2), 4),
+    "pipeline, context": (replace(pipeline("1F1B", 2), context=2), 4),
 }
-"""The same, for models with blocks whose layers can be divided."""
-EVERY = STRATEGIES | TENSOR
-SYNCHRONOUS = [name for name, (options, _) in EVERY.items() if registry.load(options.name).is_synchronous(options)]
+"""The same, for models with blocks whose layers can be divided, or whose samples can be divided by tokens."""
+EVERY = STRATEGIES | DIVIDED
+SYNCHRONOUS = [name for name, (options, _) in STRATEGIES.items() if registry.load(options.name).is_synchronous(options)]
 
 LIMIT_S = 300.0
 """Of a cell, which takes about two seconds on an idle machine."""
@@ -116,8 +123,9 @@ def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None)
     options, world_size = EVERY[strategy]
     in_stages = getattr(options, "pipeline", 2) > 1 and isinstance(options, StagedConfig)
     if in_stages:
-        place = MODELS[name].split and strategy != "pipeline, zero bubble"  # which has four stages
-        at = (f"model.{MODELS[name].split}",) if place else "auto"
+        place = MODELS[name].split if name in MODELS else ""
+        has_two = strategy != "pipeline, zero bubble"
+        at = (f"model.{place}",) if place and has_two else "auto"
         options = replace(options, split=at if split is None else split)  # type: ignore[call-arg]
     job = job_of(name, in_stages=in_stages, adamw=adamw)
     return Case(job=job, train=TRAIN, options=options, alone=options if world_size == 1 else None)
@@ -144,7 +152,7 @@ def cell(gang: Gang, name: str, strategy: str, *, adamw: bool = False, split: An
     ranks = [answer.value for answer in answers]
     if not registry.load(case.options.name).is_synchronous(case.options):
         return finite(ranks, expected)
-    rtol = COARSE if MODELS[name].coarse else ADAMW if adamw else SGD
+    rtol = COARSE if name in MODELS and MODELS[name].coarse else ADAMW if adamw else SGD
     found = comparison(ranks, expected, rtol, atol=2 * TRAIN.steps * ADAMW_LR if adamw else 0.0)
     if found.outcome == "wrong" and (said := explained([*notes, *ranks[0].warnings])):
         return Cell(outcome="by nature", detail=said)

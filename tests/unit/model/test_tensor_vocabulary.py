@@ -109,3 +109,16 @@ def test_a_weight_that_is_read_outside_of_its_module_is_found(direct: bool) -> N
     with whole.mode, uses.watched():
         whole.model(whole.fake_like(torch.arange(4)[None]))
     assert uses.found == ({modules["embed"]} if direct else set())
+
+
+@pytest.mark.parametrize("word", [-1, WORDS, WORDS + 1])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_word_that_no_part_has_is_an_error(count: int, word: int) -> None:
+    def of_rank(index: int, peers: Peers) -> Tensor:
+        model = Language()
+        divide_rows(model, ["embed", "head"], index=index, count=count, peers=peers, divided_logits=True)
+        out: Tensor = model(torch.tensor([[0, word]]))
+        return out
+
+    with pytest.raises(IndexError, match="out of range"):
+        in_lockstep(count, of_rank)
