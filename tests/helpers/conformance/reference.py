@@ -19,10 +19,11 @@ from orchestrator.worker.data.batches import Share
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a rank saw, and the averages of the weights that it would save."""
+    """What a rank saw, the averages of the weights that it would save, and the model of a plain loop."""
 
     steps: Steps
     averages: dict[str, Tensor]
+    model: nn.Module | None = None
 
 
 def trained(rank: int, case: Case, want_grad_norm: bool) -> Seen:
@@ -93,4 +94,4 @@ def trained_plainly(case: Case) -> Seen:
             now = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone() for name, p in named}
             kept = {name: decay * kept.get(name, p) + (1 - decay) * p for name, p in now.items()}
     seen.model.update(snapshot(model))
-    return Seen(steps=seen, averages=kept)
+    return Seen(steps=seen, averages=kept, model=model)

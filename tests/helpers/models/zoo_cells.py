@@ -173,10 +173,9 @@ def plain_of(gang: Gang, name: str, adamw: bool) -> Plain:
 def trained_plainly_twice(rank: int, name: str, adamw: bool) -> Plain:
     """Train in a plain loop, evaluate in batches of the same size, and train once more with each batch in reverse."""
     job = job_of(name, adamw=adamw)
-    seen, again = (trained_plainly(Case(job=one, train=TRAIN)).steps for one in (job, replace(job, backwards=True)))
-    model = job.model()
-    model.load_state_dict(seen.model)
-    model.eval()
+    seen, again = (trained_plainly(Case(job=one, train=TRAIN)) for one in (job, replace(job, backwards=True)))
+    assert seen.model is not None
+    model = seen.model.eval()
     sums: Counter[str] = Counter()
     samples, size = list(job.dataset("val").items), TRAIN.global_batch_size
     for first in range(0, len(samples), size):
@@ -187,7 +186,8 @@ def trained_plainly_twice(rank: int, name: str, adamw: bool) -> Plain:
             weight = num_rows(target) if weight is None else int(weight)
             sums.update(weight=weight, loss=float(job.loss(output, target)) * weight)
             sums.update({key: float(value) for key, value in job.metrics(output, target).items()})
-    return Plain(steps=seen, evaluation=dict(sums), noise=largest(losses([again]), losses([seen])))
+    noise = largest(losses([again.steps]), losses([seen.steps]))
+    return Plain(steps=seen.steps, evaluation=dict(sums), noise=noise)
 
 
 def largest(found: Tensor, wanted: Tensor) -> float:
