@@ -59,6 +59,16 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DisplayConfig:
+    """What the console shows."""
+
+    metrics: tuple[str, ...] = option(
+        "metrics, such as val/f1, that the progress lines, the panel and the verdict show too, each with its best "
+        "evaluation; that of checkpoint.best is always there"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """Runs whose ``output_dir`` is the URL of an object store."""
 
