@@ -80,7 +80,7 @@ def test_sinks_that_cannot_be_used_are_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = config_of(tmp_path, "tracking.tensorboard=true", "tracking.sinks=[jobs.digits.Digits]")
+    config = config_of(tmp_path, "tracking.tensorboard=true", "tracking.sinks=[wandb,jobs.digits.Digits]")
     golden.says(environment_errors(config))
 
 
