@@ -129,9 +129,11 @@ def _what_ran(record: Mapping[str, Any], end: RunEnd) -> str:
     after = "" if end.status == "FINISHED" else "after "
     length = "" if end.steps is None else f" {after}{count(end.steps, 'step')}"
     took = "" if end.took_s is None else f" in {duration(end.took_s)}"
+    resumed = (record.get("tags") or {}).get("resumed_from_step")
+    began = "" if resumed is None else f" It was resumed from step {resumed}."
     dirty = (record.get("source") or {}).get("source.git.dirty") == "true"
     code = " The code has uncommitted changes." if dirty else ""
-    return f"{what} {_HOW.get(end.status, end.status)}{length}{took}.{code}"
+    return f"{what} {_HOW.get(end.status, end.status)}{length}{took}.{began}{code}"
 
 
 def _speed(end: RunEnd) -> Iterator[str]:

@@ -161,8 +161,10 @@ def _files(run_dir: RunDir) -> Iterator[str]:
 
 
 def _tracking(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
+    if run_page := summary.get("mlflow_run_page"):
+        yield f"View run: {run_page}"
     if page := summary.get("mlflow_page"):
-        yield str(page)
+        yield f"charts: {page}"
     elif (run_id := record.get("mlflow_run_id")) is not None:
         yield f"run {run_id} on {(record.get('tracking') or {}).get('uri')}"
 

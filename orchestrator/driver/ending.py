@@ -31,6 +31,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline import trace
 from orchestrator.tracking.uploader import Upload, Uploader
 from orchestrator.tracking.uri import page_command
+from orchestrator.tracking.views import run_page
 
 PROMPT_WAIT_S = 0.5
 """Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""
@@ -93,6 +94,8 @@ class RunEnding:
             self.events.show(Warned(message=f"not complete: tracking.sinks ({problem})"))
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
+            if upload.run_id is not None:
+                summary["mlflow_run_page"] = run_page(upload.page, upload.run_id)
         known = {} if upload.run_id is None else {"mlflow_run_id": upload.run_id}  # the follower may have recorded it
         self._record(summary={**summary, **known}, **known)
         summary["mlflow_run_id"] = upload.run_id

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import masked
+from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.chosen_metrics import ChosenMetrics
@@ -277,7 +279,15 @@ def _opened(
     as_job = checked_run.given.display if checked_run.given is not None else ""
     command = command_line(checked_run.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(
-        config, checked_run.job, plan, resume, seen=checked_run.seen, command=command, sweep=sweep, redactor=redactor
+        config,
+        checked_run.job,
+        plan,
+        resume,
+        seen=checked_run.seen,
+        command=command,
+        settings=settings_of_run([masked(word, redactor) for word in checked_run.overrides]),
+        sweep=sweep,
+        redactor=redactor,
     )
     start_dir = run_dir if source is None else source.run_dir
     if source is not None:

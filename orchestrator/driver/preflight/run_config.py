@@ -151,11 +151,18 @@ def recorded_config(config: Config, job: Job, redactor: Redactor) -> dict[str, A
 
 
 def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths."""
+    """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths.
+
+    A script has none of the sections that its own code replaces.
+    """
+    is_script = (recorded.get("strategy") or {}).get("name") == "script"
+    left_out = ("train.", "data.", "checkpoint.") if is_script else ()
     return {
         key: value
         for key, value in _flatten(recorded).items()
-        if key not in PATH_KEYS and not (isinstance(value, str) and value.startswith(("/", "~")))
+        if key not in PATH_KEYS
+        and not key.startswith(left_out)
+        and not (isinstance(value, str) and value.startswith(("/", "~")))
     }
 
 
