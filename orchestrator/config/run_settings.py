@@ -7,8 +7,10 @@ from collections.abc import Sequence
 _MOST_CHARACTERS = 80
 """The length of the settings of a run; MLflow's pages and the legends of plots show no more."""
 _MOST_KEYS = 4
-_TELL_NOTHING = frozenset({"name", "resume", "output_dir", "plan", "debug", "profile"})
-_SECTIONS_THAT_TELL_NOTHING = ("tracking", "display", "storage", "cluster", "recovery", "hydra")
+_TELL_NOTHING = frozenset(
+    {"name", "resume", "output_dir", "plan", "debug", "profile", "train.log_every", "train.eval_every", "train.check"}
+)
+_SECTIONS_THAT_TELL_NOTHING = ("checkpoint", "tracking", "display", "storage", "cluster", "recovery", "hydra")
 
 
 def settings_of(overrides: Sequence[str], *, told_by_name: Sequence[str]) -> str:
@@ -25,16 +27,20 @@ def settings_of(overrides: Sequence[str], *, told_by_name: Sequence[str]) -> str
 
 
 def settings_of_run(overrides: Sequence[str]) -> str:
-    """Return the settings of a run outside of sweeps: the first ones that its user has given and that change results.
+    """Return what the user of a run outside of sweeps has set that changes results: the first, fields of the job before.
 
     ``overrides``: with secrets masked; options among them are left out.
     """
     told = {key: word for word in overrides if (key := _key(word)) is not None}
     is_named = any(word.startswith("name=") for word in overrides)
     names = ("job", "strategy") if not is_named else ()
-    own = [word for key, word in told.items() if key not in names]
+    own = [word for key, word in sorted(told.items(), key=_is_of_loop) if key not in names]
     text = settings_of(own[:_MOST_KEYS], told_by_name=())
     return text if len(own) <= _MOST_KEYS or text.endswith("...") else f"{text} ..."
+
+
+def _is_of_loop(told: tuple[str, str]) -> bool:
+    return not told[0].startswith("job.")
 
 
 def _key(word: str) -> str | None:

@@ -154,6 +154,11 @@ def _limits(end: RunEnd) -> Iterator[str]:
         yield f"Start-up: {duration(end.startup_s)}."
 
 
+def run_page(page: str, run_id: str) -> str:
+    """Return the address of a run in MLflow; ``page``: that of the charts with it."""
+    return f"{page.partition('?')[0]}/{run_id}"
+
+
 def choice_in_words(run_dir: RunDir) -> str:
     """Return in Markdown which strategy was chosen for a run, with the report; empty if it was not chosen by ``auto``.
 

@@ -14,7 +14,7 @@ from orchestrator.config.operation import TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
-from orchestrator.display.run_end import choice_in_words, describe_run
+from orchestrator.display.run_end import choice_in_words, describe_run, run_page
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
@@ -31,7 +31,6 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline import trace
 from orchestrator.tracking.uploader import Upload, Uploader
 from orchestrator.tracking.uri import page_command
-from orchestrator.tracking.views import run_page
 
 PROMPT_WAIT_S = 0.5
 """Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""

@@ -291,11 +291,6 @@ def page(server: str, experiment_id: str, view: View) -> str:
     return f"{server}/#/experiments/{experiment_id}/runs?{query}"
 
 
-def run_page(page: str, run_id: str) -> str:
-    """Return the address of a run itself; ``page``: that of the charts with it."""
-    return f"{page.partition('?')[0]}/{run_id}"
-
-
 def _envelope(view: View) -> str:
     state = json.dumps(_state(view), separators=(",", ":")).encode()
     packed = "deflate;" + base64.b64encode(zlib.compress(state, 9)).decode()
