@@ -27,7 +27,7 @@ def settings_of(overrides: Sequence[str], *, told_by_name: Sequence[str]) -> str
 
 
 def settings_of_run(overrides: Sequence[str]) -> str:
-    """Return what the user of a run outside of sweeps has set that changes results: the first, fields of the job before.
+    """Return the first settings of a run outside of sweeps that change results, fields of the job before others.
 
     ``overrides``: with secrets masked; options among them are left out.
     """

@@ -11,11 +11,11 @@ from orchestrator.config.run_settings import settings_of_run
     ("words", "text"),
     [
         ("strategy=ddp job=digits job.lr=0.03", "lr=0.03"),
-        ("name=mine strategy=ddp job.lr=0.03", "strategy=ddp lr=0.03"),
+        ("name=mine strategy=ddp job.lr=0.03", "lr=0.03 strategy=ddp"),
         ("job.lr=1 job.lr=2", "lr=2"),
         ("train.steps=9 train.log_every=1 checkpoint.every=2 seed=1 job.lr=3", "lr=3 steps=9 seed=1"),
         ("strategy.num_workers=2 data.num_workers=4", "strategy.num_workers=2 data.num_workers=4"),
-        ("experiment=quick +job.extra=1 ~job.lr seed=3", "experiment=quick extra=1 seed=3"),
+        ("experiment=quick +job.extra=1 ~job.lr seed=3", "extra=1 experiment=quick seed=3"),
         ("tracking.uri=x display.metrics=[a] cluster.device=cpu output_dir=o resume=auto recovery.spares=1", ""),
         ("--config-dir mine job.lr=1", "lr=1"),
         ("job.a=1 job.b=2 job.c=3 job.d=4 job.e=5", "a=1 b=2 c=3 d=4 ..."),
