@@ -22,7 +22,19 @@ from orchestrator.config.typed import Typed, merged
 
 WIDTH = 98
 KEY_COLUMN = 42
-SECTIONS = ("train", "strategy", "job", "checkpoint", "recovery", "data", "tracking", "storage", "cluster", "sweep")
+SECTIONS = (
+    "train",
+    "strategy",
+    "job",
+    "checkpoint",
+    "recovery",
+    "data",
+    "tracking",
+    "display",
+    "storage",
+    "cluster",
+    "sweep",
+)
 """In the order of the help: the most used first, after the keys of no section."""
 
 INTRODUCTION = """\

@@ -11,6 +11,8 @@ from orchestrator.config.build import option
 
 TENSORBOARD = "orchestrator.tracking.sinks.TensorBoard"
 """The import path of the sink of ``tracking.tensorboard``."""
+SINKS = {"tensorboard": TENSORBOARD, "wandb": "orchestrator.tracking.wandb.Wandb"}
+"""The import paths of the sinks that have a word of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +39,23 @@ class TrackingConfig:
     system_metrics_every_s: float = option("seconds between samples of CPU, memory and GPU usage; 0: off", minimum=0)
     tensorboard: bool = option("write event files for TensorBoard to sinks/tensorboard in the run directory")
     sinks: tuple[str, ...] = option(
-        "classes that receive the run too, by their import paths, as in tracking.sinks=[my_package.Sink]"
+        "what receives the run too: wandb (Weights & Biases), tensorboard, or classes by their import paths, as in "
+        "tracking.sinks=[wandb,my_package.Sink]"
     )
 
     @property
     def all_sinks(self) -> tuple[str, ...]:
         """The import paths of ``sinks`` and, with ``tensorboard``, of that."""
-        return (TENSORBOARD, *self.sinks) if self.tensorboard else self.sinks
+        paths = [SINKS.get(sink, sink) for sink in self.sinks]
+        return tuple(dict.fromkeys([TENSORBOARD, *paths] if self.tensorboard else paths))
 
     def __post_init__(self) -> None:
+        for sink in self.sinks:
+            if "." not in sink and sink not in SINKS:
+                raise ValueError(
+                    f"tracking.sinks=[{sink}]: no sink has this name; there are {' and '.join(SINKS)}, or give the "
+                    "import path of a class, such as my_package.Sink"
+                )
         names = [path.rpartition(".")[2].lower() for path in self.all_sinks]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -56,6 +66,16 @@ class TrackingConfig:
             raise ValueError(
                 f"tracking.experiment={self.experiment[:50]}: expected 1 to 250 characters without control characters"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisplayConfig:
+    """What the console shows."""
+
+    metrics: tuple[str, ...] = option(
+        "metrics, such as val/f1, that the progress lines, the panel and the verdict show too, each with its best "
+        "evaluation; that of checkpoint.best is always there"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

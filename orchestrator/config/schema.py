@@ -12,7 +12,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from orchestrator.config.build import option
 from orchestrator.config.eval_splits import check_metric, check_splits, metric_prefix
-from orchestrator.config.operation import ClusterConfig, RecoveryConfig, StorageConfig, SweepConfig, TrackingConfig
+from orchestrator.config.operation import (
+    ClusterConfig,
+    DisplayConfig,
+    RecoveryConfig,
+    StorageConfig,
+    SweepConfig,
+    TrackingConfig,
+)
 
 LARGEST_SEED = 2**63 - 1
 LONGEST_HANG_FACTOR = 4
@@ -243,6 +250,7 @@ class Config:
     checkpoint: CheckpointConfig
     recovery: RecoveryConfig
     tracking: TrackingConfig
+    display: DisplayConfig
     storage: StorageConfig
     cluster: ClusterConfig
     sweep: SweepConfig

@@ -62,8 +62,9 @@ NAMES = {
     "recovery.max_failures": "max_restarts max_retries num_retries",
     "tracking.experiment": "experiment_name project project_name wandb_project mlflow_experiment_name",
     "tracking.uri": "tracking_uri mlflow_tracking_uri mlflow",
-    "tracking.sinks": "wandb logger loggers report_to log_with comet neptune clearml",
-    "tracking.tensorboard": "tensorboard tb",
+    "tracking.sinks=[wandb]": "wandb use_wandb wandb_mode",
+    "tracking.sinks": "logger loggers report_to log_with comet neptune clearml",
+    "tracking.sinks=[tensorboard]": "tensorboard tb",
     "name": "run_name job_name wandb_name",
     "output_dir": (
         "default_root_dir log_dir logging_dir save_dir out_dir project_dir output storage_path checkpoint_dir"

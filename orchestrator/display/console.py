@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 
+from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.event_text import Line, describe_event
 from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
 from orchestrator.display.plain_text import clean, number, takes_unicode, writable
@@ -38,6 +39,7 @@ def make_console(
     *,
     steps: int,
     world_size: int,
+    chosen: ChosenMetrics | None = None,
     live: bool = True,
     stream: IO[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -46,10 +48,10 @@ def make_console(
 
     Close it after every other sink, so that their warnings come before the verdict. ``clock`` returns seconds, which
     must never step: the times in events come from clocks that do, on several hosts. ``live``: whether a panel may be
-    drawn on a terminal, which nothing else must use.
+    drawn on a terminal, which nothing else must use. ``chosen``: the metrics that the user has chosen.
     """
     out = cast("IO[str]", _ForgivingStream(stream or sys.stdout))
-    view = RunView(steps=steps, world_size=world_size)
+    view = RunView(steps=steps, world_size=world_size, chosen=chosen)
     if live and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):  # Rich itself obeys NO_COLOR
         terminal = Console(file=out, force_terminal=True, force_jupyter=False, highlight=False)
         return LiveConsole(view, terminal, clock)
@@ -100,6 +102,8 @@ class PlainConsole:
         with self._lock:
             self._view.update(event, self._clock())
             lines = self._lines(event)
+            if (lacking := self._view.chosen.take_warning()) is not None:
+                lines = [(f"warning: {lacking}", "yellow"), *lines]
         self._print(lines)
         if isinstance(event, events.TextSampled):
             text = Text(clean(event.text).strip("\n"))
@@ -142,8 +146,8 @@ class PlainConsole:
         if not self._unshown:
             return []
         metrics, self._unshown = self._unshown, {}
-        eta_s = self._view.eta_s()
-        return [(status_line(self._unshown_step, self._view.steps, metrics, eta_s, self._view.metrics), "")]
+        view = self._view
+        return [(status_line(self._unshown_step, view.steps, metrics, view.eta_s(), view.metrics, view.chosen), "")]
 
     def _ending(self, event: events.RunEnded) -> list[Line]:
         view = self._view
@@ -155,7 +159,9 @@ class PlainConsole:
             failure=view.failure,
             checkpoint=view.checkpoint,
         )
-        if view.started is not None and view.started.evaluates:
+        if view.started is None or not view.started.evaluates:
+            rest = [*filter(None, [view.chosen.summary()]), *rest]
+        else:
             rest = [*(f"{name} {number(value)}" for name, value in sorted(view.latest.items())), *rest]
         return [(first, _VERDICT_STYLES.get(event.status, "bold red")), *((r, "") for r in rest)]
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.event_text import checkpoint_text, stop_text, waiting_text
 from orchestrator.display.plain_text import (
     MOST_ROWS,
@@ -38,8 +39,9 @@ _SMALLEST_WIDTH, _SMALLEST_HEIGHT = 48, 9
 class RunView:
     """The state of a run, updated by events; its size is bounded."""
 
-    def __init__(self, *, steps: int, world_size: int):
+    def __init__(self, *, steps: int, world_size: int, chosen: ChosenMetrics | None = None):
         self.steps = steps
+        self.chosen = chosen or ChosenMetrics()
         self.world_size = world_size
         self.step = 0
         self.started: events.RunStarted | None = None
@@ -81,11 +83,16 @@ class RunView:
                     self._reached(least, now)
             case events.CheckpointSaved():
                 self.checkpoint = event
+            case events.BestFound():
+                self.chosen.best = event.step, event.value
             case events.Continued():
+                self.chosen.go_back(event.step)
                 while self.losses and self.losses[-1][0] > event.step:
                     self.losses.pop()
             case events.StopRequested():
                 self.stop = event
+            case events.RunEnded():
+                self.chosen.end()
             case events.WorkerFailed() if self.failure is None:
                 self.failure = event
 
@@ -94,6 +101,7 @@ class RunView:
         for spec in event.specs:
             self.metrics.add(spec)
         self.latest.update(event.metrics)
+        self.chosen.add(event.step, event.metrics)
         if LOSS.name in event.metrics:
             self.losses.append((event.step, event.metrics[LOSS.name]))
         if SAMPLES_PER_S.name in event.metrics:
@@ -138,7 +146,12 @@ class RunView:
 
 
 def status_line(
-    step: int, steps: int, values: Mapping[str, float], eta_s: float | None, metrics: Iterable[MetricSpec]
+    step: int,
+    steps: int,
+    values: Mapping[str, float],
+    eta_s: float | None,
+    metrics: MetricRegistry,
+    chosen: ChosenMetrics,
 ) -> str:
     """Return the progress of a run: ``step 120/500  loss 0.2314  val_acc 0.9710  8,310 samples/s  eta 12s``.
 
@@ -147,8 +160,10 @@ def status_line(
         values: the newest values of metrics by name.
         eta_s: the seconds that remain, None if unknown.
         metrics: the declared metrics, in the order in which they appear.
+        chosen: those that the user has chosen, which appear too.
     """
     parts = [f"step {step}/{steps}" if steps else f"step {step}", *_progress_texts(values, metrics)]
+    parts += [text for name, text in chosen.texts(values, metrics).items() if not _has_progress(name, metrics)]
     if eta_s is not None and step < steps:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
@@ -167,14 +182,18 @@ def _progress_texts(values: Mapping[str, float], metrics: Iterable[MetricSpec]) 
     ]
 
 
+def _has_progress(name: str, metrics: MetricRegistry) -> bool:
+    return name in metrics and metrics[name].progress is not None
+
+
 def draw(view: RunView, *, width: int, height: int, now: float, unicode: bool = True) -> RenderableType:
     """Return the panel in at most ``height`` - 1 rows; a single line if the terminal is too small.
 
     ``now``: by the clock of :meth:`RunView.update`.
     """
     if width < _SMALLEST_WIDTH or height < _SMALLEST_HEIGHT:
-        shown = {n: v for n, v in view.latest.items() if not n.startswith("val/")}
-        line = status_line(view.step, view.steps, shown, view.eta_s(), view.metrics)
+        shown = {n: v for n, v in view.latest.items() if n in view.chosen or not n.startswith("val/")}
+        line = status_line(view.step, view.steps, shown, view.eta_s(), view.metrics, view.chosen)
         return _row(line)
     inside = width - 4
     rows = [_progress(view, now, width=inside, unicode=unicode), *_curves(view, width=inside, unicode=unicode)]
@@ -221,12 +240,15 @@ def _curves(view: RunView, *, width: int, unicode: bool) -> list[Text]:
             recent = list(values)[-max(1, width - len(head)) :]
             line = sparkline(recent, unicode=unicode, from_zero=label == "samples/s")
             rows.append(_row(head, (line, style)))
-    validation = {n[4:]: v for n, v in sorted(view.latest.items()) if n.startswith("val/")}
+    chosen = view.chosen.texts(view.latest, view.metrics, with_best=True)
+    not_chosen = {n: v for n, v in view.latest.items() if n not in chosen}
+    validation = [text.removeprefix("val/") for name, text in chosen.items() if name.startswith("val/")]
+    validation += [f"{n[4:]} {number(v)}" for n, v in sorted(not_chosen.items()) if n.startswith("val/")]
     if validation:
-        shown = "  ".join(f"{name} {number(value)}" for name, value in validation.items())
-        text_row = f"{'val':<11}{shown}  (step {view.val_step:,})"
-        rows.append(_row(text_row))
-    if others := _progress_texts(view.latest, (spec for spec in view.metrics if spec not in CORE_METRICS)):
+        rows.append(_row(f"{'val':<11}{'  '.join(validation)}  (step {view.val_step:,})"))
+    others = [text for name, text in chosen.items() if not name.startswith("val/")]
+    others += _progress_texts(not_chosen, (spec for spec in view.metrics if spec not in CORE_METRICS))
+    if others:
         rows.append(_row(f"{'metrics':<11}{'  '.join(others)}"))
     return rows
 

@@ -201,6 +201,8 @@ def verdict(
     if "samples" in summary:
         lines.append(f"samples: {summary['samples']}")
     lines += [f"next: {command}" for command in ended.next_commands]
+    if "mlflow_run_page" in summary:
+        lines.append(f"View run: {summary['mlflow_run_page']}")
     if "mlflow_page" in summary:
         lines.append(f"charts: {summary['mlflow_page']}")
     if "mlflow_missing" in summary:

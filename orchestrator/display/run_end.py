@@ -129,9 +129,11 @@ def _what_ran(record: Mapping[str, Any], end: RunEnd) -> str:
     after = "" if end.status == "FINISHED" else "after "
     length = "" if end.steps is None else f" {after}{count(end.steps, 'step')}"
     took = "" if end.took_s is None else f" in {duration(end.took_s)}"
+    resumed = (record.get("tags") or {}).get("resumed_from_step")
+    began = "" if resumed is None else f" It was resumed from step {resumed}."
     dirty = (record.get("source") or {}).get("source.git.dirty") == "true"
     code = " The code has uncommitted changes." if dirty else ""
-    return f"{what} {_HOW.get(end.status, end.status)}{length}{took}.{code}"
+    return f"{what} {_HOW.get(end.status, end.status)}{length}{took}.{began}{code}"
 
 
 def _speed(end: RunEnd) -> Iterator[str]:
@@ -150,6 +152,11 @@ def _limits(end: RunEnd) -> Iterator[str]:
         yield f"Pipeline bubble: {bubble:.0f}%, in theory {theory:.0f}%."
     if end.startup_s is not None:
         yield f"Start-up: {duration(end.startup_s)}."
+
+
+def run_page(page: str, run_id: str) -> str:
+    """Return the address of a run in MLflow; ``page``: that of the charts with it."""
+    return f"{page.partition('?')[0]}/{run_id}"
 
 
 def choice_in_words(run_dir: RunDir) -> str:

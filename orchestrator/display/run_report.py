@@ -9,9 +9,10 @@ from typing import Any
 from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.config.text import path_override
 from orchestrator.display.plain_text import count, duration, first_line, number, rate, size
-from orchestrator.display.run_end import RunEnd, run_end
+from orchestrator.display.run_end import RunEnd, run_end, run_page
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_lines
+from orchestrator.records.json_file import read_json
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import ACTIVE_STATES, STATES_WITHOUT_END, RunDir
 from orchestrator.records.run_search import progress_of, search_options
@@ -48,7 +49,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
         "best": _best(record.get("best"), events),
         "files": [run_dir.location, *_files(run_dir)],
-        "MLflow": _tracking(record, summary),
+        "MLflow": _tracking(run_dir, record),
         "next": _next_commands(
             run_dir, record, verb, resumable=checkpoint is not None and state not in ("finished", *ACTIVE_STATES)
         ),
@@ -160,9 +161,14 @@ def _files(run_dir: RunDir) -> Iterator[str]:
             yield f"{path.name + ('/' if path.is_dir() else ''):<14}{meaning}"
 
 
-def _tracking(record: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
-    if page := summary.get("mlflow_page"):
-        yield str(page)
+def _tracking(run_dir: RunDir, record: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        uploaded = read_json(run_dir.tracking_file)
+    except (OSError, ValueError):
+        uploaded = {}
+    if (page := uploaded.get("page")) and (run_id := uploaded.get("run_id")):
+        yield f"View run: {run_page(page, run_id)}"
+        yield f"charts: {page}"
     elif (run_id := record.get("mlflow_run_id")) is not None:
         yield f"run {run_id} on {(record.get('tracking') or {}).get('uri')}"
 

@@ -14,7 +14,7 @@ from orchestrator.config.operation import TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
-from orchestrator.display.run_end import choice_in_words, describe_run
+from orchestrator.display.run_end import choice_in_words, describe_run, run_page
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
@@ -93,6 +93,8 @@ class RunEnding:
             self.events.show(Warned(message=f"not complete: tracking.sinks ({problem})"))
         if upload.page is not None:
             summary["mlflow_page"] = upload.page
+            if upload.run_id is not None:
+                summary["mlflow_run_page"] = run_page(upload.page, upload.run_id)
         known = {} if upload.run_id is None else {"mlflow_run_id": upload.run_id}  # the follower may have recorded it
         self._record(summary={**summary, **known}, **known)
         summary["mlflow_run_id"] = upload.run_id

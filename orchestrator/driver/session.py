@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import masked
+from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
+from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
@@ -39,7 +42,7 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.events import Noted, Sink, Warned
-from orchestrator.records.journal import Journal
+from orchestrator.records.journal import Journal, read_metrics
 from orchestrator.records.lease import Lease, SupersededError
 from orchestrator.records.lock import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
@@ -276,7 +279,15 @@ def _opened(
     as_job = checked_run.given.display if checked_run.given is not None else ""
     command = command_line(checked_run.overrides, redactor, job=as_job, origin=origin)
     run_dir, uid = open_run(
-        config, checked_run.job, plan, resume, seen=checked_run.seen, command=command, sweep=sweep, redactor=redactor
+        config,
+        checked_run.job,
+        plan,
+        resume,
+        seen=checked_run.seen,
+        command=command,
+        settings=settings_of_run([masked(word, redactor) for word in checked_run.overrides]),
+        sweep=sweep,
+        redactor=redactor,
     )
     start_dir = run_dir if source is None else source.run_dir
     if source is not None:
@@ -290,7 +301,8 @@ def _opened(
         checked_run.decision.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
-    shown = console or make_console(steps=plan.steps, world_size=plan.world_size, live=not config.debug)
+    chosen = ChosenMetrics.of(config)
+    shown = console or make_console(steps=plan.steps, world_size=plan.world_size, chosen=chosen, live=not config.debug)
     launch.stop.console = shown
     journal = Journal(run_dir, warn=lambda text: events.show(Warned(message=text)))
     watchers = [] if launch.watcher is None or console is not None else [launch.watcher]
@@ -298,6 +310,8 @@ def _opened(
     events = EventStream([shown, *of_ray, *watchers], redactor, journal=journal)
     for event in take_left_reports(run_dir, up_to_step=resume.step) if resume is not None else ():
         events.record(event)
+    if resume is not None:
+        chosen.look_back(read_metrics(run_dir), up_to_step=resume.step)
     namesakes = active_namesakes(run_dir)
     sweep_id = None if sweep is None else sweep["id"]
     queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)

@@ -1,4 +1,4 @@
-"""Where else the follower writes a run: TensorBoard, which imports torch when a sink is made, and sinks of the user.
+"""Where else the follower writes a run: TensorBoard, which imports torch when a sink is made, and other sinks.
 
 A sink has no position to keep. Each process that feeds it, and each attempt after an error, makes a new one in an
 empty folder and gives it the journal from the start; so does a run that repeats steps. No step is there twice.
@@ -9,14 +9,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shutil
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.config.operation import SINKS
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.metrics import summary_value
-from orchestrator.records.journal import Ending, Point, Sample, discards_before, read_points, read_samples
+from orchestrator.records.journal import (
+    OF_NO_ATTEMPT,
+    Ending,
+    Point,
+    Points,
+    Sample,
+    discards_before,
+    read_points,
+    read_samples,
+)
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.storable_names import storable
@@ -24,11 +34,14 @@ from orchestrator.tracking.transfer import masked_copies
 
 _LINES_AT_ONCE = 500
 _ERRORS = "errors.json"
+_WORDS = {path: word for word, path in SINKS.items()}
 _METHODS = ("log_points", "log_sample", "close")
 
 
 class TrackingSink(Protocol):
     """What a class in ``tracking.sinks`` has. An error of a call is a warning of the run, and is tried again.
+
+    A sink may also have a method ``discard()``, which is called before another one takes its place.
 
     Args:
         run: the contents of ``run.json``, with secrets masked: ``run["name"]``, ``run["params"]``, ``run["uid"]``, ...
@@ -113,7 +126,7 @@ class Sinks:
                 problem = e
                 feed.begin_again()
                 text = self._redactor.text(f"{type(e).__name__}: {e}")
-                errors[path] = (text.splitlines() or [""])[0][:500]
+                errors[_WORDS.get(path, path)] = (text.splitlines() or [""])[0][:500]
         if errors != self._errors:
             self._errors = errors
             record_problems(self._run_dir, errors)
@@ -129,11 +142,15 @@ class _Feed:
         self._path = path
         self._folder = run_dir.sinks / folder_of(path)
         self._redactor = redactor
+        self._sink: TrackingSink | None = None
         self.begin_again()
 
     def begin_again(self) -> None:
         """Make another sink for the next push."""
-        self._sink: TrackingSink | None = None
+        if (discard := getattr(self._sink, "discard", None)) is not None:
+            with contextlib.suppress(Exception):  # of any type: the user's code
+                discard()
+        self._sink = None
         self._offset = self._samples_offset = 0
         self._is_closed = False
 
@@ -144,22 +161,35 @@ class _Feed:
         if discards_before(self._run_dir.metrics_file, self._offset):
             self.begin_again()
         sink = self._opened()
-        lines = read_points(self._run_dir.metrics_file, self._offset)
-        while batch := list(islice(lines, _LINES_AT_ONCE)):
-            points = [
-                Point(name, value, line.time, line.step) for line in batch for name, value in line.metrics.items()
-            ]
-            if points:
-                sink.log_points(points)
-            self._offset = batch[-1].end
-        for sample, offset in read_samples(self._run_dir, self._samples_offset):
-            if sample.path.is_file():
-                with masked_copies(self._run_dir, self._redactor, sample.path, scratch=".sinks") as (copy,):
-                    sink.log_sample(sample._replace(path=copy))
-            self._samples_offset = offset
+        samples = deque(read_samples(self._run_dir, self._samples_offset))
+        batch: list[Points] = []
+        for line in read_points(self._run_dir.metrics_file, self._offset):
+            is_next = bool(samples) and line.step > samples[0][0].step and not all(map(_is_of_no_attempt, line.metrics))
+            if is_next or len(batch) == _LINES_AT_ONCE:
+                self._log(sink, batch)
+                batch = []
+            while is_next and samples and line.step > samples[0][0].step:
+                self._log_sample(sink, *samples.popleft())
+            batch.append(line)
+        self._log(sink, batch)
+        for sample, offset in samples:
+            self._log_sample(sink, sample, offset)
         if ending is not None:
             sink.close(ending.status, self._redactor.data(ending.summary, by_key=False))
             self._is_closed = True
+
+    def _log(self, sink: TrackingSink, lines: Sequence[Points]) -> None:
+        points = [Point(name, value, line.time, line.step) for line in lines for name, value in line.metrics.items()]
+        if points:
+            sink.log_points(points)
+        if lines:
+            self._offset = lines[-1].end
+
+    def _log_sample(self, sink: TrackingSink, sample: Sample, offset: int) -> None:
+        if sample.path.is_file():
+            with masked_copies(self._run_dir, self._redactor, sample.path, scratch=".sinks") as (copy,):
+                sink.log_sample(sample._replace(path=copy))
+        self._samples_offset = offset
 
     def _opened(self) -> TrackingSink:
         if self._sink is None:
@@ -168,6 +198,10 @@ class _Feed:
             record = storable(self._redactor.data(self._run_dir.read_record()))
             self._sink = load_sink(self._path)(record, self._folder)
         return self._sink
+
+
+def _is_of_no_attempt(name: str) -> bool:
+    return name.startswith(OF_NO_ATTEMPT)
 
 
 def folder_of(path: str) -> str:

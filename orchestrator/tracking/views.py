@@ -73,6 +73,8 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
         tags |= sweep_tags(sweep)
         if settings := sweep.get("settings"):
             tags[SETTINGS] = settings
+    if restarts := (record.get("summary") or {}).get("restarts"):
+        tags["recoveries"] = str(restarts)
     if record.get("state") == PRUNED:
         tags[PRUNED] = str(record.get("reason"))
     tags |= {f"mlflow.{key}": str(value) for key, value in (record.get("source") or {}).items()}
@@ -82,8 +84,8 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def run_name(record: Mapping[str, Any]) -> str:
-    """Return the name of a run in MLflow: with the settings in which it differs from others of its sweep."""
-    settings = (record.get("sweep") or {}).get("settings")
+    """Return the name of a run in MLflow: with its settings, in a sweep those in which it differs from the others."""
+    settings = (record.get("sweep") or record).get("settings")
     parts = [record["name"], settings, "(pruned)" if record.get("state") == PRUNED else None]
     return storable_text(" ".join(filter(None, parts)), MAX_NAME_LENGTH)
 

@@ -28,6 +28,7 @@ from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.lock import machine_facts, this_process
 from orchestrator.records.output_dir import OutputDir, announce, take_over
 from orchestrator.records.run_dir import RunDir
+from orchestrator.strategies.external.job import Script
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
 _RECORDED_TRACKING = (
@@ -49,6 +50,7 @@ def open_run(
     *,
     seen: Collection[str] = (),
     command: str,
+    settings: str = "",
     sweep: Mapping[str, str] | None,
     redactor: Redactor,
 ) -> tuple[RunDir, str]:
@@ -63,6 +65,7 @@ def open_run(
         resume: the run to continue; None for a new one.
         seen: the directories of runs that the search for one to continue has found.
         command: the command line of the run.
+        settings: what tells the run from others of its job, with secrets masked.
         sweep: what :meth:`Sweep.membership` returned; None if the run belongs to none.
         redactor: masks secrets in everything that is written.
 
@@ -82,8 +85,9 @@ def open_run(
         "strategy": plan.strategy,
         "job": plan.job,
         "plan": {**dataclasses.asdict(plan), "world_size": plan.world_size},
-        "params": params_of(recorded),
-        "tags": _tags(plan),
+        "params": params_of(recorded) | script_arguments(job, redactor),
+        "settings": settings,
+        "tags": _tags(plan) | ({} if resume is None else {"resumed_from_step": str(resume.step)}),
         "source": source_of(job),
         "tracking": {k: tracking[k] for k in _RECORDED_TRACKING},
         "sweep": sweep,
@@ -121,6 +125,14 @@ def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "",
     return shlex.join(origin.relaunch(kept))
 
 
+def script_arguments(job: Job, redactor: Redactor) -> dict[str, str]:
+    """Return the arguments of a script as parameters of their own, secrets masked; empty for another job."""
+    if not isinstance(job, Script):
+        return {}
+    masked_arguments: dict[str, str] = redactor.data(job.arguments())
+    return {f"args.{key}": value for key, value in masked_arguments.items()}
+
+
 def _tags(plan: Plan) -> dict[str, str]:
     tags = {
         "strategy": plan.strategy,
@@ -138,14 +150,17 @@ def _tags(plan: Plan) -> dict[str, str]:
 
 
 def source_of(job: Job) -> dict[str, str]:
-    """Return the origin of the code of ``job``, under MLflow's names without their prefix ``mlflow.``.
+    """Return the origin of the code of ``job``, or of its script, under MLflow's names without their ``mlflow.``.
 
     Git's values are left out if no commit has the job's file, or if git is missing or slow.
     """
-    target = f"{type(job).__module__}.{type(job).__qualname__}"
+    is_script = isinstance(job, Script)
+    target = job.script if is_script else f"{type(job).__module__}.{type(job).__qualname__}"
     found = {"user": _user(), "source.type": "LOCAL", "source.name": target}
+    if is_script and job.kind != "file":
+        return found
     try:
-        file = Path(inspect.getfile(type(job))).resolve()
+        file = Path(job.script if is_script else inspect.getfile(type(job))).resolve()
     except (OSError, TypeError):  # a class of a notebook or of standard input
         return found
     name = name_in_repository(file)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.operation import SINKS
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
@@ -18,6 +19,7 @@ from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.tracking import wandb
 from orchestrator.tracking.sinks import load_sink
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 
@@ -81,11 +83,18 @@ def environment_errors(config: Config) -> list[str]:
 def sink_errors(config: Config) -> list[str]:
     """Return what is wrong with the sinks."""
     errors = []
-    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        errors.append("tracking.tensorboard: needs TensorBoard; install it with: pip install tensorboard")
-    for path in config.tracking.sinks:
+    tracking = config.tracking
+    named = {"tracking.tensorboard": "tensorboard"} if tracking.tensorboard else {}
+    named |= {f"tracking.sinks=[{sink}]": sink for sink in tracking.sinks if sink in SINKS}
+    for key, package in named.items():
+        if importlib.util.find_spec(package) is None:
+            errors.append(f"{key}: needs {package}; install it with: pip install {package}")
+        elif package == "wandb" and (problem := wandb.why_unusable()) is not None:
+            errors.append(f"{key}: {problem}")
+    for path in tracking.sinks:
         try:
-            load_sink(path)
+            if path not in SINKS:
+                load_sink(path)
         except ValueError as e:
             errors.append(str(e))
     return errors
@@ -142,11 +151,18 @@ def recorded_config(config: Config, job: Job, redactor: Redactor) -> dict[str, A
 
 
 def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths."""
+    """Return the parameters for MLflow, by dotted key: all values of a recorded configuration except paths.
+
+    A script has none of the sections that its own code replaces.
+    """
+    is_script = (recorded.get("strategy") or {}).get("name") == "script"
+    left_out = ("train.", "data.", "checkpoint.") if is_script else ()
     return {
         key: value
         for key, value in _flatten(recorded).items()
-        if key not in PATH_KEYS and not (isinstance(value, str) and value.startswith(("/", "~")))
+        if key not in PATH_KEYS
+        and not key.startswith(left_out)
+        and not (isinstance(value, str) and value.startswith(("/", "~")))
     }
 
 

@@ -18,6 +18,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
+from orchestrator.config.run_settings import settings_of
 from orchestrator.config.text import path_override, plain
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
@@ -41,10 +42,6 @@ NOT_STARTED = 2
 
 FAILED = 1
 """The exit code of a run that an error in the orchestrator has ended."""
-
-
-_MOST_CHARACTERS = 80
-"""The length of the settings of a run; MLflow's pages and the legends of plots show no more."""
 
 
 class Execute(Protocol):
@@ -249,19 +246,6 @@ class Sweep:
     def say(self, text: str) -> None:
         """Print ``text``, with secrets masked."""
         print(writable(self.redactor.text(text), sys.stdout), flush=True)
-
-
-def settings_of(overrides: Sequence[str], *, told_by_name: Sequence[str]) -> str:
-    """Return overrides with short keys where these are unique: ``lr=0.1 hidden=32``.
-
-    ``told_by_name``: the keys that the name of a run has.
-    """
-    given = [o.strip("'\"").lstrip("+~").partition("=") for o in overrides]
-    own = {key: value for key, _, value in given if key not in told_by_name}
-    ends = [key.rpartition(".")[2] for key in own]
-    short = {key: end if ends.count(end) == 1 else key for key, end in zip(own, ends, strict=True)}
-    text = " ".join(f"{short[key]}={value}" for key, value in own.items())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def open_sweep(

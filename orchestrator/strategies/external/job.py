@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,25 @@ class Script(Job):
             raise ValueError(f"job.args={self.args}: a shell could not read it: {str(e).lower()}") from e
         if self.kind == "file":
             _check_file(Path(self.script))
+
+    def arguments(self) -> dict[str, str]:
+        """Return its arguments by name, as most programs read them: ``--lr 0.003`` and ``--lr=0.003`` are ``lr``.
+
+        Several values of an option are one text, an option without any is ``true``, and words before the first option
+        are left out.
+        """
+        found: dict[str, list[str]] = {}
+        name = None
+        for word in shlex.split(self.args):
+            if (given := re.fullmatch(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)) is not None:
+                name = given[1].replace("-", "_")
+                found[name] = [] if given[2] is None else [given[2]]
+            elif (given := re.fullmatch(r"\+*([A-Za-z][\w.]*)=(.*)", word, re.DOTALL)) is not None:  # as for Hydra
+                found[given[1]] = [given[2]]
+                name = None
+            elif name is not None:
+                found[name].append(word)
+        return {key: " ".join(values) or "true" for key, values in found.items()}
 
     def command(self, python: str) -> Sequence[str]:
         """Return the program and its arguments; ``python``: the interpreter."""

@@ -102,6 +102,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         sweep=section("sweep", schema.SweepConfig),
         recovery=RECOVERY,
         tracking=section("tracking", schema.TrackingConfig, uri=None, system_metrics_every_s=0),
+        display=section("display", schema.DisplayConfig),
         storage=section("storage", schema.StorageConfig),
         cluster=CLUSTER,
         strategy=options,

@@ -4,6 +4,7 @@ import io
 import re
 from typing import IO
 
+from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
 from orchestrator.protocol.events import (
     CheckpointSaved,
@@ -56,9 +57,9 @@ def progress(rank: int, step: int, step_ms: float | None = 6.0, node: str = "nod
     return RankProgress(time=START, rank=rank, step=step, phase="train", step_ms=step_ms, node=node)
 
 
-def printed(*events: Event, stream: IO[str] | None = None) -> list[str]:
+def printed(*events: Event, stream: IO[str] | None = None, chosen: ChosenMetrics | None = None) -> list[str]:
     out, now = stream or io.StringIO(), START
-    console = make_console(steps=500, world_size=2, stream=out, clock=lambda: now)
+    console = make_console(steps=500, world_size=2, chosen=chosen, stream=out, clock=lambda: now)
     for event in events:
         now = event.time
         console.emit(event)

@@ -20,7 +20,7 @@ from orchestrator.records.run_dir import RunDir
 
 RECORDING = Path(__file__).with_name("recorded_sweep")
 _OF_THE_MACHINE = ("driver", "location", "tracking", "mlflow_run_id")
-_OF_THE_MACHINE_IN_SUMMARY = ("mlflow_run_id", "mlflow_page", "timeline")
+_OF_THE_MACHINE_IN_SUMMARY = ("mlflow_run_id", "mlflow_page", "mlflow_run_page", "timeline")
 _FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")
 
 

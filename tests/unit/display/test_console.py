@@ -300,6 +300,7 @@ def test_verdicts(golden: Golden) -> None:
         "limit of a run that finished": with_summary(limit="limited by computation"),
         "no limit of a run that was stopped": with_summary(KILLED, limit="limited by computation"),
         "not in MLflow": with_summary(mlflow_missing="no answer from http://mlflow:5000"),
+        "pages of MLflow": with_summary(mlflow_run_page="http://h/#/experiments/1/runs/a", mlflow_page="http://h/#/e"),
         "again after a late warning": printed(STARTED, FINISHED, Warned(message="12 points are missing")),
         "failure of the first rank": printed(STARTED, FORMED, FAILED, collateral, failed),
         "failure after one that was healed": printed(STARTED, FORMED, FAILED, replace(FORMED, generation=2), waited),

@@ -11,9 +11,10 @@ import pytest
 
 from helpers.files.golden import Golden
 from jobs.digits import Digits
-from orchestrator.display.run_end import describe_run
+from orchestrator.display.run_end import describe_run, run_page
 from orchestrator.driver.preflight.record import source_of
-from orchestrator.tracking.views import run_tags
+from orchestrator.strategies.external.job import Script
+from orchestrator.tracking.views import COMPARE, page, run_name, run_tags
 
 MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}
 RECORD: dict[str, Any] = {
@@ -67,6 +68,27 @@ def test_the_tags_of_a_run() -> None:
         "mlflow.note.content": "Text.\n\n`go`",
     }
     assert run_tags({}) == {}
+    assert run_tags({"summary": {"restarts": 2}, "tags": {"resumed_from_step": "40"}}) == {
+        "recoveries": "2",
+        "resumed_from_step": "40",
+    }
+
+
+def test_the_name_and_the_page_of_a_run() -> None:
+    alone = {"name": "digits-ddp", "settings": "lr=0.03"}
+    assert run_name(alone) == "digits-ddp lr=0.03"
+    assert run_name({**alone, "settings": ""}) == run_name({"name": "digits-ddp"}) == "digits-ddp"
+    assert run_name({**alone, "sweep": {"settings": "hidden=8"}}) == "digits-ddp hidden=8"
+    charts = page("https://host/mlflow", "7", COMPARE)
+    assert run_page(charts, "abc") == "https://host/mlflow/#/experiments/7/runs/abc"
+
+
+def test_a_resumed_run_says_so() -> None:
+    record = {**RECORD, "tags": {"resumed_from_step": "100"}}
+    text = describe_run(record, SUMMARY, status="FINISHED", reason="")
+    assert "finished in 3.3s. It was resumed from step 100." in text.replace(" after 200 steps", "").replace(
+        " 200 steps", ""
+    )
 
 
 def load(path: Path, *, name: str) -> ModuleType:
@@ -104,6 +126,23 @@ def test_the_commit_is_that_of_the_jobs_file(tmp_path: Path, monkeypatch: pytest
     assert (found["source.git.branch"], found["source.git.dirty"]) == ("main", "false")
     file.write_text(file.read_text() + "# changed\n")
     assert source_of(job)["source.git.dirty"] == "true"
+
+
+def test_the_commit_of_a_script_is_that_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("print()\n")
+    monkeypatch.chdir(tmp_path / "src")
+    job = Script(script="train.py")
+    assert source_of(job)["source.name"] == "train.py"
+    assert "source.git.commit" not in source_of(job), "nor that of this package"
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "with the file")
+    found = source_of(job)
+    assert (found["source.name"], found["source.git.commit"]) == ("src/train.py", git(tmp_path, "rev-parse", "HEAD"))
+    other = source_of(Script(script="my.module", kind="module"))
+    assert other["source.name"] == "my.module"
+    assert "source.git.commit" not in other
 
 
 def test_a_run_does_not_need_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from orchestrator.driver.preflight.record import open_run
 from orchestrator.driver.preflight.run_config import environment_errors, tracking_note
 from orchestrator.records.lock import is_alive
 from orchestrator.state.best import BestSoFar
+from orchestrator.strategies.external.job import Script
 
 # Places -------------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def test_sinks_that_cannot_be_used_are_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = config_of(tmp_path, "tracking.tensorboard=true", "tracking.sinks=[jobs.digits.Digits]")
+    config = config_of(tmp_path, "tracking.tensorboard=true", "tracking.sinks=[wandb,jobs.digits.Digits]")
     golden.says(environment_errors(config))
 
 
@@ -166,6 +167,21 @@ def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     assert "job.where" not in params
 
 
+def test_a_script_has_its_arguments_as_parameters_and_none_of_what_its_code_replaces(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    args = "data.txt --lr 0.003 --warm-up=5 --sizes 1 2 --fast -x 3 --scale -1 --password hunter2 hidden=8 +a.b=c=d"
+    job = Script(script=str(tmp_path / "train.py"), args=args)
+    config = config_of(tmp_path, "strategy=script")
+    run, _ = open_run(config, job, plan_of(config), None, command="", sweep=None, redactor=Redactor())
+    params = run.read_record()["params"]
+    assert {key: value for key, value in params.items() if key.startswith("args.")} == {
+        "args.lr": "0.003", "args.warm_up": "5", "args.sizes": "1 2", "args.fast": "true", "args.x": "3",
+        "args.scale": "-1", "args.password": MASK, "args.hidden": "8", "args.a.b": "c=d",
+    }  # fmt: skip
+    assert not any(key.startswith(("train.", "data.", "checkpoint.")) for key in params)
+    assert params["strategy.name"] == "script"
+
+
 def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     earlier = an_earlier_run(tmp_path, state="killed")
     config = config_of(tmp_path, "resume=auto")
@@ -173,6 +189,7 @@ def test_a_resumed_run_keeps_its_directory_and_identity(tmp_path: Path) -> None:
     run, uid = open_run(config, JOB, plan_of(config), found, command="", sweep=None, redactor=Redactor())
     assert (run, uid) == (earlier, "first")
     assert run.read_record()["state"] == "waiting"
+    assert run.read_record()["tags"]["resumed_from_step"] == str(found.step)
 
 
 def test_two_runs_are_told_apart(tmp_path: Path) -> None:
