@@ -62,7 +62,7 @@ Options
   -i, --info [defaults|searchpath|...]    print where the configuration comes from, and exit
   -cd, --config-dir DIR                   files of yours (default: conf, if there is one)
   -cn, --config-name NAME                 the file that composition begins with (default: config)
-  --check                                 compare with the whole model, also if that is known: train.check=always
+  --check                                 repeat the comparison with the whole model (train.check)
   --restarts=N                            start the command again if its process dies
   --version                               print the version
   --shell-completion install=bash         tab completion for `orchestrator`, also for zsh and fish:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestrator.compat.torch import TorchDispatchMode, pytree
+from orchestrator.compat.torch import TorchDispatchMode, pytree, reads_number
 from orchestrator.job import Job
 from orchestrator.model.stages import module_of
 from orchestrator.state.optimizer_state import optimizers_in
@@ -90,7 +90,7 @@ class _AnyValues(TorchDispatchMode):
     """Lets tensors without memory have a value where one is asked for: 1, or False."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if reads_number(func) and args[0].is_meta:
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         return func(*args, **kwargs or {})

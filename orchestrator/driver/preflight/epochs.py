@@ -49,7 +49,7 @@ def _numbers(config: Config) -> dict[tuple[str, str], Epochs]:
 
 
 def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epochs) -> float:
-    key = format_override(".".join(name), value.number if name == ("train", "epochs") else value)
+    key = format_override(".".join(name), f"{value.number:g}" if name == ("train", "epochs") else value)
 
     def length() -> float | None:
         return steps_per_epoch(job, opened_dataset(job, "train", config.seed), config.train.global_batch_size)

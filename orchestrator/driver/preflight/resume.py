@@ -329,10 +329,7 @@ def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConf
         return train
     if before != "fp32":
         warnings.append(f"{PRECISION}=auto: the run continues in {before}, as before")
-    try:
-        return replace(train, precision=before)
-    except ValueError as e:
-        raise ConfigError([f"resume={config.resume}: {e}"]) from e
+    return replace(train, precision=before)
 
 
 def _changes(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -299,12 +299,6 @@ def test_a_resumed_run_keeps_its_precision(
     assert (found.train.precision, warnings) == (expected, said)
 
 
-def test_a_kept_precision_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    an_earlier_run(tmp_path).update_record(precision="bf16-true")
-    (error,) = refused(config_of(tmp_path, "resume=auto", "train.ema_decay=0.9"))
-    assert error.startswith("resume=auto: train.ema_decay=0.9: ")
-
-
 def test_the_command_of_a_run_can_be_typed_again() -> None:
     overrides = ["strategy=ddp", "resume=auto", "tracking.uri=http://me:hunter2@h", "job.path=a b", "resume=/r"]
     assert command_line(overrides, Redactor()) == (

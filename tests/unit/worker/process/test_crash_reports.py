@@ -149,9 +149,9 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
 LARGE_LOG = """
 import ctypes, sys, time
 from pathlib import Path
-from orchestrator.worker.process.output import Output
+from orchestrator.worker.process.output import RankOutput
 log = Path(sys.argv[1])
-Output(lambda stream: stream, most_bytes=1000, check_every_s=0.01).redirect(log)
+RankOutput(lambda stream: stream, most_bytes=1000, check_every_s=0.01).redirect(log)
 for number in range(200_000):
     print("line", number)
     part = log.with_name("rank-0.2.log")
@@ -181,8 +181,8 @@ def test_a_large_log_continues_in_other_parts(tmp_path: Path) -> None:
 ODD_TEXT = """
 import sys
 from pathlib import Path
-from orchestrator.worker.process.output import Output
-Output(lambda stream: stream).redirect(Path(sys.argv[1]))
+from orchestrator.worker.process.output import RankOutput
+RankOutput(lambda stream: stream).redirect(Path(sys.argv[1]))
 print("of a file: \\udcff")
 raise ValueError("\\ud800")
 """
