@@ -165,6 +165,7 @@ def counts(of: Table, rows: Sequence[Row]) -> str:
             f"{len(rows)} of {of.size} cells have been run, of {len(of.models)} models, {len(of.layouts)} strategies "
             f"and {optimizers}; nothing is known of the others. "
             f"{sum(row.outcome in FAULTS for row in rows)} of these cells are wrong, crash or hang.",
+            *met(of, rows),
             counted(
                 "strategy", [(row.layout, row.outcome) for row in rows], dict.fromkeys(layouts, of.size // len(layouts))
             ),
@@ -177,6 +178,18 @@ def counts(of: Table, rows: Sequence[Row]) -> str:
             f"Versions: {versions()}.",
         ]
     )
+
+
+def met(of: Table, rows: Sequence[Row]) -> Iterator[str]:
+    """How many of the tricks of generated models each strategy has met, at one place at least."""
+    if every := {trick_of(name) for name in of.models if name in GENERATED}:
+        found = {layout: {trick_of(row.model) for row in rows if row.layout == layout} & every for layout in of.layouts}
+        numbers = "; ".join(f"{len(tricks)} under `{layout}`" for layout, tricks in found.items())
+        yield f"Of the {len(every)} tricks, these have been met at one place at least: {numbers}."
+
+
+def trick_of(name: str) -> str:
+    return name.partition(" at ")[0]
 
 
 def counted(title: str, pairs: Sequence[tuple[str, str]], sizes: dict[str, int]) -> str:
