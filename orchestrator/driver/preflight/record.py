@@ -154,13 +154,13 @@ def source_of(job: Job) -> dict[str, str]:
 
     Git's values are left out if no commit has the job's file, or if git is missing or slow.
     """
-    is_script = isinstance(job, Script)
-    target = job.script if is_script else f"{type(job).__module__}.{type(job).__qualname__}"
+    script = job if isinstance(job, Script) else None
+    target = f"{type(job).__module__}.{type(job).__qualname__}" if script is None else script.script
     found = {"user": _user(), "source.type": "LOCAL", "source.name": target}
-    if is_script and job.kind != "file":
+    if script is not None and script.kind != "file":
         return found
     try:
-        file = Path(job.script if is_script else inspect.getfile(type(job))).resolve()
+        file = Path(inspect.getfile(type(job)) if script is None else script.script).resolve()
     except (OSError, TypeError):  # a class of a notebook or of standard input
         return found
     name = name_in_repository(file)
