@@ -182,11 +182,15 @@ def test_unused_on_one_rank_alone_ends_the_others_soon(gang):
     assert all(a.error is not None for a in answers)
 
 
+IN_STEP = "ValueError: set strategy.find_unused_parameters=true"
+
+
 @pytest.mark.parametrize(
     ("check", "says"),
     [
-        ("always", "JobError: strategy=ddp: the workers would train another model"),
-        ("never", "ValueError: set strategy.find_unused_parameters=true"),
+        # Who finds it first depends on how often the model has been called before.
+        ("always", ("JobError: strategy=ddp: the workers would train another model", IN_STEP)),
+        ("never", IN_STEP),
     ],
 )
 def test_unused_in_the_last_micro_batch_alone_is_named(gang, check, says):
