@@ -195,7 +195,7 @@ def _compare(expected: Sequence[Tensor], folder: Path) -> None:
     Raises:
         NotExportedError: it cannot, or predicts something else than the trained model.
     """
-    words = [sys.executable, "-c", _PREDICT, str(folder.absolute()), _PROGRAM, _WEIGHTS, _EXAMPLE, _LOADER]
+    words = [sys.executable, "-B", "-c", _PREDICT, str(folder.absolute()), _PROGRAM, _WEIGHTS, _EXAMPLE, _LOADER]
     try:
         ended = subprocess.run(
             words, check=False, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=folder,
