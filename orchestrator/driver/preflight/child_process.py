@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.ray.datasets import refuse_in_fork
 from orchestrator.compat.torch import refused_in_fork
 from orchestrator.driver.code.worker_code import pickled_with_code
 from orchestrator.records.lock import end_with_parent
@@ -119,6 +120,7 @@ def _serve(function: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
+    refuse_in_fork()
     deferred_dynamo.install()
     with refused_in_fork() as refused:
         try:

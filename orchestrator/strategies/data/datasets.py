@@ -16,6 +16,7 @@ from orchestrator.compat.generators import drawing
 from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
+from orchestrator.strategies.data.columns import Columns
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
 
@@ -27,6 +28,18 @@ STREAM = "stream"
 
 class DatasetError(ValueError):
     """The job's data cannot be used. The text explains it without a traceback."""
+
+
+class NeedsFeederError(DatasetError):
+    """The samples can be read only by the feeder of a run, on the cluster."""
+
+
+def needs_feeder(dataset: Any) -> bool:
+    """Return whether tasks of a cluster read the data: a dataset of Ray Data, or a function that makes one."""
+    if type(dataset).__module__.startswith("ray.data."):
+        return True
+    has_samples = any(hasattr(dataset, name) for name in ("__iter__", "__getitem__"))
+    return callable(dataset) and not isinstance(dataset, type) and not has_samples
 
 
 def is_stream(dataset: Any) -> bool:
@@ -150,11 +163,8 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
             f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
             "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
         )
-    if type(dataset).__module__.startswith("ray.data."):
-        raise DatasetError(
-            f"{where} returns a ray.data.{kind}, which has no position that a run could continue from; write it "
-            "with write_parquet(), and return datasets.load_dataset('parquet', ...) of the files"
-        )
+    if needs_feeder(dataset):
+        raise NeedsFeederError(f"{where} returns a {kind}, which only the feeder of a run can read")
     if isinstance(dataset, (str, bytes, Mapping, type)):
         raise DatasetError(f"{where} returns {kind_of(dataset)}; return a dataset of samples, such as a list of pairs")
     if is_stream(dataset):
@@ -196,9 +206,11 @@ def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
     Raises:
         JobError: there is none; the samples, or ``collate``, are to blame.
     """
+    if collate is not None and isinstance(items, Columns):
+        items = list(items.own())
     if collate is None:
         try:
-            return default_collate(items)
+            return items.batch() if isinstance(items, Columns) else default_collate(items)
         except (TypeError, KeyError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and "equal size" not in str(e):
                 raise  # such as shared memory that is full

@@ -1,0 +1,116 @@
+"""Jobs whose samples are rows of parquet files, read by Ray Data, as a stream, or by a function of the epoch."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from orchestrator.job import Job, Split
+
+ROWS, FILES, WIDTH = 400, 4, 6
+
+
+def columns() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    found: dict[str, Any] = {f"x{i}": random.normal(size=ROWS).astype(np.float32) for i in range(WIDTH)}
+    return {**found, "y": (found["x0"] > 0).astype(np.int64)}
+
+
+def write_files(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    each = ROWS // FILES
+    for number in range(FILES):
+        part = {name: column[number * each : (number + 1) * each] for name, column in columns().items()}
+        pq.write_table(pa.table(part), folder / f"{number}.parquet", row_group_size=each // 4)
+
+
+def joined(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.stack([batch[f"x{i}"] for i in range(WIDTH)], axis=1), "y": batch["y"]}
+
+
+class InOrder(IterableDataset[Any]):
+    """The rows one after the other; ``kept`` chooses some of them."""
+
+    def __init__(self, kept: slice = slice(None)):
+        self.rows = {name: column[kept] for name, column in joined(columns()).items()}
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(len(self.rows["y"])):
+            yield {name: column[i] for name, column in self.rows.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowJob(Job):
+    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies, once."""
+
+    folder: str = ""
+    kind: str = "stream"
+    mark: str = ""
+    pause_ms: float = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def dataset(self, split: Split) -> Any:
+        if self.kind == "stream":
+            return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
+        if split == "val":
+            return made(f"{self.folder}/0.parquet")
+        if self.kind == "function":
+            return lambda epoch: made(self.folder)
+        if self.kind == "dying":
+            return made(self.folder).map_batches(dying_once, fn_args=(self.mark,))
+        if self.kind == "failing":
+            return made(self.folder).map_batches(failing)
+        if self.kind == "unseeded":
+            return made(self.folder).random_shuffle()
+        if self.kind == "halved":
+            return made(self.folder).map_batches(even_rows)
+        assert self.kind == "rows"
+        return made(self.folder)
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(inputs["x"])
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        if self.pause_ms and torch.is_grad_enabled():
+            import time
+
+            time.sleep(self.pause_ms / 1e3)
+        return F.cross_entropy(output, target["y"])
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def made(path: str) -> Any:
+    import ray
+
+    return ray.data.read_parquet(path).map_batches(joined)
+
+
+def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Ray Data calls this in a process of its own, which dies the first time."""
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+def failing(batch: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("this row is broken")
+
+
+def even_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: column[::2] for name, column in batch.items()}
