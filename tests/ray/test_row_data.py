@@ -13,7 +13,7 @@ from helpers.records.runs import events, losses, wait_for_step
 
 STEPS, BATCH = 30, 36
 WORDS = (
-    "job._target_=helpers.jobs.row_jobs.RowJob", "strategy=ddp", "strategy.num_workers=2", f"train.steps={STEPS}",
+    "job._target_=helpers.jobs.row_jobs.RowJob", "strategy=ddp", f"train.steps={STEPS}",
     f"train.global_batch_size={BATCH}", "train.log_every=1", "train.eval_every=0", "recovery.backoff_s=0.1",
 )  # fmt: skip
 
@@ -36,11 +36,45 @@ def warnings(run_dir: Path) -> list[str]:
 def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     run: Any, folder: Path, expected: dict[int, float]
 ) -> None:
-    words = (*WORDS, "job.kind=rows", f"job.folder={folder}")
-    first = run(*words, "checkpoint.every=4", "recovery.max_failures=0", "recovery.chaos=[kill@19:0]")
+    words = (*WORDS, "job.kind=rows", f"job.folder={folder}", "checkpoint.every=4")
+    first = run(*words, "strategy.num_workers=2", "recovery.max_failures=0", "recovery.chaos=[kill@19:0]")
     assert first.exit_code == 1, first.reason
-    resumed = run(*words, f"resume={first.run_dir}", "recovery.chaos=[]", "strategy.num_workers=1",
-                  "train.eval_every=25")  # fmt: skip
+    resumed = run(*words, f"resume={first.run_dir}", "strategy.num_workers=1", "recovery.chaos=[]")
     assert resumed.exit_code == 0, resumed.reason
     assert losses(resumed.run_dir) == pytest.approx(expected, rel=1e-4)
     assert warnings(resumed.run_dir) == []
+
+
+def kill_feeder(folder: Path) -> None:
+    wait_for_step(folder, 20)
+    (name,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "/feeder" in actor["name"]]
+    ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
+
+
+def test_a_lost_reader_rank_and_feeder_change_no_loss(
+    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    killer = threading.Thread(target=kill_feeder, args=(tmp_path,))
+    killer.start()
+    result = run(*WORDS, "strategy.num_workers=2", "job.kind=dying", f"job.folder={folder}",
+                 f"job.mark={tmp_path / 'died'}", "job.pause_ms=50", "recovery.chaos=[kill@9:0]")  # fmt: skip
+    killer.join(10)
+    assert not killer.is_alive()
+    assert result.exit_code == 0, result.reason
+    assert (tmp_path / "died").exists()
+    assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
+    assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("failing", "train data, in a task of Ray Data: ValueError: this row is broken"),
+        ("unseeded", "job.dataset('train'): random_shuffle without a seed has another order each time"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(run: Any, folder: Path, kind: str, message: str) -> None:
+    result = run(*WORDS, "strategy.num_workers=1", f"job.kind={kind}", f"job.folder={folder}")
+    assert result.exit_code == 1
+    assert message in result.reason
+    assert events(result.run_dir, "worker_lost") == [], "no second attempt"

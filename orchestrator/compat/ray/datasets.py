@@ -146,12 +146,6 @@ def free_cpus() -> tuple[float, float]:
     return ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
 
 
-def refuse_in_fork() -> None:
-    """Let calls of Ray fail at once in this fork of a process that may be connected to it."""
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    ray._private.worker.global_worker.mode = None  # the threads of the connection do not exist here
-
-
 class _RowGroups:
     """Some row groups of a parquet file, in the place of the whole one. Nothing is read to pickle it."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -30,10 +31,18 @@ from orchestrator.state.optimizers import AnyOptimizer, ScheduleError, label_of,
 from orchestrator.state.train_state import TrainState, outline, restore
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.data.datasets import opened_dataset, size_error
+from orchestrator.strategies.data.datasets import (
+    FEEDING,
+    SAMPLES_OF,
+    NeedsFeederError,
+    opened_dataset,
+    size_error,
+)
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
+
+T = TypeVar("T")
 
 
 def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -47,7 +56,7 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
         return rules.check(config, job, plan, found), found
 
     try:
-        notes, found = in_child(check, timeout_s=config.recovery.build_max_s)
+        notes, found = _with_samples(config, job, check)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -59,6 +68,22 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
         return ()
     errors += found
     return notes
+
+
+def _with_samples(config: Config, job: Job, check: Callable[[], T]) -> T:
+    """Return what ``check`` finds in a child, with the first samples of data that only the cluster can read.
+
+    Raises as :func:`in_child`.
+    """
+    try:
+        while True:
+            try:
+                return in_child(check, timeout_s=config.recovery.build_max_s)
+            except NeedsFeederError as e:
+                (split,) = e.args
+                SAMPLES_OF[split] = importlib.import_module(FEEDING).first_samples(job, split, config.seed)
+    finally:
+        SAMPLES_OF.clear()
 
 
 def continuation_errors(
@@ -87,7 +112,7 @@ def _data_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, 
     """Return whether the training set has another size; empty if it cannot be opened here."""
     try:
         dataset = opened_dataset(job, "train", config.seed)
-    except Exception:  # the data may be on the workers alone
+    except (Exception, NeedsFeederError):  # the data may be on the workers alone
         return []
     error = size_error(dataset, meta, step=step_of(checkpoint.name), checkpoint=checkpoint)
     return [] if error is None else [error]

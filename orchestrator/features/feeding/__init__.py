@@ -5,3 +5,23 @@ A feeder reads the samples of a run in one order, numbers them, and hands each r
 the user; :mod:`.window` cuts what they give; :mod:`.feed` reads ahead, and begins again at any position;
 :mod:`.feeder` is the Ray actor; and :mod:`.client` is what a rank sees: a stream with a position.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def first_samples(job: Any, split: str, seed: int, count: int = 64) -> Sequence[Any]:
+    """Return the first samples of a split, in this process, which is connected to Ray.
+
+    Raises:
+        DataError, JobError: they cannot be read.
+    """
+    from orchestrator.features.feeding.feeder import Feeder
+    from orchestrator.worker.data.data_loader import ReadFailure
+
+    found = Feeder(job, seed=seed, window=0, count=count).head(split, count)
+    if isinstance(found, ReadFailure):
+        raise found.error()
+    return list(found)

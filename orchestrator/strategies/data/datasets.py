@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.ray.refused import is_refused
 from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
@@ -22,6 +23,8 @@ from orchestrator.user_code.results import kind_of
 
 SAMPLES = "dataset_samples"
 """The key in a checkpoint's metadata of the number of samples in the training set, if that is known."""
+FEEDING = "orchestrator.features.feeding"
+"""The package that reads data on a cluster, which nothing imports that does not need it."""
 STREAM = "stream"
 """The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
 
@@ -30,8 +33,25 @@ class DatasetError(ValueError):
     """The job's data cannot be used. The text explains it without a traceback."""
 
 
-class NeedsFeederError(DatasetError):
-    """The samples can be read only by the feeder of a run, on the cluster."""
+class NeedsFeederError(BaseException):
+    """The samples of a split can be read only on the cluster, which this process is not connected to.
+
+    No ``Exception``, because checks suppress those of a job: the driver gets samples, and repeats the check.
+    """
+
+
+class Sampled:
+    """The first samples of a stream that only a cluster can read."""
+
+    def __init__(self, samples: Sequence[Any]):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+SAMPLES_OF: dict[str, Sequence[Any]] = {}
+"""By split, what a forked process knows of data that it cannot read."""
 
 
 def needs_feeder(dataset: Any) -> bool:
@@ -145,7 +165,18 @@ def steps_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> float | N
 def opened_dataset(job: Job, split: Split, seed: int) -> Any:
     """Return ``job.dataset(split)``, which divides or makes samples at random in the same way on every rank."""
     with drawing(seed):
-        return job.dataset(split)
+        try:
+            dataset = job.dataset(split)
+        except Exception as e:
+            if not type(e).__module__.startswith("ray.") or not is_refused():
+                raise
+            dataset = None
+        else:
+            if not (is_refused() and needs_feeder(dataset)):
+                return dataset
+    if split not in SAMPLES_OF:
+        raise NeedsFeederError(split)
+    return Sampled(SAMPLES_OF[split])
 
 
 def check_dataset(dataset: Any, *, split: Split) -> None:
@@ -164,7 +195,7 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
             "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
         )
     if needs_feeder(dataset):
-        raise NeedsFeederError(f"{where} returns a {kind}, which only the feeder of a run can read")
+        raise DatasetError(f"{where} returns a {kind}, which only the workers of a run can read")
     if isinstance(dataset, (str, bytes, Mapping, type)):
         raise DatasetError(f"{where} returns {kind_of(dataset)}; return a dataset of samples, such as a list of pairs")
     if is_stream(dataset):

@@ -9,9 +9,8 @@ from typing import Any, Protocol, cast
 
 from orchestrator.job import Job, Split
 from orchestrator.protocol.messages import Assignment
+from orchestrator.strategies.data.datasets import FEEDING
 from orchestrator.worker.data.stream import Mark
-
-FEEDING = "orchestrator.features.feeding.client"
 
 
 class Reader(Protocol):
@@ -62,4 +61,4 @@ class Feeding(Protocol):
 
 def feeding(assignment: Assignment, job: Job, warn: Callable[[str], None]) -> Feeding:
     """Return what reads for the ranks of a run. ``warn``: tells the user something."""
-    return cast(Feeding, importlib.import_module(FEEDING).Feeding(assignment, job, warn))
+    return cast(Feeding, importlib.import_module(f"{FEEDING}.client").Feeding(assignment, job, warn))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class InOrder(IterableDataset[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowJob(Job):
-    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies, once."""
+    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies."""
 
     folder: str = ""
     kind: str = "stream"
@@ -85,8 +86,6 @@ class RowJob(Job):
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         if self.pause_ms and torch.is_grad_enabled():
-            import time
-
             time.sleep(self.pause_ms / 1e3)
         return F.cross_entropy(output, target["y"])
 
