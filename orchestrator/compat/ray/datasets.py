@@ -134,16 +134,32 @@ def blocks(dataset: Any) -> Iterator[Block]:
 
 
 def columns(ref: Any) -> Mapping[str, Any]:
-    """Return the columns of a block as arrays, which share the memory of the object store where they can."""
+    """Return the columns of a block as arrays, which share the memory of the object store where they can.
+
+    Raises:
+        ValueError: numbers are missing. The type of a column would depend on the block.
+    """
     from ray.data.block import BlockAccessor
 
-    found = BlockAccessor.for_block(ray.get(ref)).to_numpy()
-    return {name: np.asarray(column) for name, column in found.items()}
+    block = ray.get(ref)
+    found = {name: np.asarray(column) for name, column in BlockAccessor.for_block(block).to_numpy().items()}
+    for name, column in found.items():
+        if column.dtype.kind == "f" and getattr(block, "schema", None) is not None and block[name].null_count:
+            raise ValueError(f"rows without a value in the column {name}; fill them in a function of the data")
+    return found
 
 
 def free_cpus() -> tuple[float, float]:
-    """Return how many CPUs of the cluster nothing reserves, and how many it has."""
-    return ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
+    """Return how many CPUs of the cluster no placement group reserves, and how many it has."""
+    groups = ray.util.placement_group_table().values()
+    reserved = sum(
+        bundle.get("CPU", 0.0)
+        for group in groups
+        if group["state"] == "CREATED"
+        for bundle in group["bundles"].values()
+    )
+    total = ray.cluster_resources().get("CPU", 0.0)
+    return total - reserved, total
 
 
 class _RowGroups:

@@ -24,6 +24,7 @@ from orchestrator.features.feeding.rows import ROW, SEEN, digest
 from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment
 from orchestrator.strategies.data.columns import Columns, joined
+from orchestrator.user_code.errors import JobError
 from orchestrator.worker.data.data_loader import DataError, LoaderError, ReadFailure
 from orchestrator.worker.data.fed import Fed
 from orchestrator.worker.data.stream import Mark
@@ -179,6 +180,8 @@ class FedSplit(Fed):
                     return share, joined([p.load(self._columns) for p in share.parts]) if share.parts else ()
                 except _GONE:
                     request = replace(request, lost=share.reading)
+                except ValueError as e:
+                    raise JobError(f"job.dataset({self._split!r}): {e}") from e
                 except KeyError as e:
                     raise DataError(f"{self._split} data: rows of several schemas: some lack the column {e}") from e
             if time.monotonic() > deadline:

@@ -160,7 +160,12 @@ class Feed:
         self._window, self._wanted = Window(position), position
         self._ended = self._failure = None
         self._keeps = {}
-        self._source = self._make_source()
+        self._source = None
+        try:
+            self._source = self._make_source()
+        except Exception as e:
+            self._failure = failure_of(e)
+            return
         self._source.notes += notes
         mark = max(marks, key=lambda mark: mark.position, default=None)
         args = (self._source, self._reading, mark, position)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray.exceptions
@@ -23,9 +25,11 @@ from orchestrator.features.feeding.window import Blocks, Chunk, Window, shuffled
 from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.strategies.data.datasets import DatasetError, mix
 from orchestrator.user_code.errors import error_text
+from orchestrator.user_code.own_errors import OwnError
 from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.stream import Mark
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s+([^\n]+)')
 ROW, SEEN = "row", "seen"
 """Keys of the state of a mark: the rows of the epoch before it; and the number, the count and the digest of rows that
 were read just before."""
@@ -186,8 +190,7 @@ class Rows:
                         yield number, self._chunk(pending, count, epoch, number)
                         number, pending, count = number + count, [], 0
         except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as e:
-            cause = getattr(e, "cause", None) or e.__cause__ or e
-            raise DataError(f"{self._reading.split} data, in a task of Ray Data: {error_text(cause)}") from e
+            raise task_error(self._reading.split, e) from e
         if pending:
             yield number, self._chunk(pending, count, epoch, number)
 
@@ -227,6 +230,18 @@ class Rows:
                 f"job.dataset({self._reading.split!r}): rows of several schemas ({self._schema}; and {schema}); give "
                 "all rows the same columns and types"
             )
+
+
+def task_error(split: str, error: BaseException) -> DataError:
+    """Return the error of a task. One of a function of the user would come again: each attempt gets the same rows."""
+    if not isinstance(error, ray.exceptions.UserCodeException):
+        return DataError(f"{split} data, in a task of Ray Data: {error_text(error)}")
+    raised, _, _ = str(error).partition("\n\nThe above exception was the direct cause")
+    found = DataError(f"{split} data, in a task of Ray Data: {raised.splitlines()[-1]}")
+    if frames := _FRAME.findall(raised):
+        file, line, code = frames[-1]
+        found.own_error = OwnError(place=f"{Path(file).name}:{line}: {code.strip()}", frames="", comes_again=True)
+    return found
 
 
 def is_dataset(value: Any) -> bool:

@@ -317,7 +317,7 @@ def test_datasets_with_an_index_are_none() -> None:
         (None, r"job\.dataset\('train'\) returns None; return a dataset \(only the validation set may be missing\)"),
         (DataLoader(Rows([1])), r"returns a DataLoader; return its \.dataset instead, its collate_fn from"),
         (iter([1]), r"returns a list_iterator, which can be read only once; return an IterableDataset"),
-        (object.__new__(ray.data.Dataset), r"returns a ray\.data\.Dataset, which has no position .* write_parquet\(\)"),
+        (object.__new__(ray.data.Dataset), r"returns a Dataset, which only the workers of a run can read"),
         (Rows([]), r"job\.dataset\('train'\): the dataset is empty"),
         (7, r"int must be map-style, with __len__ and __getitem__, or a stream, with __iter__"),
     ],
