@@ -9,7 +9,7 @@ import ray
 
 from helpers.conformance.reference import plain_losses
 from helpers.jobs.row_jobs import RowJob, write_files
-from helpers.records.runs import events, losses, wait_for_step
+from helpers.records.runs import events, in_campaign, losses, wait_for_step
 
 STEPS, BATCH = 30, 36
 WORDS = (
@@ -33,10 +33,14 @@ def warnings(run_dir: Path) -> list[str]:
     return [event["message"] for event in events(run_dir, "warned") if "data" in event["message"]]
 
 
+@pytest.mark.parametrize("kind", ["rows", *in_campaign("function")])
 def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
-    run: Any, folder: Path, expected: dict[int, float]
+    run: Any, folder: Path, expected: dict[int, float], kind: str
 ) -> None:
-    words = (*WORDS, "job.kind=rows", f"job.folder={folder}", "checkpoint.every=4")
+    if kind == "function":  # of the epoch, whose rows are shuffled
+        expected = plain_losses(RowJob(kind="windows"), batch=BATCH, steps=STEPS)
+    words = (*WORDS, f"job.kind={kind}", f"job.folder={folder}", "checkpoint.every=4",
+             f"data.shuffle_window={64 if kind == 'function' else 0}")  # fmt: skip
     first = run(*words, "strategy.num_workers=2", "recovery.max_failures=0", "recovery.chaos=[kill@19:0]")
     assert first.exit_code == 1, first.reason
     resumed = run(*words, f"resume={first.run_dir}", "strategy.num_workers=1", "recovery.chaos=[]")
@@ -64,6 +68,15 @@ def test_a_lost_reader_rank_and_feeder_change_no_loss(
     assert (tmp_path / "died").exists()
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
     assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("read", ["run", *in_campaign("node")])
+def test_a_stream_is_read_once_for_all_ranks(run: Any, expected: dict[int, float], read: str) -> None:
+    result = run(*WORDS, "strategy.num_workers=2", f"data.read={read}", "recovery.chaos=[kill@9:0]",
+                 "train.eval_every=15", "data.num_workers=1")  # fmt: skip
+    assert result.exit_code == 0, result.reason
+    assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
+    assert result.summary["steps_lost"] == 0
 
 
 @pytest.mark.parametrize(

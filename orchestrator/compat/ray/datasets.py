@@ -28,6 +28,7 @@ class Block:
     first: int
     rows: int
     schema: str
+    num_bytes: int
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def blocks(dataset: Any) -> Iterator[Block]:
             for entry, part in zip(bundle.blocks, slices, strict=True):
                 first, end = (0, entry.metadata.num_rows) if part is None else (part.start_offset, part.end_offset)
                 if end > first:
-                    yield Block(entry.ref, first, end - first, schema)
+                    yield Block(entry.ref, first, end - first, schema, entry.metadata.size_bytes or 0)
     finally:
         del bundles  # the only reference to what runs the tasks
 

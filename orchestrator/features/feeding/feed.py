@@ -92,10 +92,12 @@ class Feed:
 
     Args:
         make_source: opens the data.
+        keep_bytes: the size of a split up to which all of it is kept, because it is read again and again.
     """
 
-    def __init__(self, make_source: Callable[[], Source]):
+    def __init__(self, make_source: Callable[[], Source], *, keep_bytes: float = 0.0):
         self._make_source = make_source
+        self._keep_bytes = keep_bytes
         self._changed = threading.Condition()
         self._generation = -1
         self._keeps: dict[int, int] = {}
@@ -121,7 +123,8 @@ class Feed:
                     self._begin(request)
                 self._keeps[request.asker] = request.keep
                 self._wanted = max(self._wanted, request.position + request.count + request.ahead)
-                self._window.drop_before(min(self._keeps.values()))
+                if self._window.num_bytes > self._keep_bytes:
+                    self._window.drop_before(min(self._keeps.values()))
                 self._changed.notify_all()
                 stop = request.position + request.count
                 if self._window.end >= stop or self._ended is not None:

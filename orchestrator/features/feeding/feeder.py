@@ -31,6 +31,9 @@ from orchestrator.strategies.data.datasets import (
 from orchestrator.worker.base_actor import job_of
 from orchestrator.worker.data.data_loader import ReadFailure
 
+KEPT_BYTES = 2**28
+"""The size up to which the rows of a split that is evaluated stay in the object store."""
+
 
 @dataclass(frozen=True)
 class About:
@@ -71,7 +74,11 @@ class Feeder:
         with self._lock:
             key = (split, 0 if repeats else request.count)
             feed = self._feeds.setdefault(
-                key, Feed(functools.partial(self._source, split, count=request.count, repeats=repeats))
+                key,
+                Feed(
+                    functools.partial(self._source, split, count=request.count, repeats=repeats),
+                    keep_bytes=0.0 if repeats else KEPT_BYTES,
+                ),
             )
         return feed.take(request)
 

@@ -173,12 +173,12 @@ class Rows:
         dataset = self._prepared(epoch)
         dataset, number = ray_data.without_first(dataset, begin if skips else 0)
         pending: list[tuple[Any, int, int]] = []
-        count = 0  # of the pending rows
+        count = num_bytes = 0  # of the pending rows
         self._rows = number
         try:
             for block in ray_data.blocks(dataset):
                 self._check_schema(block.schema)
-                first, rows = block.first, block.rows
+                first, rows, num_bytes = block.first, block.rows, num_bytes + block.num_bytes
                 self._rows += rows
                 if (before := min(rows, begin - number)) > 0:
                     first, rows, number = first + before, rows - before, number + before
@@ -187,17 +187,20 @@ class Rows:
                     pending.append((block.ref, first, taken))
                     first, rows, count = first + taken, rows - taken, count + taken
                     if count >= window:
-                        yield number, self._chunk(pending, count, epoch, number)
-                        number, pending, count = number + count, [], 0
+                        yield number, self._chunk(pending, count, epoch, number, num_bytes)
+                        number, pending, count, num_bytes = number + count, [], 0, 0
         except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as e:
             raise task_error(self._reading.split, e) from e
         if pending:
-            yield number, self._chunk(pending, count, epoch, number)
+            yield number, self._chunk(pending, count, epoch, number, num_bytes)
 
-    def _chunk(self, pending: Sequence[tuple[Any, int, int]], rows: int, epoch: int, number: int) -> Chunk:
+    def _chunk(
+        self, pending: Sequence[tuple[Any, int, int]], rows: int, epoch: int, number: int, num_bytes: int
+    ) -> Chunk:
         if not (window := self._reading.window):
-            return Blocks(pending)
-        return Blocks(pending, shuffled(rows, seed=self._reading.seed, epoch=epoch, window=number // window))
+            return Blocks(pending, num_bytes=num_bytes)
+        order = shuffled(rows, seed=self._reading.seed, epoch=epoch, window=number // window)
+        return Blocks(pending, order, num_bytes=num_bytes)
 
     def _prepared(self, epoch: int) -> Any:
         """Return the dataset of an epoch, which has not been executed.

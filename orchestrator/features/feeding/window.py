@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,14 @@ class Part(Protocol):
 
 
 class Chunk(Protocol):
-    """Consecutive samples that a source has read."""
+    """Consecutive samples that a source has read.
+
+    Attributes:
+        num_bytes: the size of the blocks that are kept for them; infinite if it is not known.
+    """
+
+    @property
+    def num_bytes(self) -> float: ...
 
     def __len__(self) -> int: ...
 
@@ -37,6 +45,7 @@ class Items:
     """Samples of a stream, which are both a chunk and a part."""
 
     items: list[Any]
+    num_bytes: float = math.inf
 
     def __len__(self) -> int:
         return len(self.items)
@@ -66,9 +75,17 @@ class Blocks:
     Args:
         blocks: the reference, the first row and the number of rows of each.
         order: which row comes when, of all rows of these blocks; None for their own order.
+        num_bytes: the size of the blocks.
     """
 
-    def __init__(self, blocks: Sequence[tuple[Any, int, int]], order: np.ndarray[Any, Any] | None = None):
+    def __init__(
+        self,
+        blocks: Sequence[tuple[Any, int, int]],
+        order: np.ndarray[Any, Any] | None = None,
+        *,
+        num_bytes: float = math.inf,
+    ):
+        self.num_bytes = num_bytes
         self._blocks = list(blocks)
         self._ends = np.cumsum([rows for _, _, rows in blocks])
         self._order = order
@@ -98,9 +115,11 @@ class Window:
 
     Attributes:
         start, end: the positions of the first sample and after the last one.
+        num_bytes: the size of all chunks that have been added.
     """
 
     def __init__(self, start: int):
+        self.num_bytes = 0.0
         self.start = self.end = start
         self._chunks: deque[tuple[int, Chunk]] = deque()
 
@@ -108,6 +127,7 @@ class Window:
         """Add the chunk that begins at position ``start``: where the last one ends, or before the first sample."""
         assert start == self.end or not self._chunks, "chunks follow each other"
         self._chunks.append((start, chunk))
+        self.num_bytes += chunk.num_bytes
         self.end = start + len(chunk)
 
     def parts(self, start: int, stop: int) -> list[Part]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from orchestrator.features.feeding.window import shuffled
 from orchestrator.job import Job, Split
 
 ROWS, FILES, WIDTH = 400, 4, 6
@@ -51,6 +52,15 @@ class InOrder(IterableDataset[Any]):
             yield {name: column[i] for name, column in self.rows.items()}
 
 
+class InWindows(InOrder):
+    """The rows as ``data.shuffle_window=64`` orders them, epoch by epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        starts = range(0, ROWS, 64)
+        orders = [shuffled(min(64, ROWS - at), seed=0, epoch=epoch, window=at // 64) + at for at in starts]
+        self.rows = {name: column[np.concatenate(orders)] for name, column in joined(columns()).items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowJob(Job):
     """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies."""
@@ -66,6 +76,8 @@ class RowJob(Job):
     def dataset(self, split: Split) -> Any:
         if self.kind == "stream":
             return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
+        if self.kind == "windows":
+            return InWindows()
         if split == "val":
             return made(f"{self.folder}/0.parquet")
         if self.kind == "function":
