@@ -113,7 +113,7 @@ class Job(Callback, abc.ABC):
         the next sample: from ``state_dict()``, if the stream has it and ``load_state_dict(state)``, otherwise by
         reading past the samples before it.
 
-        The tasks of a ``ray.data.Dataset`` run on the CPUs of the cluster, in the order of its rows, and a run continues
+        The tasks of a ``ray.data.Dataset`` run on the CPUs of the cluster, in the order of its rows. A run continues
         at the next row. A function of the epoch that makes one can give each epoch another order.
 
         Args:

@@ -14,7 +14,7 @@ from helpers.records.runs import events, in_campaign, losses, wait_for_step
 STEPS, BATCH = 30, 36
 WORDS = (
     "job._target_=helpers.jobs.row_jobs.RowJob", "strategy=ddp", f"train.steps={STEPS}",
-    f"train.global_batch_size={BATCH}", "train.log_every=1", "train.eval_every=0", "recovery.backoff_s=0.1",
+    f"train.global_batch_size={BATCH}", "train.log_every=1", "train.eval_every=15", "recovery.backoff_s=0.1",
 )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_a_lost_reader_rank_and_feeder_change_no_loss(
 @pytest.mark.parametrize("read", ["run", *in_campaign("node")])
 def test_a_stream_is_read_once_for_all_ranks(run: Any, expected: dict[int, float], read: str) -> None:
     result = run(*WORDS, "strategy.num_workers=2", f"data.read={read}", "recovery.chaos=[kill@9:0]",
-                 "train.eval_every=15", "data.num_workers=1")  # fmt: skip
+                 "data.num_workers=1")  # fmt: skip
     assert result.exit_code == 0, result.reason
     assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
     assert result.summary["steps_lost"] == 0
