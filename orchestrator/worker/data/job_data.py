@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.streams import divides_by_rank
 from orchestrator.config.eval_splits import VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
@@ -168,6 +169,12 @@ class JobData:
         """Return the data of a split: what the job returns, or what another process reads for this rank."""
         if self._assignment.config.data.read == "rank":
             dataset = opened_dataset(job, split, seed)
+            library = divides_by_rank(dataset)
+            if library is not None and self._assignment.plan.mesh.data_parallel_size > 1:
+                raise DatasetError(
+                    f"job.dataset({split!r}): {library} gives each rank samples of its own, of which the rank would "
+                    "keep only a share; set data.read=run, so that one process reads all of them for all ranks"
+                )
             if not needs_feeder(dataset):
                 return dataset
         if self._feeding is None:
