@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def first_samples(job: Any, split: str, seed: int, count: int = 64) -> Sequence[Any]:
-    """Return the first samples of a split, in this process, which is connected to Ray.
+def first_samples(job: Any, split: str, seed: int, count: int = 64) -> Sequence[Any] | None:
+    """Return the first samples of a split; None if this process is not connected to Ray.
 
     Raises:
         DataError, JobError: they cannot be read.
     """
+    import ray
+
     from orchestrator.features.feeding.feeder import Feeder
     from orchestrator.worker.data.data_loader import ReadFailure
 
+    if not ray.is_initialized():
+        return None
     found = Feeder(job, seed=seed, window=0, count=count).head(split, count)
     if isinstance(found, ReadFailure):
         raise found.error()
