@@ -44,12 +44,31 @@ def joined(batch: dict[str, Any]) -> dict[str, Any]:
 class InOrder(IterableDataset[Any]):
     """The rows one after the other; ``kept`` chooses some of them."""
 
-    def __init__(self, kept: slice = slice(None)):
-        self.rows = {name: column[kept] for name, column in joined(columns()).items()}
+    def __init__(self, kept: slice = slice(None), rows: dict[str, Any] | None = None):
+        self.rows = {name: column[kept] for name, column in (rows or joined(columns())).items()}
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self.rows["y"])):
             yield {name: column[i] for name, column in self.rows.items()}
+
+
+def pixels() -> dict[str, Any]:
+    """A hundred images of two pixels."""
+    images = np.random.default_rng(1).integers(0, 256, size=(100, 1, 2, 3), dtype=np.uint8)
+    return {"image": images}
+
+
+def write_images(folder: Path) -> None:
+    from PIL import Image
+
+    folder.mkdir()
+    for number, image in enumerate(pixels()["image"]):
+        Image.fromarray(image).save(folder / f"{number:03}.png")
+
+
+def seen(batch: dict[str, Any]) -> dict[str, Any]:
+    x = batch["image"].reshape(-1, WIDTH).astype(np.float32) / 255
+    return {"x": x, "y": (x[:, 0] > 0.5).astype(np.int64)}
 
 
 class InWindows(InOrder):
@@ -78,6 +97,10 @@ class RowJob(Job):
             return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
         if self.kind == "windows":
             return InWindows()
+        if self.kind == "pixels":
+            return InOrder(rows=seen(pixels()))
+        if self.kind == "images":
+            return ray_data().read_images(self.folder).map_batches(seen)
         if split == "val":
             return made(f"{self.folder}/0.parquet")
         if self.kind == "function":
@@ -105,10 +128,14 @@ class RowJob(Job):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
-def made(path: str) -> Any:
-    import ray
+def ray_data() -> Any:
+    import ray.data
 
-    return ray.data.read_parquet(path).map_batches(joined)
+    return ray.data
+
+
+def made(path: str) -> Any:
+    return ray_data().read_parquet(path).map_batches(joined)
 
 
 def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
