@@ -143,7 +143,8 @@ def columns(ref: Any) -> Mapping[str, Any]:
     from ray.data.block import BlockAccessor
 
     block = ray.get(ref)
-    found = {name: np.asarray(column) for name, column in BlockAccessor.for_block(block).to_numpy().items()}
+    table: Any = BlockAccessor.for_block(block).to_numpy()
+    found = {name: np.asarray(column) for name, column in table.items()}
     for name, column in found.items():
         if column.dtype.kind == "f" and getattr(block, "schema", None) is not None and block[name].null_count:
             raise ValueError(f"rows without a value in the column {name}; fill them in a function of the data")

@@ -203,5 +203,5 @@ def failure_of(error: BaseException) -> ReadFailure:
     """Return an error of the data, which is handled, as a text for the ranks."""
     if isinstance(error, (DataError, JobError)):
         return ReadFailure.of(error)
-    text = str(error) if isinstance(error, DatasetError) else error_text(error)  # type: ignore[arg-type]
+    text = str(error) if isinstance(error, DatasetError) else error_text(error)
     return ReadFailure(text, traceback.format_exc(), is_of_job=isinstance(error, DatasetError))

@@ -164,7 +164,8 @@ class Rows:
         window = Window(read[0][0])
         for start, chunk in read:
             window.add(start, chunk)
-        return digest(joined([p.load(ray_data.columns) for p in window.parts(number, number + count)])) == wanted
+        rows = joined([part.load(ray_data.columns) for part in window.parts(number, number + count)])
+        return digest(rows) == str(wanted)
 
     def _chunks(self, epoch: int, row: int, *, skips: bool) -> Generator[tuple[int, Chunk], None, None]:
         """Yield the chunks of an epoch with the number of their first row; the first one may begin before ``row``."""

@@ -244,7 +244,7 @@ def train_batches(
     function = functools.partial(datasets.make_batch, loading.collate)
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
-    if hasattr(dataset, "reaches"):
+    if isinstance(dataset, Reader):
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from orchestrator.job import Job, Split
 from orchestrator.protocol.messages import Assignment
@@ -13,6 +13,7 @@ from orchestrator.strategies.data.datasets import FEEDING
 from orchestrator.worker.data.stream import Mark
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What gives the samples of a run from a position on, as :class:`StreamReader` does."""
 
