@@ -1,16 +1,21 @@
-"""A fork of a process that is connected to Ray, in which no call of Ray could return."""
+"""Processes in which Ray must not be used, because they are forks of one that is connected, or beside a run."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 _refused = False
 
 
 def refuse() -> None:
-    """Let calls of Ray fail at once in this process, in place of waiting for threads that do not exist in a fork."""
+    """Let calls of Ray fail at once in this process, which must start none.
+
+    In a fork, they would wait for threads that do not exist.
+    """
     global _refused
     _refused = True
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if "ray" not in sys.modules:
         return
     from orchestrator.compat.ray.internals import Internal, find_internal, owner_of

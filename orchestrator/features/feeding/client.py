@@ -141,7 +141,8 @@ class FedSplit(Fed):
         return FedReader(self, self._feeding)
 
     def part(self, position: int, count: int, *, first: int, end: int) -> tuple[int, Sequence[Any]]:
-        share, samples = self.fetch(self.request(position, count, first, end, keep=position, ahead=2 * count))
+        request = self.request(position, count, first, end, keep=position, ahead=2 * count)
+        share, samples = self.fetch(replace(request, once=True))
         return share.count, samples
 
     def close(self) -> None:

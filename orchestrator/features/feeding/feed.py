@@ -52,6 +52,7 @@ class Request:
         first, end: the share, in samples of the global batch.
         keep: the position from which the rank may ask again.
         ahead: how many samples may be read ahead.
+        once: whether the split ends, as in an evaluation; otherwise an epoch follows the last one.
         mark: where reading can begin, if the rank knows it from a checkpoint.
         lost: the reading whose blocks the rank could not get; None if it could.
     """
@@ -64,6 +65,7 @@ class Request:
     end: int
     keep: int
     ahead: int
+    once: bool = False
     mark: Mark | None = None
     lost: int | None = None
 

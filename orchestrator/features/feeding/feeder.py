@@ -69,8 +69,8 @@ class Feeder:
         self._heads: dict[str, Sequence[Any]] = {}
 
     def take(self, split: str, request: Request) -> Share | ReadFailure | None:
-        """See :meth:`Feed.take`. A split that is evaluated is read once."""
-        repeats = request.ahead > 0 and split == "train"
+        """See :meth:`Feed.take`."""
+        repeats = not request.once
         with self._lock:
             key = (split, 0 if repeats else request.count)
             feed = self._feeds.setdefault(

@@ -114,8 +114,12 @@ def request(position: int, *, rank: int = 0, generation: int = 1, **changes: Any
     return replace(asked, **changes)
 
 
-def taken(reader: Feeder, asked: Request, split: str = "train") -> list[int]:
-    share = reader.take(split, asked)
+def once(position: int, **changes: Any) -> Request:
+    return request(position, once=True, **changes)
+
+
+def taken(reader: Feeder, asked: Request) -> list[int]:
+    share = reader.take("train", asked)
     assert isinstance(share, Share), share
     assert share.parts is not None
     return list(joined([part.load(dict) for part in share.parts])) if share.parts else []
@@ -177,12 +181,15 @@ def test_an_error_of_the_stream_is_told_to_every_rank_and_tried_again_in_the_nex
 
 def test_a_split_that_is_evaluated_ends_and_is_read_again() -> None:
     reader = feeder()
+    taken(reader, request(8))
     for _ in range(2):
-        ends = [reader.take("val", request(8 * step, rank=1)) for step in range(5, 8)]
+        ends = [reader.take("train", once(8 * step, rank=1)) for step in range(5, 8)]
         assert [share.count for share in ends] == [8, 2, 0]
-        assert taken(reader, request(48), "val") == [48, 49]
-        assert taken(reader, request(48, rank=1), "val") == [49], "the last sample, in place of none"
-        assert taken(reader, request(0), "val") == [0, 1, 2, 3]
+        assert taken(reader, once(48)) == [48, 49]
+        assert taken(reader, once(48, rank=1)) == [49], "the last sample, in place of none"
+        assert taken(reader, once(0)) == [0, 1, 2, 3]
+    assert taken(reader, request(16)) == [16, 17, 18, 19], "training reads on beside it"
+    assert reader._feeds["train", 0]._reading == 1
 
 
 def test_what_is_no_stream_is_left_to_the_ranks() -> None:
