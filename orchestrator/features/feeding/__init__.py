@@ -12,20 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def first_samples(job: Any, split: str, seed: int, count: int = 64) -> Sequence[Any] | None:
-    """Return the first samples of a split; None if this process is not connected to Ray.
-
-    Raises:
-        DataError, JobError: they cannot be read.
-    """
+def first_samples(job: Any, split: str, seed: int, count: int = 64) -> Sequence[Any] | str:
+    """Return the first samples of a split, from a task on the cluster, or why they are not known."""
     import ray
 
-    from orchestrator.features.feeding.feeder import Feeder
-    from orchestrator.worker.data.data_loader import ReadFailure
+    from orchestrator.features.feeding.feeder import head_in_task
 
     if not ray.is_initialized():
-        return None
-    found = Feeder(job, seed=seed, window=0, count=count).head(split, count)
-    if isinstance(found, ReadFailure):
-        raise found.error()
-    return list(found)
+        return "of which a sample is needed before the run; use cluster=auto, or strategy=ddp"
+    return head_in_task(job, split, seed, count)

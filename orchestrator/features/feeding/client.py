@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.feed import Request, Share
-from orchestrator.features.feeding.feeder import About, Feeder, FeederActor
+from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, with_paths
 from orchestrator.features.feeding.rows import ROW, SEEN, digest
 from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment
@@ -107,7 +105,7 @@ class Feeding:
                 max_restarts=0,
                 max_concurrency=4 * self.assignment.plan.world_size + 16,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=not place),
-                runtime_env=_with_paths(environment.import_paths),
+                runtime_env=with_paths(environment.import_paths),
             )
             .remote(pickle.dumps(environment), config.data.shuffle_window)
         )
@@ -286,14 +284,3 @@ def _result(future: Future[tuple[Share, Sequence[Any]]], timeout_s: float) -> tu
         return future.result(timeout=2 * timeout_s)
     except NotYetError as e:
         raise LoaderError(f"no batch within {2 * timeout_s:g} s") from e
-
-
-def _with_paths(paths: Sequence[str]) -> dict[str, Any]:
-    """Return the runtime environment in which the tasks of the data find the modules of the job, too."""
-    own = dict(ray.get_runtime_context().runtime_env)
-    variables = {**own.get("env_vars", {})}
-    before = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
-    installed = (sys.prefix, sys.base_prefix, "site-packages", "dist-packages")  # as each node has them
-    further = [path for path in paths if not any(part in path for part in installed)]
-    variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*before, *further])))
-    return {**own, "env_vars": variables}

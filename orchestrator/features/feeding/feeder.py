@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+import ray.exceptions
 
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.config.redact import Redactor
@@ -31,6 +34,8 @@ from orchestrator.strategies.data.datasets import (
 from orchestrator.worker.base_actor import job_of
 from orchestrator.worker.data.data_loader import ReadFailure
 
+SAMPLE_S = 300.0
+"""How long the first samples may take that the checks before a run want to see."""
 KEPT_BYTES = 2**28
 """The size up to which the rows of a split that is evaluated stay in the object store."""
 
@@ -163,6 +168,31 @@ class FeederActor:
         except Exception as e:
             return failure_of(e)
         return getattr(self._feeder, name)(*arguments)
+
+
+def head_in_task(job: Job, split: str, seed: int, count: int) -> Sequence[Any] | str:
+    """Return the first samples of a split, or why they cannot be read. The nodes have to have the code of the job."""
+
+    def head(data: bytes) -> Sequence[Any] | ReadFailure:
+        return Feeder(ray.cloudpickle.loads(data), seed=seed, window=0, count=count).head(split, count)
+
+    options = {"num_cpus": 0, "max_retries": 0, "runtime_env": with_paths(sys.path)}
+    try:
+        found = ray.get(ray.remote(head).options(**options).remote(ray.cloudpickle.dumps(job)), timeout=SAMPLE_S)
+    except ray.exceptions.RayError as e:
+        found = ReadFailure(str(e).strip().splitlines()[-1])
+    return f"and no sample of it can be read now: {found.message}" if isinstance(found, ReadFailure) else list(found)
+
+
+def with_paths(paths: Sequence[str]) -> dict[str, Any]:
+    """Return the runtime environment in which the tasks of the data find the modules of the job, too."""
+    own = dict(ray.get_runtime_context().runtime_env)
+    variables = {**own.get("env_vars", {})}
+    before = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    installed = (sys.prefix, sys.base_prefix, "site-packages", "dist-packages")  # as each node has them
+    further = [str(Path(path).resolve()) for path in paths if not any(part in path for part in installed)]
+    variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*before, *further])))
+    return {**own, "env_vars": variables}
 
 
 def _feeder_of(environment: WorkerEnvironment, window: int) -> Feeder:

@@ -50,8 +50,8 @@ class Sampled:
         return iter(self.samples)
 
 
-SAMPLES_OF: dict[str, Sequence[Any] | None] = {}
-"""By split, what a forked process knows of data that it cannot read; None if nothing can be known before the run."""
+SAMPLES_OF: dict[str, Sequence[Any] | str] = {}
+"""By split, what a forked process knows of data that it cannot read: samples, or why there are none."""
 
 
 def needs_feeder(dataset: Any) -> bool:
@@ -176,11 +176,8 @@ def opened_dataset(job: Job, split: Split, seed: int) -> Any:
                 return dataset
     if split not in SAMPLES_OF:
         raise NeedsFeederError(split)
-    if (samples := SAMPLES_OF[split]) is None:
-        raise DatasetError(
-            f"job.dataset({split!r}) is read by tasks of a cluster, of which a sample is needed before the run; use "
-            "cluster=auto, or strategy=ddp"
-        )
+    if isinstance(samples := SAMPLES_OF[split], str):
+        raise DatasetError(f"job.dataset({split!r}) is read by tasks of a cluster, {samples}")
     return Sampled(samples)
 
 

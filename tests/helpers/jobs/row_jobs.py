@@ -113,6 +113,14 @@ class RowJob(Job):
             return made(self.folder).random_shuffle()
         if self.kind == "halved":
             return made(self.folder).map_batches(even_rows)
+        if self.kind == "drawn":
+            return made(self.folder).map_batches(noisy)
+        if self.kind == "empty":
+            return made(self.folder).filter(lambda row: False)
+        if self.kind == "mixed":
+            return made(self.folder).union(made(self.folder).drop_columns(["y"]))
+        if self.kind == "missing":
+            return ray_data().from_items([{"x": 1.5, "y": number if number else None} for number in range(3)])
         assert self.kind == "rows"
         return made(self.folder)
 
@@ -148,6 +156,10 @@ def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
 
 def failing(batch: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("this row is broken")
+
+
+def noisy(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "x": batch["x"] + np.random.default_rng().normal(size=batch["x"].shape)}
 
 
 def even_rows(batch: dict[str, Any]) -> dict[str, Any]:
