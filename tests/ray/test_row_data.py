@@ -2,16 +2,18 @@
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 import ray
 
 from helpers.conformance.reference import plain_losses
 from helpers.jobs import row_jobs
-from helpers.jobs.row_jobs import ROWS, RowJob, write_files, write_images
+from helpers.jobs.row_jobs import RowJob, write_files, write_images
 from helpers.records.runs import events, in_campaign, losses, wait_for_step
 from orchestrator.compat.ray import datasets
+from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import Feeder
 from orchestrator.features.feeding.rows import digest
@@ -118,14 +120,21 @@ def taken(job: RowJob, position: int, mark: Mark | None = None) -> tuple[Share, 
         ("failing", "train data, in a task of Ray Data: ValueError: this row is broken"),
         ("unseeded", "job.dataset('train'): random_shuffle without a seed has another order each time that it is read"),
         ("empty", "job.dataset('train'): the dataset has no rows; give it at least one"),
-        ("mixed", "job.dataset('train'): rows of several schemas ("),
         ("missing", "rows without a value in the column y; fill them in a function of the data"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(folder: Path, kind: str, message: str) -> None:
     with pytest.raises((DataError, JobError, ValueError)) as refused:
-        taken(RowJob(kind=kind, folder=str(folder)), 0 if kind != "mixed" else ROWS)
+        taken(RowJob(kind=kind, folder=str(folder)), 0)
     assert message in str(refused.value)
+
+
+def test_a_rank_refuses_blocks_of_several_kinds(folder: Path) -> None:
+    split = FedSplit(cast(Feeding, None), "train", None)
+    assert split._columns(ray.put(pa.table({"x": [1.0], "y": [1]})))["y"].tolist() == [1]
+    for other in ({"x": [1.0]}, {"x": [1.0], "y": [1.0]}):
+        with pytest.raises(ValueError, match="rows with several kinds of columns"):
+            split._columns(ray.put(pa.table(other)))
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,12 @@ def unseeded_operator(dataset: Any) -> str | None:
 def known_count(dataset: Any) -> int | None:
     """Return the number of rows as far as the footers of parquet files tell; None if it would have to be computed."""
     source = _parquet_source(dataset)
-    if source is None or not all(getattr(o, "can_modify_num_rows", True) is False for o in _operators(dataset)[:-1]):
-        return None
-    return sum(_counts(source))
+    return None if source is None or not keeps_count(dataset) else sum(_counts(source))
+
+
+def keeps_count(dataset: Any) -> bool:
+    """Return whether it is known that each row of the source makes one row."""
+    return all(getattr(operator, "can_modify_num_rows", True) is False for operator in _operators(dataset)[:-1])
 
 
 def without_first(dataset: Any, rows: int) -> tuple[Any, int]:

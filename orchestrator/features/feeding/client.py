@@ -23,7 +23,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment
 from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.user_code.errors import JobError
-from orchestrator.worker.data.data_loader import DataError, LoaderError, ReadFailure
+from orchestrator.worker.data.data_loader import LoaderError, ReadFailure
 from orchestrator.worker.data.fed import Fed
 from orchestrator.worker.data.stream import Mark
 
@@ -46,6 +46,7 @@ class Feeding:
     def __init__(self, assignment: Assignment, job: Job, warn: Callable[[str], None]):
         self._job = job
         self.warn = warn
+        self.deaths = 0
         self._local: Feeder | None = None
         self._actor: Any = None
         self.reassign(assignment)
@@ -57,8 +58,10 @@ class Feeding:
         about: About = self.call("about", split)
         return FedSplit(self, split, about.length) if about.is_fed else None
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: Any, retries: bool = True) -> Any:
         """Call a method of the feeder, however often it dies within the time that a batch may take.
+
+        Without ``retries``, returns None if it has died.
 
         Raises:
             DataError, JobError: the data cannot be read.
@@ -71,10 +74,12 @@ class Feeding:
                 answer = self._call(name, arguments, deadline)
                 break
             except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as e:
-                self._actor = None
+                self._actor, self.deaths = None, self.deaths + 1
                 if time.monotonic() > deadline:
                     raise LoaderError(f"the process that reads the data has died again and again: {e}") from e
                 time.sleep(_POLL_S)
+                if not retries:
+                    return None
             except ray.exceptions.GetTimeoutError as e:
                 raise LoaderError(f"the process that reads the data gives no answer within {timeout_s:g} s") from e
         if isinstance(answer, ReadFailure):
@@ -119,6 +124,8 @@ class FedSplit(Fed):
         self._split = split
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
+        self._types: dict[str, str] = {}
+        self.last_mark: Callable[[], Mark | None] = lambda: None
 
     def __len__(self) -> int:
         if self._length is None:
@@ -169,7 +176,12 @@ class FedSplit(Fed):
         timeout_s = self._feeding.assignment.config.recovery.loader_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            share: Share | None = self._feeding.call("take", self._split, request)
+            deaths = self._feeding.deaths
+            share: Share | None = self._feeding.call("take", self._split, request, retries=False)
+            if self._feeding.deaths > deaths:  # the next one compares what it reads with what was read
+                if not request.once:
+                    request = replace(request, mark=self.last_mark() or request.mark)
+                continue
             if share is None:
                 raise LoaderError("the feeder serves a later generation of this run")
             for note in share.notes:
@@ -181,8 +193,6 @@ class FedSplit(Fed):
                     request = replace(request, lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self._split!r}): {e}") from e
-                except KeyError as e:
-                    raise DataError(f"{self._split} data: rows of several schemas: some lack the column {e}") from e
             if time.monotonic() > deadline:
                 raise LoaderError(
                     f"{self._split} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
@@ -191,7 +201,14 @@ class FedSplit(Fed):
 
     def _columns(self, ref: Any) -> Mapping[str, Any]:
         if ref not in self._blocks:
-            self._blocks[ref] = ray_data.columns(ref)
+            columns = ray_data.columns(ref)
+            types = {name: column.dtype.str for name, column in columns.items()}
+            self._types = self._types or types
+            if types != self._types:
+                raise ValueError(
+                    f"rows of several kinds of columns ({self._types} and {types}); give all rows the same"
+                )
+            self._blocks[ref] = columns
             while len(self._blocks) > CACHED:
                 self._blocks.popitem(last=False)
         return self._blocks[ref]
@@ -210,6 +227,7 @@ class FedReader:
     def __init__(self, split: FedSplit, feeding: Feeding):
         self.position = 0
         self._split = split
+        self._split.last_mark = lambda: self.bookmark(self.position)
         self._feeding = feeding
         self._mark: Mark | None = None
         self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque(maxlen=64)
@@ -262,7 +280,7 @@ class FedReader:
 
     def bookmark(self, position: int) -> Mark | None:
         """Return the mark of the last batch that ended at ``position`` or before, with a digest of its rows."""
-        known = [entry for entry in self._recent if entry[1].position <= position]
+        known = [entry for entry in list(self._recent) if entry[1].position <= position]
         if known:
             request, mark, samples = max(known, key=lambda entry: entry[1].position)
             end = request.position + request.count
@@ -284,3 +302,8 @@ def _result(future: Future[tuple[Share, Sequence[Any]]], timeout_s: float) -> tu
         return future.result(timeout=2 * timeout_s)
     except NotYetError as e:
         raise LoaderError(f"no batch within {2 * timeout_s:g} s") from e
+
+
+def _type_of(column: Any) -> str:
+    """Return the type of a column of numbers; lists have arrays of several kinds, by their lengths."""
+    return str(column.dtype) if column.ndim == 1 and column.dtype.kind != "O" else "object"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray.exceptions
 
@@ -30,6 +30,10 @@ from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.stream import Mark
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s+([^\n]+)')
+Skips = bool | Literal["if known"]
+"""Whether files before a row are skipped; or only if each row of them is known to make one row."""
+NEAR = 100
+"""A digest is compared if it is of rows that are at most so many times their number before the next one."""
 ROW, SEEN = "row", "seen"
 """Keys of the state of a mark: the rows of the epoch before it; and the number, the count and the digest of rows that
 were read just before."""
@@ -93,7 +97,9 @@ class Rows:
         epoch, row, seen = 0, position, None
         if mark is not None:
             epoch, row = mark.epoch, mark.state[ROW] + position - mark.position
-            seen = mark.state.get(SEEN) if mark.position == position else None
+            seen = mark.state.get(SEEN)
+            if seen is not None and row - seen[0] > NEAR * seen[1]:
+                seen = None  # what was kept is far before
         while True:
             start = self._starts[epoch] = position - row
             rows = yield from self._epoch(epoch, row, seen)
@@ -112,14 +118,15 @@ class Rows:
             seen: the number, the count and the digest of rows that a checkpoint has kept; None without one.
         """
         start, wanted = self._starts[epoch], row if seen is None else min(row, seen[0])
-        for skips in (True, False):
+        attempts: Sequence[Skips] = ("if known",) if seen is None else (True, False)
+        for skips in attempts:
             began = time.monotonic()
             chunks = self._chunks(epoch, wanted, skips=skips)
             with contextlib.closing(chunks):
                 first = next(chunks, None)
                 if first is None:
                     return self._rows
-                skipped = first[0] if skips else 0
+                skipped = self._skipped
                 read, same = [first], True
                 if seen is not None:
                     end = seen[0] + seen[1]
@@ -167,15 +174,19 @@ class Rows:
         rows = joined([part.load(ray_data.columns) for part in window.parts(number, number + count)])
         return digest(rows) == str(wanted)
 
-    def _chunks(self, epoch: int, row: int, *, skips: bool) -> Generator[tuple[int, Chunk], None, None]:
+    def _chunks(
+        self, epoch: int, row: int, *, skips: bool | Literal["if known"]
+    ) -> Generator[tuple[int, Chunk], None, None]:
         """Yield the chunks of an epoch with the number of their first row; the first one may begin before ``row``."""
         window = self._reading.window
         begin = row // window * window if window else row
         dataset = self._prepared(epoch)
+        if skips == "if known":
+            skips = ray_data.keeps_count(dataset)
         dataset, number = ray_data.without_first(dataset, begin if skips else 0)
         pending: list[tuple[Any, int, int]] = []
         count = num_bytes = 0  # of the pending rows
-        self._rows = number
+        self._rows = self._skipped = number
         try:
             for block in ray_data.blocks(dataset):
                 self._check_schema(block.schema)

@@ -117,8 +117,6 @@ class RowJob(Job):
             return made(self.folder).map_batches(noisy)
         if self.kind == "empty":
             return made(self.folder).filter(lambda row: False)
-        if self.kind == "mixed":
-            return made(self.folder).union(made(self.folder).drop_columns(["y"]))
         if self.kind == "missing":
             return ray_data().from_items([{"x": 1.5, "y": number if number else None} for number in range(3)])
         assert self.kind == "rows"
