@@ -90,6 +90,11 @@ def known_count(dataset: Any) -> int | None:
     return None if source is None or not keeps_count(dataset) else sum(_counts(source))
 
 
+def has_counts(dataset: Any) -> bool:
+    """Return whether the rows come from files of parquet, so that :func:`without_first` may leave some out."""
+    return _parquet_source(dataset) is not None
+
+
 def keeps_count(dataset: Any) -> bool:
     """Return whether it is known that each row of the source makes one row."""
     return all(getattr(operator, "can_modify_num_rows", True) is False for operator in _operators(dataset)[:-1])

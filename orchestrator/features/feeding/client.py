@@ -202,12 +202,10 @@ class FedSplit(Fed):
     def _columns(self, ref: Any) -> Mapping[str, Any]:
         if ref not in self._blocks:
             columns = ray_data.columns(ref)
-            types = {name: column.dtype.str for name, column in columns.items()}
+            types = {name: _type_of(column) for name, column in columns.items()}
             self._types = self._types or types
             if types != self._types:
-                raise ValueError(
-                    f"rows of several kinds of columns ({self._types} and {types}); give all rows the same"
-                )
+                raise ValueError(f"rows with several kinds of columns ({self._types}; {types}); give all rows the same")
             self._blocks[ref] = columns
             while len(self._blocks) > CACHED:
                 self._blocks.popitem(last=False)

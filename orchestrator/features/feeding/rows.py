@@ -32,6 +32,8 @@ from orchestrator.worker.data.stream import Mark
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s+([^\n]+)')
 Skips = bool | Literal["if known"]
 """Whether files before a row are skipped; or only if each row of them is known to make one row."""
+LONG_S = 5.0
+"""The user is told how long rows are read again if it takes longer, or if nothing can be skipped of such data."""
 NEAR = 100
 """A digest is compared if it is of rows that are at most so many times their number before the next one."""
 ROW, SEEN = "row", "seen"
@@ -141,12 +143,12 @@ class Rows:
                         "differ from those of a run without an interruption"
                     )
                 read += self._until(chunks, read[-1], row + 1)
-                if row and not skipped and row >= (self._reading.window or 1):
-                    took = time.monotonic() - began
+                took = time.monotonic() - began
+                if row and not skipped and (took > LONG_S or not self._has_counts):
                     self.notes.append(
                         f"{self._reading.split} data: {row:,} rows of the epoch were read again in {took:.1f} s, "
                         "because only files of parquet that are read by map, map_batches and select_columns can be "
-                        "skipped"
+                        "skipped, and only if what follows is the same as before"
                     )
                 for number, chunk in read:
                     if number + len(chunk) > row:
@@ -181,6 +183,7 @@ class Rows:
         window = self._reading.window
         begin = row // window * window if window else row
         dataset = self._prepared(epoch)
+        self._has_counts = ray_data.has_counts(dataset)
         if skips == "if known":
             skips = ray_data.keeps_count(dataset)
         dataset, number = ray_data.without_first(dataset, begin if skips else 0)
