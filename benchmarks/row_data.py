@@ -7,18 +7,26 @@ python benchmarks/row_data.py
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
 from harness.arms import PEERS, WORKERS, Workload, _peer, ours, ray_train_command, running_ray
 from harness.rounds import Claim, argument_parser, interleave, rates_table, ratios, report
-from peers.row_jobs import RowData, write_files
 
+from orchestrator.compat.ray import datasets
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import Feeder
+from orchestrator.features.feeding.rows import digest
+from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.worker.data.stream import Mark
+
+sys.path.insert(0, str(PEERS))
+import row_jobs
+from row_jobs import RowData, write_files
 
 ROUNDS = 5
 ROWS, FILES, BATCH = 1_000_000, 50, 512
@@ -30,9 +38,9 @@ def workload(folder: str, steps: int, **fields: Any) -> Workload:
     )
 
 
-def resume_s(folder: str, mark: Mark | None, position: int) -> float:
-    """Return how long a new feeder takes to give the batch at ``position``."""
-    feeder = Feeder(RowData(folder=folder, work=20), seed=0, window=0, count=BATCH)
+def batch_at(folder: str, position: int, mark: Mark | None) -> tuple[float, Columns]:
+    """Return how long a new feeder takes to give the batch at ``position``, and the batch."""
+    feeder = Feeder(RowData(folder=folder, work=400), seed=0, window=0, count=BATCH)
     request = Request(
         asker=0, generation=1, position=position, count=BATCH, first=0, end=BATCH, keep=position, ahead=BATCH, mark=mark
     )
@@ -41,18 +49,27 @@ def resume_s(folder: str, mark: Mark | None, position: int) -> float:
         share = feeder.take("train", request)
         assert isinstance(share, Share), share
         if share.parts is not None:
+            rows = joined([part.load(datasets.columns) for part in share.parts])
             feeder.close("train")
-            return time.monotonic() - began
+            return time.monotonic() - began, rows
 
 
-def resumes(folder: str, address: str, rounds: int) -> tuple[list[float], str]:
+def resumes(folder: str, rounds: int) -> tuple[list[float], str]:
     """Return the time of a resume over that of reading the rows before it, and both in words."""
-    ray.init(address=address, log_to_driver=False)
+    ray.init(num_cpus=WORKERS + 2, include_dashboard=False, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
     position = ROWS * 9 // 10 // BATCH * BATCH
-    mark = Mark(position=position, epoch=0, state={"row": position})
-    unskipped = Mark(position=position, epoch=0, state={"row": position, "seen": [position - 1, 1, "another"]})
-    resume_s(folder, mark, position)  # which starts the processes of the tasks
-    pairs = [(resume_s(folder, mark, position), resume_s(folder, unskipped, position)) for _ in range(rounds)]
+    again, pairs = Mark(position=position, epoch=0, state={"row": position}), []
+    for number in range(rounds + 1):
+        unskipped_s, _ = batch_at(folder, position, again)
+        if number == 0:  # which starts the processes of the tasks
+            _, before = batch_at(
+                folder, position - BATCH, Mark(position=position - BATCH, epoch=0, state={"row": position - BATCH})
+            )
+            seen = [position - BATCH, BATCH, digest(before)]
+            mark = replace(again, state={"row": position, "seen": seen})
+        else:
+            pairs.append((batch_at(folder, position, mark)[0], unskipped_s))
     ray.shutdown()
     each = ", ".join(f"{a:.2f} s and {b:.2f} s" for a, b in pairs)
     return [a / b for a, b in pairs], f"Resume at row {position:,}, skipped and read again: {each}."
@@ -61,16 +78,16 @@ def resumes(folder: str, address: str, rounds: int) -> tuple[list[float], str]:
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     rounds = 1 if arguments.quick else ROUNDS
-    with tempfile.TemporaryDirectory() as folder, running_ray(num_cpus=WORKERS + 2) as address:
+    with tempfile.TemporaryDirectory() as folder:
         write_files(folder, rows=ROWS, files=FILES)
         found: dict[str, Any] = {}
-        for name, steps, fields in (("data", 400, {"work": 60}), ("model", 150, {"hidden": 1024})):
-            work = workload(folder, steps, **fields)
-            peer = [str(PEERS / "ray_train_rows.py"), *ray_train_command("", address)[1:]]
-            found[name] = interleave(
-                {"ours": ours(work, address=address), "Ray Train": _peer(peer, work)}, rounds=rounds
-            )
-        resumed, text = resumes(folder, address, rounds)
+        with running_ray(num_cpus=WORKERS + 2) as address:
+            for name, steps, fields in (("data", 400, {"work": 60}), ("model", 150, {"hidden": 1024})):
+                work = workload(folder, steps, **fields)
+                peer = [str(PEERS / "ray_train_rows.py"), *ray_train_command("", address)[1:]]
+                arms = {"ours": ours(work, address=address), "Ray Train": _peer(peer, work)}
+                found[name] = interleave(arms, rounds=rounds)
+        resumed, text = resumes(folder, rounds)
     claims = [
         Claim(
             name=f"samples/s where the {name} takes the time, ours / Ray Train",
