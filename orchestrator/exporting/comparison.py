@@ -32,7 +32,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.model_state import own_tensors
-from orchestrator.strategies.data.datasets import NeedsFeederError, is_stream, opened_dataset
+from orchestrator.strategies.data.datasets import is_stream, needs_feeder
 from orchestrator.user_code.errors import error_text, exits_refused
 from orchestrator.user_code.steering import steer_as_trained
 
@@ -162,9 +162,12 @@ def example_inputs(job: Job) -> tuple[Any, str]:
 def data_of(job: Job, split: str) -> Any:
     """Return the data of a split; None if there is none, or if only tasks of a cluster can read it."""
     try:
-        return opened_dataset(job, split, 0)
-    except NeedsFeederError:
-        return None
+        dataset = job.dataset(split)
+    except Exception as e:
+        if type(e).__module__.startswith("ray."):  # which this process must not start
+            return None
+        raise
+    return None if needs_feeder(dataset) else dataset
 
 
 def example_batch(job: Job, dataset: Any, size: int) -> Any:
