@@ -10,12 +10,14 @@ from torch import Tensor
 
 from orchestrator.compat.torch import (
     TorchDispatchMode,
-    is_view_operator,
     pytree,
     storage_key,
     written_tensors,
 )
-from orchestrator.model.repeatable_passes import NotRepeatableError
+
+
+class ChangedValueError(Exception):
+    """A pass changes a parameter, which it would lose with the parameter's memory."""
 
 
 class ValuesOnDemand(TorchDispatchMode):
@@ -54,9 +56,8 @@ class ValuesOnDemand(TorchDispatchMode):
         if used:
             for tensor in written_tensors(func, args, kwargs):
                 if (name := self._name(tensor)) is not None:
-                    raise NotRepeatableError(f"forward() changes the parameter {name}, which is not kept in memory")
-            if not is_view_operator(func):
-                self._provide([name for name in used if name is not None])
+                    raise ChangedValueError(f"forward() changes the parameter {name}")
+            self._provide([name for name in used if name is not None])  # for views too, which check their bounds
         return func(*args, **kwargs)
 
     def _name(self, value: Any) -> str | None:

@@ -128,7 +128,7 @@ class Undivided:
 
     def _without_values(self, precision: Precision) -> nn.Module:
         """Build the model with parameters without memory where ranks have some."""
-        context, names = self._context, self._exchange.names
+        context, names = self._context, self._exchange.names_of_parameters
         build = constructor_of(self._job, context.train, precision)
         model = build_part(build, lambda name: name not in names, seed=context.seed)
         slots = [*tensor_slots(model)]

@@ -29,6 +29,7 @@ from orchestrator.compat.torch import as_bytes, eager
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
+from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json
 from orchestrator.strategies.base import Compared
@@ -172,6 +173,8 @@ class _Comparison:
         try:
             undivided = Undivided(trainer.job, self._context, trainer.precision, self._exchange, most_bytes=most)
             passed = undivided.passed(batches, trains=self._trains, seed=self._seed)
+        except ChangedValueError as e:
+            return f"{e}, and the first worker has no room for the whole model with its gradients"
         except Exception as e:  # if training cannot do it either, it says so
             if is_broken_connection(e) or self._exchange.interrupted:
                 raise

@@ -88,6 +88,11 @@ class Exchange:
         return {name for rank in self._ranks for name in rank}
 
     @property
+    def names_of_parameters(self) -> set[str]:
+        """Those of the parameters."""
+        return {name for rank in self._ranks for name, (ranges, *_) in rank.items() if ranges is not None}
+
+    @property
     def nbytes(self) -> int:
         """The size of the parameters of the whole model."""
         return sum(
