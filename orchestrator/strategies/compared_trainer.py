@@ -51,10 +51,12 @@ class ComparedTrainer(Strategy):
     def on_device(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
 
-    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+    def compare_with_whole(
+        self, train_set: Dataset[Any], *, known: Callable[[str], bool], is_cut: Callable[[], bool]
+    ) -> Compared:
         if not self.compares_whole or self.context.mesh.world_size == 1:
             return Compared()
-        return compare_with_whole(self, train_set, known=known)
+        return compare_with_whole(self, train_set, known=known, is_cut=is_cut)
 
     @property
     def compares_training(self) -> bool:

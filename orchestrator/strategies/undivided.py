@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,10 +92,23 @@ class Passed:
     drew: bool
 
 
+class CutShortError(Exception):
+    """The run stops before the passes are made."""
+
+
 class Undivided:
     """The whole model, with the values that the ranks have. Its gradients go to the ranks that have their parts."""
 
-    def __init__(self, job: Job, context: Context, precision: Precision, exchange: Exchange, *, most_bytes: int):
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        precision: Precision,
+        exchange: Exchange,
+        *,
+        is_cut: Callable[[], bool],
+        most_bytes: int,
+    ):
         """Build it.
 
         Args:
@@ -103,12 +116,14 @@ class Undivided:
             context: of the first rank.
             precision: what passes compute in.
             exchange: has the values, and takes the gradients.
+            is_cut: returns whether the run stops.
             most_bytes: the memory for parameters, their gradients and copies. With less than these need, each
                 parameter has its values while it is used, and gradients are passed on in the backward passes.
         """
         self._job = job
         self._context = replace(context, mesh=Mesh(), global_rank=0, pipeline=None)
         self._exchange = exchange
+        self._is_cut = is_cut
         self._rounding = 0.0, context.seed
         self._on_demand: ValuesOnDemand | None = None
         fits = COPIES * exchange.nbytes <= most_bytes
@@ -165,6 +180,9 @@ class Undivided:
             trains: whether to compute more than an evaluation.
             seed: seeds the random generators before the passes of each replica.
             rounding: by what share of itself each entry of the parameters is moved, up or down.
+
+        Raises:
+            CutShortError: the run stops.
         """
         demand = self._on_demand or contextlib.nullcontext()
         with kept_generators(self._context.device), demand, ExpectedNumbers(communicates=True) as numbers:
@@ -180,6 +198,7 @@ class Undivided:
     @torch.no_grad()
     def _begin(self, seed: int, rounding: float) -> None:
         """Begin the passes of a replica with the model as it was."""
+        self._check_cut()
         self._kept.restore()
         seed_generators(seed)
         if self._on_demand is None:
@@ -188,7 +207,12 @@ class Undivided:
             self._on_demand.forget()
         self._rounding = rounding, seed
 
+    def _check_cut(self) -> None:
+        if self._is_cut():
+            raise CutShortError("the run stops")
+
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self._check_cut()
         self._exchange.fill(tensors)
         _round(tensors.values(), *self._rounding)
 

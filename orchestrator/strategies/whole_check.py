@@ -45,7 +45,16 @@ from orchestrator.strategies.findings import (
     text_of,
 )
 from orchestrator.strategies.measure.device import free_memory
-from orchestrator.strategies.undivided import EVALUATION, LOSS, NORM, Batches, Passed, Undivided, sums_of
+from orchestrator.strategies.undivided import (
+    EVALUATION,
+    LOSS,
+    NORM,
+    Batches,
+    CutShortError,
+    Passed,
+    Undivided,
+    sums_of,
+)
 from orchestrator.strategies.whole_exchange import Exchange, Gradients
 from orchestrator.user_code.errors import JobError, error_text, is_own_error
 
@@ -63,14 +72,19 @@ SMALL = 0.02
 
 
 def compare_with_whole(
-    trainer: ComparedTrainer, train_set: Any, *, known: Callable[[str], bool], most_bytes: int | None = None
+    trainer: ComparedTrainer,
+    train_set: Any,
+    *,
+    known: Callable[[str], bool],
+    is_cut: Callable[[], bool],
+    most_bytes: int | None = None,
 ) -> Compared:
     """Compare the passes of the ranks with those of the whole model. Collective. The ranks are left as they were.
 
     Args:
         trainer: of this rank, whose state is that of all ranks.
         train_set: the samples.
-        known: see :meth:`Strategy.compare_with_whole`.
+        known, is_cut: see :meth:`Strategy.compare_with_whole`.
         most_bytes: the memory of the first rank for the whole model; None for half of what is free.
 
     Raises:
@@ -82,7 +96,7 @@ def compare_with_whole(
         return Compared()
     compiled = trainer.context.train.compile is not False
     with eager() if compiled else contextlib.nullcontext(), trainer.comparing() as restore:
-        notes = _Comparison(trainer, restore, most_bytes).made(train_set)
+        notes = _Comparison(trainer, restore, is_cut, most_bytes).made(train_set)
     return Compared(notes=notes, model=None if notes else model)
 
 
@@ -100,9 +114,16 @@ class _Reference:
 
 
 class _Comparison:
-    def __init__(self, trainer: ComparedTrainer, restore: Callable[[], None], most_bytes: int | None):
+    def __init__(
+        self,
+        trainer: ComparedTrainer,
+        restore: Callable[[], None],
+        is_cut: Callable[[], bool],
+        most_bytes: int | None,
+    ):
         self._trainer = trainer
         self._restore = restore
+        self._is_cut = is_cut
         self._context = context = trainer.context
         self._rank, self._seed, self._most_bytes = context.global_rank, context.seed, most_bytes
         self._trains = trainer.compares_training
@@ -171,8 +192,12 @@ class _Comparison:
         if most is None:
             most = min(free_memory(device) // 2 for device in (CPU, self._context.device))
         try:
-            undivided = Undivided(trainer.job, self._context, trainer.precision, self._exchange, most_bytes=most)
+            undivided = Undivided(
+                trainer.job, self._context, trainer.precision, self._exchange, is_cut=self._is_cut, most_bytes=most
+            )
             passed = undivided.passed(batches, trains=self._trains, seed=self._seed)
+        except CutShortError as e:
+            return str(e)
         except ChangedValueError as e:
             return f"{e}, and the first worker has no room for the whole model with its gradients"
         except Exception as e:  # if training cannot do it either, it says so
@@ -258,7 +283,10 @@ class _Comparison:
         apart = [Apart(kind=kind, name=name, by=by) for (kind, name), by in worst.items() if not by <= TOLERANCE]
         if not apart:
             return None, None
-        apart, drawn = self._beyond_rounding(reference, batches, apart)
+        try:
+            apart, drawn = self._beyond_rounding(reference, batches, apart)
+        except CutShortError as e:
+            return None, str(e)
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
         # What makes another gradient of the parts of a batch may do so too of those that DDP weighs otherwise.
         warned = not self._trainer.divides_model and any(OTHERWISE in text for text in self._trainer.setup_warnings())

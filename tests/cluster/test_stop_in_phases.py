@@ -78,9 +78,11 @@ def test_the_last_completed_step_is_saved(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("phase", ["dataset", "model", "on_run_begin"])
+@pytest.mark.parametrize("phase", ["dataset", "model", "comparison", "on_run_begin"])
 def test_before_the_first_step_there_is_nothing_to_save(launch: Callable[..., Any], tmp_path: Path, phase: str) -> None:
-    output, took_s = stopped_where_it_blocks(launch(*words(phase, tmp_path, "ddp", 0)), tmp_path)
+    output, took_s = stopped_where_it_blocks(
+        launch(*words(phase, tmp_path, "ddp", int(phase == "comparison")), "train.check=always"), tmp_path
+    )
     assert took_s < GRACE_S + 15
     assert "stopped by SIGTERM" in output
     (run_dir,) = run_dirs(tmp_path)

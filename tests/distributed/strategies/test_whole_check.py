@@ -1,5 +1,6 @@
 """Before the first step, what the ranks compute is compared with the whole model, and nothing of that is left."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +26,15 @@ STAGES = replace(MODEL_PARALLEL, split=("3",))
 DDP, FSDP = LAYOUTS["ddp-2"].options, LAYOUTS["fsdp-2"].options
 
 
-def notes(rank: int, case: Case, most_bytes: int | None = None) -> tuple[str, ...]:
+def notes(rank: int, case: Case, most_bytes: int | None = None, looks: int = 10**9) -> tuple[str, ...]:
+    """What was not compared; ``looks``: how often it is asked before the run stops."""
     strategy = make(replace(case, train=replace(case.train, check="never")), rank)
     assert isinstance(strategy, Trainer)
     train_set = case.job.dataset("train")
-    return compare_with_whole(strategy, train_set, known=lambda model: False, most_bytes=most_bytes).notes
+    asked = itertools.count()
+    return compare_with_whole(
+        strategy, train_set, known=lambda model: False, is_cut=lambda: next(asked) >= looks, most_bytes=most_bytes
+    ).notes
 
 
 def case_of(job: Job, options: StrategyConfig, **changes: Any) -> Case:
@@ -116,6 +121,14 @@ def test_a_comparison_leaves_no_trace(gang: Gang, layout: str, kind: Any) -> Non
         assert one.loss_sums == other.loss_sums
         assert one.norms == other.norms
         assert_same(one.model, other.model)
+
+
+@pytest.mark.parametrize(("most_bytes", "looks"), [(None, 0), (0, 3), (None, 5)])
+def test_a_stop_ends_a_comparison(gang: Gang, golden: Golden, most_bytes: int | None, looks: int) -> None:
+    """Before the passes of the whole model, within them, and where it is measured what rounding does."""
+    (note,), second = gang.run(notes, case_of(of.Ranked(kind=of.Scaled), DDP), most_bytes, looks, world_size=2)
+    golden.says(note)
+    assert not second
 
 
 def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) -> None:
