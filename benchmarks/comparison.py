@@ -13,20 +13,19 @@ from pathlib import Path
 from harness.arms import execute, run_dir_in
 from harness.rounds import table
 
-JOBS = {
+JOBS: dict[str, tuple[str, ...]] = {
     "digits": (),
     "gpt": (),
     "gpt, fsdp": ("strategy=fsdp",),
     "gpt, pipeline": ("strategy=pipeline",),
-    "gpt, tensor": ("strategy.tensor=2", "strategy.num_workers=2"),
-    "hf": (),
+    "gpt, tensor": ("strategy=mesh", "strategy.tensor=2"),
     "names": (),
     "matrix_completion": (),
-    "resnet50": ("job.image_size=64",),
+    "resnet50": (),
     "sparse": (),
     "toy": (),
 }
-"""The jobs of ``conf/job``, and how they are trained otherwise than by two workers with ``strategy=ddp``."""
+"""The jobs of ``conf/job`` that need no files, and how two workers train them; none for ``ddp``."""
 COMMON = ("tracking=none", "cluster=local", "train.steps=1", "train.eval_every=0", "checkpoint.every=0")
 
 
@@ -44,7 +43,14 @@ def main() -> None:
 def seconds_of(name: str) -> float:
     """Return how long the comparison takes in a new run."""
     job, *_ = name.split(",")
-    words = ("-m", "orchestrator.launch", f"job={job}", "strategy=ddp", "strategy.num_workers=2", *JOBS[name], *COMMON)
+    words = (
+        "-m",
+        "orchestrator.launch",
+        f"job={job}",
+        *(JOBS[name] or ("strategy=ddp",)),
+        "strategy.num_workers=2",
+        *COMMON,
+    )
     with tempfile.TemporaryDirectory() as folder:
         execute(words, Path(folder))
         return float(run_dir_in(Path(folder)).read_record()["summary"]["startup"]["compare_s"])

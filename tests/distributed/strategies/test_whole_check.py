@@ -13,7 +13,9 @@ from helpers.conformance.layouts import CONTEXT, LAYOUTS, MODEL_PARALLEL, SEQUEN
 from helpers.conformance.training import assert_same, make, train
 from helpers.files.golden import Golden
 from helpers.jobs import ranked_jobs as of
+from helpers.jobs import unrecorded
 from helpers.jobs.quick_jobs import TinyGPT
+from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from helpers.records.runs import in_campaign
@@ -56,12 +58,33 @@ def case_of(job: Job, options: StrategyConfig, **changes: Any) -> Case:
 )
 def test_another_model_is_refused(gang: Gang, golden: Golden, kind: Any, options: StrategyConfig) -> None:
     """Alike whether the first worker has room for the whole model or for no parameter beside the one in use."""
+    golden.says(refusal(gang, case_of(of.Ranked(kind=kind), options)))
+
+
+def refusal(gang: Gang, case: Case) -> str:
     texts = []
     for most_bytes in (None, 0):
-        answers = gang.ask(notes, case_of(of.Ranked(kind=kind), options), most_bytes, world_size=2)
+        answers = gang.ask(notes, case, most_bytes, world_size=2)
         texts.append(next(a.error for a in answers if a.error is not None and a.error.startswith("JobError")))
     assert texts[0] == texts[1]
-    golden.says(texts[0])
+    return texts[0]
+
+
+@pytest.mark.parametrize(
+    ("job", "split"),
+    [
+        (Toy(build=unrecorded.CustomFunctionInGlue), "third"),
+        (Toy(build=unrecorded.CountsInGlue), "third"),
+        (Toy(build=unrecorded.PreparesALayer), "third"),
+        (Toy(build=unrecorded.EvaluatesOtherwise), "third"),
+        (Toy(build=unrecorded.ChangesItsPrecision), "2"),
+        (unrecorded.HandCut(build=unrecorded.Plain), "auto"),
+    ],
+    ids=lambda value: getattr(value, "build", unrecorded.Plain).__name__ if isinstance(value, Job) else "",
+)
+def test_stages_that_miss_something_are_refused(gang: Gang, golden: Golden, job: Job, split: str) -> None:
+    options = replace(MODEL_PARALLEL, split=split if split == "auto" else (split,))
+    golden.says(refusal(gang, case_of(job, options)))
 
 
 GPT = TinyGPT(layers=2, variant="llama", kv_heads=2, tied=True, vocabulary=257)
