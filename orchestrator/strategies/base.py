@@ -176,12 +176,15 @@ class Strategy(abc.ABC):
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
 
-    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+    def compare_with_whole(
+        self, train_set: Dataset[Any], *, known: Callable[[str], bool], is_cut: Callable[[], bool]
+    ) -> Compared:
         """Compare what the ranks compute of some samples with the whole model, if that can be. All ranks call this.
 
         Args:
             train_set: the samples.
             known: returns on the first rank whether a model was compared before, given what it is made of.
+            is_cut: returns on the first rank whether the run stops, so that nothing more is compared.
 
         Raises:
             JobError: the ranks would train another model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.model.precision import Precision
-from orchestrator.state.model_state import own_tensors
 from orchestrator.strategies.base import Compared, Strategy
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics
@@ -52,10 +51,12 @@ class ComparedTrainer(Strategy):
     def on_device(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
 
-    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+    def compare_with_whole(
+        self, train_set: Dataset[Any], *, known: Callable[[str], bool], is_cut: Callable[[], bool]
+    ) -> Compared:
         if not self.compares_whole or self.context.mesh.world_size == 1:
             return Compared()
-        return compare_with_whole(self, train_set, known=known)
+        return compare_with_whole(self, train_set, known=known, is_cut=is_cut)
 
     @property
     def compares_training(self) -> bool:
@@ -118,10 +119,6 @@ class ComparedTrainer(Strategy):
                 return *found, reduction.norm(self.trained.parameters, context.device)
         finally:
             self.context = context
-
-    def whole_values(self) -> Mapping[str, Tensor] | None:
-        """Return parameters and buffers of the whole model, by name, on the first rank. Collective."""
-        return own_tensors(self.own_model) if self.own_model is not None else self.gather_model()
 
     def share_parameters(self) -> None:
         """Give what passes use the values of the parameters, if these are not the same. Collective."""

@@ -32,7 +32,7 @@ from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
+from orchestrator.strategies.data.batch_parts import BatchDivision, mean_loss, not_compared, warning_about_parts
 from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.measure.device import WaitTimer, free_memory
@@ -114,7 +114,16 @@ class PartTrainer(Trainer):
             )
         with kept_generators(context.device):
             whole = WholeModel(self.job, context, self.precision)
-        return super().warning_about(division, whole.model, train_set)
+        return warning_about_parts(
+            whole.model,
+            self.job,
+            train_set,
+            division,
+            device=context.device,
+            precision=self.precision,
+            seed=context.seed,
+            loss=mean_loss(self.job),
+        )
 
     def constructor(self) -> Callable[[], nn.Module]:
         """Return the constructor of what this rank has of the model, before that is divided into shards and stages."""

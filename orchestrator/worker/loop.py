@@ -249,7 +249,9 @@ class Loop:
         set_current_step(self.position.step + 1)
         remembered = functools.cache(lambda: Remembered(self.assignment, self.device))
         compared = self.strategy.compare_with_whole(
-            train_set, known=lambda model: self.config.train.check == "auto" and remembered().has(model)
+            train_set,
+            known=lambda model: self.config.train.check == "auto" and remembered().has(model),
+            is_cut=lambda: self.gate.is_cut(self.assignment.generation),
         )
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # training has no second model

@@ -79,11 +79,15 @@ def test_the_last_completed_step_is_saved(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("phase", "strategy"), [("dataset", "ddp"), ("model", "ddp"), ("on_run_begin", "single")])
+@pytest.mark.parametrize(
+    ("phase", "strategy"),
+    [("dataset", "ddp"), ("model", "ddp"), ("comparison", "ddp"), ("on_run_begin", "single")],
+)
 def test_before_the_first_step_there_is_nothing_to_save(
     launch: Callable[..., Any], tmp_path: Path, phase: str, strategy: str
 ) -> None:
-    output, took_s = stopped_where_it_blocks(launch(*words(phase, tmp_path, strategy, 0)), tmp_path)
+    overrides = words(phase, tmp_path, strategy, int(phase == "comparison"))
+    output, took_s = stopped_where_it_blocks(launch(*overrides, "train.check=always"), tmp_path)
     assert took_s < GRACE_S + 15
     assert "stopped by SIGTERM" in output
     (run_dir,) = run_dirs(tmp_path)

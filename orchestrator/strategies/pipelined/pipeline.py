@@ -38,6 +38,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, diverging_errors
+from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
@@ -46,7 +47,7 @@ from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
 from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole, recorded_call
+from orchestrator.strategies.pipelined.stage_builder import StageBuilder, recorded_call
 from orchestrator.strategies.pipelined.stage_checks import check_stages
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
@@ -64,6 +65,13 @@ from orchestrator.strategies.transforms.context import check_context
 from orchestrator.strategies.transforms.tensor import check_tensor
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline import Span
+
+_OUTSIDE = (
+    "If code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
+    "tensors for its next call, put it into an nn.Module; otherwise cut elsewhere with strategy.split, define "
+    "Job.stages, or make job.model() an nn.Sequential"
+)
+"""What a recording of the code between the layers misses."""
 
 
 class Pipeline(PartTrainer):
@@ -150,14 +158,7 @@ class Pipeline(PartTrainer):
         cut = self._agree_on_cut()
         if self._builder is not None and self._train_set is not None:
             if self.context.global_rank == 0:
-                self._warnings = compare_with_whole(
-                    self._builder,
-                    self.job if self._tokens is None else self._tokens.job(self.job, by_rows=False),
-                    self._train_set,
-                    context=context,
-                    precision=self.precision,
-                    rows=self._rows,
-                )
+                self._warnings = self.notes_on(self._builder.sequence.whole.model, self._train_set)
             self._build(self._builder, self._train_set, cut)
             self.check_hooks(self.undivided(), num_microbatches=self.layout.num_microbatches, shared=bool(self._shared))
             self._builder = self._train_set = None
@@ -252,6 +253,31 @@ class Pipeline(PartTrainer):
     def undivided(self) -> nn.Module:
         """Return a bare module with the tensors of the stages, assembled anew: a layer may replace its buffers."""
         return state_of(self.stages)
+
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+        return self.warning_of_whole(division, model, train_set)
+
+    def _division(self) -> BatchDivision | None:
+        """Return how replicas and micro-batches divide the global batch; None if they do not."""
+        context, microbatches = self.context, self.layout.num_microbatches
+        replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
+        if replicas * slices * microbatches == 1:
+            return None
+        return BatchDivision(
+            by=by_keys(
+                context.options.name,
+                num_workers=context.mesh.num_workers if replicas > 1 else 1,
+                num_microbatches=microbatches,
+                grad_accumulation=slices,
+            ),
+            rows=self._rows,
+            in_turn=slices * microbatches > 1,
+            cut=replicas * slices == 1,
+        )
+
+    @property
+    def remedy(self) -> str:
+        return f"{_OUTSIDE}. {super().remedy}"
 
     @property
     def saved_names(self) -> Sequence[str]:

@@ -132,7 +132,7 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: boo
     strategy.sync_initial_state()
     if case.train.check == "always":
         set_current_step(1)
-        strategy.compare_with_whole(case.job.dataset("train"), known=lambda model: False)
+        strategy.compare_with_whole(case.job.dataset("train"), known=lambda model: False, is_cut=lambda: False)
     return strategy
 
 
