@@ -28,6 +28,7 @@ from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTI
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.config.synonyms import instead as synonym
 from orchestrator.config.text import did_you_mean
+from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import lasting_output
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words
@@ -126,9 +127,10 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
 
         return launch_with_restarts(words, _number_of_restarts(options), redactor)
     from orchestrator.config.compose import refuse_wrong_keys
-    from orchestrator.config.overrides import values
+    from orchestrator.config.overrides import last_of_each, values
     from orchestrator.strategies import registry
 
+    words = last_of_each(words, say_note)
     preset, runs = _runs(words, sweep=options.multirun)
     if runs is None:
         return _search(words, preset, redactor)

@@ -21,7 +21,7 @@ from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.records.run_search import NEWEST, progress_of
+from orchestrator.records.run_search import NEWEST, RunSearch, progress_of
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -290,7 +290,7 @@ def _readable(
 
 
 def _named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> RunDir:
-    """Return the run that the user names by ``key=text``; ``warnings`` receives which one ``last`` is."""
+    """Return the run that the user names by ``key=text``; ``warnings`` receives which one of several it is."""
     if text == NEWEST:
         return _newest_run(config, key=key, warnings=warnings)
     output = output_dir(config)
@@ -304,14 +304,13 @@ def _named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> R
     for path in places:
         if (path / "run.json").is_file():
             return RunDir(path.resolve())
-    names = output.names()
-    matches = [name for name in names if text in (name, name.partition("/")[2])]
-    if len(matches) == 1 and (found := output.find(matches[0])) is not None:
+    if (found := next(RunSearch((output,)).named(text, trained=True), None)) is not None:
+        if text != name_of(found):
+            warnings.append(f"{key}={text} is {found.location}")
         return found
     looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
+    names = output.names()
     known = did_you_mean(text, names[:8]) if names else f"there are no runs below {output} (output_dir)"
-    if len(matches) > 1:
-        known = f"several runs have this name: {', '.join(matches)}"
     raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
 
 
