@@ -126,16 +126,15 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
         from orchestrator.driver.submit.restarts import launch_with_restarts
 
         return launch_with_restarts(words, _number_of_restarts(options), redactor)
-    from orchestrator.config.compose import refuse_wrong_keys
     from orchestrator.config.overrides import last_of_each, values
-    from orchestrator.strategies import registry
+    from orchestrator.driver.preflight.early_checks import refuse_early
 
     words = last_of_each(words, say_note)
     preset, runs = _runs(words, sweep=options.multirun)
     if runs is None:
         return _search(words, preset, redactor)
     if {**preset, **values(words)}.get("sweep.unfit") != "skip":
-        refuse_wrong_keys(runs, redactor, registry.config_class)
+        refuse_early(runs, redactor, starts_here=True)
     if len(runs) > 1:
         return _sweep(words, runs, redactor)
     from orchestrator.driver.process.early_start import early_start

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import refuse_wrong_keys
 from orchestrator.config.overrides import last_of_each, masked
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.marked_output import JobLog
 from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import closing_interrupts
+from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.launch import RESTARTS_OPTION
-from orchestrator.strategies import registry
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, CONNECTION_LOST, INTERRUPTED, add_files, file_words
 
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
     options.overrides = last_of_each(options.overrides, say_note)
     if not options.multirun and options.working_dir.resolve() == Path.cwd():
-        refuse_wrong_keys([options.overrides], redactor, registry.config_class)
+        refuse_early([options.overrides], redactor, starts_here=False)
     # Imported here because errors in keys must not wait seconds for torch and Ray.
     from orchestrator.driver.preflight.run_config import URI_VARIABLE, tracking_variables
     from orchestrator.driver.preflight.submitted import checked, visible_secrets

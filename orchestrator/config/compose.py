@@ -31,10 +31,9 @@ from orchestrator.config.files import (
     conf_dir,
     file_errors,
 )
-from orchestrator.config.job_source import unknown_fields
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
 from orchestrator.config.places import places_of_choice, with_places
-from orchestrator.config.redact import MASK, Redactor, stands_for_secret
+from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
 from orchestrator.config.text import did_you_mean, first_few, format_override, path_override, to_cli
 from orchestrator.config.typed import Typed, mark, merged, plain, unmark
@@ -79,27 +78,6 @@ def compose(
         del data[group]
         errors.append(f"{group}: no such section; begin its files with a line that names one, as in `# @package job`")
     return _config(data, unknown, errors, strategy_config)
-
-
-def refuse_wrong_keys(runs: Iterable[Sequence[str]], redactor: Redactor, strategy_config: StrategyConfigs) -> None:
-    """Compose the configuration of each run alone, which takes a fraction of a second, before torch is imported.
-
-    Args:
-        runs: the words of each run.
-        redactor: learns the secrets among them, and masks them in errors.
-        strategy_config: see :data:`StrategyConfigs`.
-
-    Raises:
-        ConfigError: keys or values are wrong.
-    """
-    errors: list[str] = []
-    for words in runs:
-        redactor.learn(values(words))
-        own: list[str] = []
-        _, job = compose(words, own, strategy_config)
-        errors += placed(words, [*own, *([] if job is None else unknown_fields(job))])
-    if errors:
-        raise ConfigError(map(redactor.text, errors))
 
 
 def placed(words: Sequence[str], errors: Sequence[str]) -> list[str]:
