@@ -39,4 +39,4 @@ def test_fields_are_read_where_one_file_tells_all(
 def test_a_field_that_is_not_there_is_named() -> None:
     spec = JobSpec(target="jobs.digits.Digits", fields={"hiden": 3, "hidden": 4})
     assert source_errors(spec) == ["job.hiden: unknown key; did you mean job.hidden?"]
-    assert source_errors(JobSpec(target="no.such.Job", fields={"x": 1})) == []
+    assert source_errors(JobSpec(target="pytest.no_such.Job", fields={"x": 1})) == []
