@@ -264,6 +264,7 @@ def loads(module: str) -> set[str]:
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.driver.preflight.early_checks", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
         ("orchestrator.driver.preflight.named_runs", {"hydra", "omegaconf"}, "a missing run is refused at once"),
+        ("orchestrator.completion", set(), "completion of a run is quick"),
         ("orchestrator.strategies.registry", set(), "a wrong key is refused at once"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
         ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),
