@@ -105,7 +105,7 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
     except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
         missing = count_points(run_dir, offset=transfer.cursor.offset)
         uri = ["--uri", redact_uri(given_uri)] if given_uri else []
-        again = shlex.join(["python", "-m", "orchestrator.sync", run_dir.location, *uri])
+        again = shlex.join(["orchestrator", "sync", run_dir.location, *uri])
         print(f"{server}: {transfer.cursor.error}", file=sys.stderr)
         print(f"{missing} points are not uploaded, and none is lost; try again with: {again}", file=sys.stderr)
         return 1
