@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import to_yaml
@@ -28,6 +29,7 @@ from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.lock import machine_facts, this_process
 from orchestrator.records.output_dir import OutputDir, announce, take_over
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import SUBMISSION_TAG
 from orchestrator.strategies.external.job import Script
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
@@ -144,6 +146,8 @@ def _tags(plan: Plan) -> dict[str, str]:
         **machine_facts(),
         "version.python": platform.python_version(),
     }
+    if (submitted := submission_id()) is not None:
+        tags[SUBMISSION_TAG] = submitted
     for package in VERSIONED:
         tags[f"version.{package}"] = importlib.metadata.version(package)
     return tags

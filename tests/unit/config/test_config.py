@@ -13,7 +13,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose, preset_sweep
 from orchestrator.config.files import GROUPS, choices, conf_dir
 from orchestrator.config.operation import ClusterConfig, TrackingConfig
-from orchestrator.config.overrides import expand_sweep
+from orchestrator.config.overrides import expand_sweep, last_of_each
 from orchestrator.config.recorded_config import to_dict, to_yaml
 from orchestrator.config.schema import CheckpointConfig, Config, DataConfig, JobSpec, TrainConfig
 from orchestrator.config.text import path_override
@@ -185,6 +185,23 @@ def test_yaml_and_dict_come_back_as_the_files_have_them() -> None:
 
 
 # Faults -------------------------------------------------------------------------------------------
+
+
+def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_note(golden: Golden) -> None:
+    typed = (
+        "seed=1 -m --config-dir=a --config-dir=b +seed=2 seed=2 job=digits strategy=ddp job=my.Line job.lr=1,2 "
+        "strategy=single job.lr=3 my/group=a my/group=b cluster.env.API_TOKEN=one cluster.env.API_TOKEN=two "
+        "job.password=[hunter2] job.password=hunter2 bar"
+    )
+    notes: list[str] = []
+    words = last_of_each(typed.split(), notes.append)
+    golden.says(notes)
+    assert " ".join(words) == (
+        "-m --config-dir=a --config-dir=b seed=2 job=my.Line strategy=single job.lr=3 my/group=b "
+        "cluster.env.API_TOKEN=two job.password=hunter2 bar"
+    )
+    assert last_of_each(["seed=1", "seed=1"], notes.clear) == ["seed=1"]  # nothing to note
+    assert composed("train.steps=1", "strategy=single", "train.steps=2", "strategy=ddp").train.steps == 2
 
 
 @pytest.mark.slow

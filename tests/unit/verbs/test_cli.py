@@ -45,7 +45,7 @@ def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, caps
     assert cli.main(["compare", "--output-dir", str(tmp_path)]) == 2
     assert "compare: no runs in" in capsys.readouterr().err
     assert cli.main(["sync", str(tmp_path)]) == 2
-    assert "run.json" in capsys.readouterr().err
+    assert "no such run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

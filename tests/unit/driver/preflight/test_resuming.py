@@ -325,7 +325,7 @@ def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pyt
     run = an_earlier_run(tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)
     below = run.path.relative_to(tmp_path / "outputs")
-    for text in (str(run.path), f"outputs/{below}", str(below), run.path.name):
+    for text in (str(run.path), f"outputs/{below}", str(below), run.path.name, run.read_record()["name"]):
         found, _ = resume(config_of(tmp_path / "outputs", f"resume={text}"))
         assert found.run_dir == run
 
