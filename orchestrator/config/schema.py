@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from orchestrator.config.build import option
-from orchestrator.config.eval_splits import check_metric, check_splits, metric_prefix
+from orchestrator.config.eval_splits import TRAIN, check_metric, check_splits, metric_prefix
 from orchestrator.config.operation import (
     ClusterConfig,
     DisplayConfig,
@@ -37,6 +37,13 @@ class TrainConfig:
     global_batch_size: int = option("samples per optimizer step, over all workers", minimum=1)
     grad_accumulation: int = option(
         "slices of each worker's share of the batch, processed one after another", minimum=1
+    )
+    limit_batches: int | None = option(
+        "global batches to train on: the first ones of the first epoch, in every epoch; null: the whole training set",
+        minimum=1,
+    )
+    limit_eval_batches: int | None = option(
+        "global batches to evaluate at most of each split, its first samples; null: the whole split", minimum=1
     )
     log_every: int = option("steps between logged points", minimum=1, epochs=True)
     eval_every: int = option(
@@ -84,6 +91,9 @@ class TrainConfig:
         "initial values: seeded: those of one worker, for which each worker draws all random numbers; fast: workers of "
         "fsdp, hsdp and fsdp_pipeline draw only those of their shards, which depend on the number of workers"
     )
+    detect_anomaly: bool = option(
+        "stop at a backward pass that returns NaN, and name the line of the forward pass that it belongs to; slow"
+    )
     deterministic: bool = option("fail on operations without a deterministic implementation")
     check: Literal["auto", "always", "never"] = option(
         "compare what several workers compute of a few samples with the whole model, before the first step: auto: "
@@ -116,6 +126,20 @@ class TrainConfig:
             stop_after=None,
             stop_min_delta=0,
         )
+
+    @property
+    def limit_samples(self) -> int | None:
+        """The number of samples in ``limit_batches``; None for the whole training set."""
+        return None if self.limit_batches is None else self.limit_batches * self.global_batch_size
+
+    def limit_eval_samples(self, split: str) -> int | None:
+        """Return how many samples of a split are evaluated at most; None for all. Of the training set, no others."""
+        limit = self.limit_eval_batches
+        limits = [
+            None if limit is None else limit * self.global_batch_size,
+            self.limit_samples if split == TRAIN else None,
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def compiles_blocks(self) -> bool:

@@ -84,7 +84,7 @@ class Trained:
         ``module`` returns the first of ``modules`` by default, and all of ``placements`` are whole.
         """
         train = context.train
-        epoch = steps_per_epoch(job, train_set, train.global_batch_size)
+        epoch = steps_per_epoch(job, train_set, train)
         for optimizer in optimizers.values():
             if context.device.type == "cuda":
                 fuse_updates(optimizer, sparse=sparse_parameters(modules))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from helpers.conformance.cases import having
 from helpers.files.golden import Golden
 from helpers.jobs.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.jobs.step_toys import GAN
@@ -170,7 +171,7 @@ class Endless:
 
 def step_size(job: Toy, dataset: Any) -> int:
     optimizer = optimizer_of(job, job.model())
-    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, 64))
+    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, having(global_batch_size=64)))
     assert isinstance(scheduler, StepLR)
     return scheduler.step_size
 
