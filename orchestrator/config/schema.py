@@ -107,6 +107,16 @@ class TrainConfig:
                 f"train.clip_value={self.clip_value:g}: train.clip_norm={self.clip_norm:g} clips the same gradients; "
                 "set one of them to null"
             )
+        if self.detect_anomaly and self.on_nonfinite == "skip":
+            raise ValueError(
+                "train.detect_anomaly=true: it ends the run at the NaN that train.on_nonfinite=skip leaves out; set that "
+                "to stop"
+            )
+        if self.detect_anomaly and self.precision == "fp16":
+            raise ValueError(
+                "train.detect_anomaly=true: train.precision=fp16 finds its loss scale by steps whose gradients may be NaN; "
+                "set it to bf16 or fp32"
+            )
         if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(
                 "train.activation_checkpointing=selective: torch.compile merges the operations of a block, so that "

@@ -22,6 +22,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
+from orchestrator.worker.anomalies import detecting_anomalies
 from orchestrator.worker.control.control import CutOff, Outbox, StepGate, Warner, inject_fault
 from orchestrator.worker.control.interruption import GRACE_SHARE, Interruption
 from orchestrator.worker.control.rendezvous import context_of
@@ -284,7 +285,11 @@ class Loop:
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
-        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
+        with (
+            detecting_anomalies() if self.config.train.detect_anomaly else contextlib.nullcontext(),
+            contextlib.closing(micro_batches) as batches,
+            profiled_steps(trace) as end_profiled_step,
+        ):
             self._enter("train")
             steps.window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:

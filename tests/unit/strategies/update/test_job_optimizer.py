@@ -171,7 +171,9 @@ class Endless:
 
 def step_size(job: Toy, dataset: Any) -> int:
     optimizer = optimizer_of(job, job.model())
-    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, having(global_batch_size=64)))
+    scheduler = scheduler_of(
+        job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, having(global_batch_size=64))
+    )
     assert isinstance(scheduler, StepLR)
     return scheduler.step_size
 

@@ -76,9 +76,7 @@ def test_a_position_is_the_same_in_any_layout(kind: type[Plain]) -> None:
         assert rest == whole[3:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "n"), [(Plain, 9), (Plain, 64), (Epochs, 64), (Stateful, 64), (AtRandom, 64)]
-)
+@pytest.mark.parametrize(("kind", "n"), [(Plain, 9), (Plain, 64), (Epochs, 64), (Stateful, 64), (AtRandom, 64)])
 def test_a_limited_stream_is_its_first_samples_again_and_again(kind: type[Plain], n: int) -> None:
     whole = StreamReader(kind(range(n)), seed=3, batch_size=4, limit=12)
     first = whole.read(12, first=0, end=12)
