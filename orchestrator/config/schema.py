@@ -109,13 +109,13 @@ class TrainConfig:
             )
         if self.detect_anomaly and self.on_nonfinite == "skip":
             raise ValueError(
-                "train.detect_anomaly=true: it ends the run at the NaN that train.on_nonfinite=skip leaves out; set that "
-                "to stop"
+                "train.detect_anomaly=true: it ends the run at the NaN that train.on_nonfinite=skip leaves out; set "
+                "that to stop"
             )
         if self.detect_anomaly and self.precision == "fp16":
             raise ValueError(
-                "train.detect_anomaly=true: train.precision=fp16 finds its loss scale by steps whose gradients may be NaN; "
-                "set it to bf16 or fp32"
+                "train.detect_anomaly=true: train.precision=fp16 finds its loss scale by steps whose gradients may be "
+                "NaN; set it to bf16 or fp32"
             )
         if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(

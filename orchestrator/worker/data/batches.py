@@ -113,8 +113,8 @@ class SampleOrder:
     def _check_length(self, epoch: int) -> None:
         if len(self._order) != self._drawn:
             raise datasets.DatasetError(
-                f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self._drawn}; return "
-                "the same number of batches in every epoch"
+                f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self._drawn}; "
+                "return the same number of batches in every epoch"
             )
 
 
