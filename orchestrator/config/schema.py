@@ -87,6 +87,10 @@ class TrainConfig:
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
     )
+    lr_range: tuple[float, float] | None = option(
+        "let all learning rates rise exponentially between these two over the steps of the run, in place of "
+        "job.scheduler, and suggest one; such a run saves no checkpoint; null: train"
+    )
     init: Literal["seeded", "fast"] = option(
         "initial values: seeded: those of one worker, for which each worker draws all random numbers; fast: workers of "
         "fsdp, hsdp and fsdp_pipeline draw only those of their shards, which depend on the number of workers"
@@ -106,6 +110,11 @@ class TrainConfig:
             raise ValueError(
                 f"train.clip_value={self.clip_value:g}: train.clip_norm={self.clip_norm:g} clips the same gradients; "
                 "set one of them to null"
+            )
+        if self.lr_range is not None and not 0 < self.lr_range[0] < self.lr_range[1]:
+            first, last = self.lr_range
+            raise ValueError(
+                f"train.lr_range=[{first:g},{last:g}]: expected two numbers above 0, the smaller one first"
             )
         if self.detect_anomaly and self.on_nonfinite == "skip":
             raise ValueError(
@@ -134,6 +143,7 @@ class TrainConfig:
             eval_every=0,
             eval_splits=(),
             stop_after=None,
+            lr_range=None,
             stop_min_delta=0,
         )
 
@@ -327,6 +337,11 @@ class Config:
                 f"before it is found; set it above {longest_s:g}, {LONGEST_HANG_FACTOR} times "
                 f"recovery.hang_max_s={self.recovery.hang_max_s:g}, or lower that"
             )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run leaves a model: it does not only evaluate one, or look for a learning rate."""
+        return self.evaluate is None and self.train.lr_range is None
 
     @property
     def job_name(self) -> str:

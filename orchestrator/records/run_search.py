@@ -81,14 +81,14 @@ class RunSearch:
         Args:
             text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below one of the directories, or ``last``
                 for the newest run there.
-            trained: whether ``last`` passes over runs that have only evaluated another.
+            trained: whether ``last`` passes over runs that leave no model.
 
         Raises:
             NoSuchRunError: there is no such run.
             StorageError: a store cannot be used.
         """
         if text == NEWEST:
-            runs = (run for run in self.runs() if not (trained and run.read_record().get("evaluated")))
+            runs = (run for run in self.runs() if not trained or leaves_model(run.read_record()))
             found = next(runs, None)
         elif (found := find_run(text)) is None and not is_url(text):
             names = [(name, output) for output in self.outputs for name in output.names()]
@@ -98,6 +98,11 @@ class RunSearch:
         if found is None:
             raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
         return found
+
+
+def leaves_model(record: Mapping[str, Any]) -> bool:
+    """Return whether a run has not only evaluated another, or looked for a learning rate."""
+    return not record.get("evaluated") and (record.get("params") or {}).get("train.lr_range") is None
 
 
 def active_namesakes(run_dir: RunDir) -> Mapping[str, str]:

@@ -105,7 +105,7 @@ class Trained:
         self.optimizer = cast(Optimizer, joined(optimizers))
         self.needs_whole = context.mesh.divides_tensors and type(self.optimizer) not in ELEMENTWISE
         to_training(self.optimizer)
-        self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
+        self.scheduler = schedule_of(job, [*optimizers.values()], train, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.needs_closure = any(needs_closure(optimizer) for optimizer in optimizers.values())
         if self.needs_closure and (errors := closure_errors(self.optimizer, train, context.options)):

@@ -163,7 +163,7 @@ class Loop:
                     stopped = True
                 ended_early = None if stopped or self._has_all_steps else self._why_stop
                 recoverable = stopped and not self.gate.saves and self.recoverable_steps()
-                saves = self.position.step > 0 and not recoverable and not self._only_evaluates
+                saves = self.position.step > 0 and not recoverable and self.config.saves
                 if saves:
                     self._checkpoint(last=True)  # before the evaluation, which may fail
                 ends = not stopped
@@ -366,7 +366,7 @@ class Loop:
         return self._evaluations.has_any(self._data) and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
-        return self._is_due(self.config.checkpoint.every)
+        return self.config.saves and self._is_due(self.config.checkpoint.every)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step

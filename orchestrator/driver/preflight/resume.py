@@ -21,7 +21,7 @@ from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
 from orchestrator.records.run_dir import RunDir, split_checkpoint
-from orchestrator.records.run_search import NEWEST, progress_of
+from orchestrator.records.run_search import NEWEST, leaves_model, progress_of
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
@@ -273,7 +273,7 @@ def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:
     """Return the newest run that has trained, of the name that the user has given, if any."""
     output, name = output_dir(config), config.name
     for run_dir, record in _readable(output, output.names(name), warnings):
-        if name in (None, record.get("name")) and not record.get("evaluated"):
+        if name in (None, record.get("name")) and leaves_model(record):
             warnings.append(f"{key}={NEWEST} is {run_dir.location}")
             return run_dir
     named = "" if name is None else f" named {name}"

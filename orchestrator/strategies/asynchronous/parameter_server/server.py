@@ -235,7 +235,7 @@ class Server(Strategy):
             num_servers=context.mesh.num_servers,
             num_workers=len(self._workers),
             seed=context.seed,
-            steps=context.train.steps,
+            train=context.train,
             steps_per_epoch=self._steps_per_epoch,
         )
 

@@ -19,7 +19,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of
-from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, schedule_of, scheduler_of
 from orchestrator.user_code.errors import JobError
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -162,6 +162,19 @@ class ByEpochsAlone(Toy):
         self, optimizer: torch.optim.Optimizer, steps: int, steps_per_epoch: float
     ) -> LRScheduler:
         return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
+
+
+def test_rates_rise_exponentially_and_in_proportion_over_the_steps_of_the_run() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.3}], lr=0.1)
+    schedule = schedule_of(ByEpochsAlone(), [optimizer], having(steps=5, lr_range=(1e-4, 1.0)), steps_per_epoch=None)
+    assert schedule is not None
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert rates == [pytest.approx([10.0**n, 3 * 10.0**n]) for n in range(-4, 1)]
 
 
 class Endless:
