@@ -36,6 +36,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`", "keys"),
+    "new": Verb("orchestrator.new", "begin a project: a job, its configuration, its test and a README"),
     "torchrun": Verb("orchestrator.torchrun", "run a script of your own, with torchrun's options, as strategy=script"),
     "plan": Verb("orchestrator.plan", "predict layouts, speed and cost of a job on a cluster that is not here", "keys"),
     "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it", "keys"),

@@ -347,6 +347,7 @@ def _opened(
         redactor=redactor,
         resume_command=resume_command,
         in_sweep=sweep is not None,
+        finds_rate=config.train.lr_range is not None,
         owns_process=launch.stop.owns_process,
         origin=origin,
     )

@@ -90,14 +90,14 @@ class RunSearch:
 
         Args:
             text: a path, a URL, or what :meth:`named` takes; or ``last`` for the newest run.
-            trained: whether names and ``last`` pass over runs that have only evaluated another.
+            trained: whether names and ``last`` pass over runs that leave no model.
 
         Raises:
             NoSuchRunError: there is no such run.
             StorageError: a store cannot be used.
         """
         if text == NEWEST:
-            runs = (run for run in self.runs() if not (trained and run.read_record().get("evaluated")))
+            runs = (run for run in self.runs() if not trained or leaves_model(run.read_record()))
             found = next(runs, None)
         elif (found := find_run(text)) is None and not is_url(text):
             found = next(self.named(text, trained=trained), None)
@@ -111,7 +111,7 @@ class RunSearch:
         Args:
             text: ``<date>/<time>-<name>`` or ``<time>-<name>``; otherwise, if no directory is called so, the name of
                 runs, or the id of the submitted job that has started them.
-            trained: whether names pass over runs that have only evaluated another.
+            trained: whether names pass over runs that leave no model.
 
         Raises:
             StorageError: a store cannot be used.
@@ -130,7 +130,12 @@ def _is_called(run_dir: RunDir, text: str, *, trained: bool) -> bool:
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
     called = (record.get("name"), record.get("tags", {}).get(SUBMISSION_TAG))
-    return text in called and not (trained and record.get("evaluated"))
+    return text in called and (not trained or leaves_model(record))
+
+
+def leaves_model(record: Mapping[str, Any]) -> bool:
+    """Return whether a run has not only evaluated another, or looked for a learning rate."""
+    return not record.get("evaluated") and (record.get("params") or {}).get("train.lr_range") is None
 
 
 def active_namesakes(run_dir: RunDir) -> Mapping[str, str]:

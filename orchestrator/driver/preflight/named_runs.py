@@ -12,7 +12,7 @@ from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.run_config import output_dir
 from orchestrator.records.output_dir import OutputDir, name_of, split_run
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.run_search import NEWEST, RunSearch
+from orchestrator.records.run_search import NEWEST, RunSearch, leaves_model
 from orchestrator.storage.remote import is_url
 
 
@@ -49,7 +49,7 @@ def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:
     """Return the newest run that has trained, of the name that the user has given, if any."""
     output, name = output_dir(config), config.name
     for run_dir, record in readable(output, output.names(name), warnings):
-        if name in (None, record.get("name")) and not record.get("evaluated"):
+        if name in (None, record.get("name")) and leaves_model(record):
             warnings.append(f"{key}={NEWEST} is {run_dir.location}")
             return run_dir
     named = "" if name is None else f" named {name}"

@@ -31,7 +31,9 @@ from orchestrator.strategies import registry
 
 PRECISION = "train.precision"
 STEPS = "train.steps"
-_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|clip_value|precision|on_nonfinite)")
+_SHAPES_CURVE = re.compile(
+    r"seed|job\..*|train\.(global_batch_size|limit_batches|clip_norm|clip_value|precision|on_nonfinite)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

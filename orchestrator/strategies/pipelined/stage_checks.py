@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
@@ -202,11 +203,11 @@ def _evaluation_errors(config: Config, job: Job, output: Any, target: Any, plan:
     rows = plan.microbatch_rows
     if has_row_per_sample(output, rows):
         return []
-    found = (_padding_error(job, split, output, target, plan) for split in config.train.eval_splits)
+    found = (_padding_error(config, job, split, output, target, plan) for split in config.train.eval_splits)
     return [error for error in found if error is not None]
 
 
-def _padding_error(job: Job, split: str, output: Any, target: Any, plan: Plan) -> str | None:
+def _padding_error(config: Config, job: Job, split: str, output: Any, target: Any, plan: Plan) -> str | None:
     rows = plan.microbatch_rows
     multiple = rows * plan.mesh.data_parallel_size
     remedy = f"or let job.dataset({split!r}) have a multiple of {multiple} samples, or use strategy=ddp"
@@ -222,7 +223,8 @@ def _padding_error(job: Job, split: str, output: Any, target: Any, plan: Plan) -
             f"strategy={plan.strategy}: the model returns a tensor of shape {shape} for {rows} samples, so the "
             f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
         )
-    return error if error is not None and _is_padded(job.dataset(split), plan) else None
+    limit = config.train.limit_eval_samples(split)
+    return error if error is not None and _is_padded(job.dataset(split), plan, limit) else None
 
 
 def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
@@ -233,15 +235,19 @@ def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor],
         return any(tensor.is_floating_point() and which(tensor) for tensor in tensors_in(output))
 
 
-def _is_padded(dataset: Any, plan: Plan) -> bool:
-    """Return whether the last micro-batch of an evaluation has padding. Reads a stream that has no length."""
+def _is_padded(dataset: Any, plan: Plan, limit: int | None) -> bool:
+    """Return whether the last micro-batch of an evaluation has padding. Reads a stream that has no length.
+
+    ``limit``: the most samples that are evaluated; None for all.
+    """
     rows, replicas = plan.microbatch_rows, plan.mesh.data_parallel_size
     if dataset is None:
         return False
     if is_stream(dataset):
-        return (known_length(dataset) or sum(1 for _ in dataset)) % rows != 0
+        length = known_length(dataset) or sum(1 for _ in itertools.islice(dataset, limit))
+        return min(length, limit or length) % rows != 0
     assert isinstance(dataset, Sized)
-    return any(share % rows for share in even_shares(len(dataset), replicas))
+    return any(share % rows for share in even_shares(min(len(dataset), limit or len(dataset)), replicas))
 
 
 def _too_few_layers_error(plan: Plan, reason: str, size_key: str) -> str:

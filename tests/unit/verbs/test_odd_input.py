@@ -186,6 +186,7 @@ OTHERS = frozenset({0, 1, 2})
 INPUTS = {
     "launch": Odd(words=launched),
     "torchrun": Odd(words=torchrun_words, run=torchrun),
+    "new": Odd(words=lambda draw: draw.some(draw.value, 2)),
     "plan": Odd(words=planned, codes=OTHERS),
     "submit": Odd(
         words=lambda draw: ["--address", "http://127.0.0.1:1", *files_of(draw), *draw.some(draw.override), "a=1"],

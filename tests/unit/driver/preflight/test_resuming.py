@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from helpers.conformance.cases import having
 from helpers.files.golden import Golden
 from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
 from jobs.digits import Digits
@@ -228,7 +229,7 @@ def an_annealed_run(output_dir: Path, job: Annealed) -> RunDir:
     run = an_earlier_run(output_dir, steps=[])
     model = job.model()
     optimizer = job.optimizer(model.parameters())
-    schedule = schedule_of(job, [optimizer], steps=6, steps_per_epoch=None)
+    schedule = schedule_of(job, [optimizer], having(steps=6), steps_per_epoch=None)
     assert schedule is not None
     for _ in range(3):
         for parameter in model.parameters():
