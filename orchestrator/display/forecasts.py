@@ -219,12 +219,12 @@ def published_table(compared: Sequence[Compared]) -> str:
         [
             *_cases(compared),
             "",
-            "absolute errors of tokens per second and device; those of each setup (software, precision and device) count the",
-            "same; runs, setups and errors on the left: published ones, without what is not known; here: of this file",
+            "absolute errors of tokens per second and device, those of each setup (software, precision and device)",
+            "together as much as those of any other; on the left, published runs without what is not known; here: this file",
             "",
             *_setups(compared),
             "",
-            f"{known} runs that calibrate the others do not count; all new: without all runs of their software or device",
+            f"{known} runs that calibrate others do not count; all new: without all runs of their software or device",
         ]
     )
 

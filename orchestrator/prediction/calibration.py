@@ -1,8 +1,9 @@
 """Shares of the peak rates by known runs, and how far off predictions with them are.
 
-A setup (software, precision and device) has one factor, which one known run of it tells: the shares of products and of
-attention change in proportion until that run is predicted as it was measured. Without a known run, the share of products
-is the median of those of the most similar setups, and that of attention is what its kernels are known to reach.
+A setup (software, precision and device) has one factor, with experts one for each family of models. One known run
+tells it: the shares of products and of attention change in proportion until that run is predicted as it was measured.
+Without one, the share of products is the median of those of the most similar setups, and that of attention what its
+kernels are known to reach.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Known:
         return fitted(run.predicted, run.measured, prior)
 
     def _prior(self, setup: Setup, products: Mapping[Setup, float], own: float | None) -> Stack:
-        """Return the shares without a known run: of the same software, width, precision and generation, if there are."""
+        """Return the shares without a known run: of the same software, bits, precision and generation if there are any."""
         alike = [*products]
         for name in ("software", "bits", "precision", "generation"):
             alike = [k for k in alike if getattr(k, name) == getattr(setup, name)] or alike
@@ -208,23 +209,19 @@ def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
     for number, row in enumerate(rows, 1):
         try:
             run = as_run(row, tables)
-            if not (0 < run.measured < math.inf and 0 < run.predicted(usual(run.setup)) < math.inf):
-                raise ValueError("its tokens per second are no positive number")
+            if not 0 < run.predicted(usual(run.setup)) < math.inf:
+                raise ValueError("its predicted tokens per second are no positive number")
         except (ValueError, ArithmeticError, TypeError, ConfigError) as e:
-            why = "; ".join(e.errors).removeprefix("--cluster ") if isinstance(e, ConfigError) else str(e)
-            reason = (
-                f"--published: row {number} ({row['model']}) cannot be read: {why}; compare it with {PUBLISHED.name}"
-            )
-            raise ConfigError([reason]) from e
+            why = "; ".join(e.errors).replace("--cluster ", "gpu=") if isinstance(e, ConfigError) else str(e)
+            where = f"--published: row {number} ({row['model']})"
+            raise ConfigError([f"{where} cannot be read: {why}; compare it with {PUBLISHED.name}"]) from e
         runs.append(run)
     if not runs:
         raise ConfigError([f"--published: the file has no rows; {PUBLISHED.name} in the package is an example"])
     marked = known_of(runs)
-    replaced = {(run.setup, run.family) for run in marked}
-    listed = [run.row for run in runs]
-    known = Known(
-        [*marked, *(k for k in published().runs if (k.setup, k.family) not in replaced and k.row not in listed)]
-    )
+    replaced, listed = {(run.setup, run.family) for run in marked}, [run.row for run in runs]
+    others = [k for k in published().runs if (k.setup, k.family) not in replaced and k.row not in listed]
+    known = Known([*marked, *others])
     return [_compared(run, known) for run in runs]
 
 
