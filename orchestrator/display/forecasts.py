@@ -70,7 +70,7 @@ def speed_text(question: Question, forecast: Forecast, case: Case) -> str:
 def _error(case: Case, *, sparse: bool) -> str:
     """Return the errors of a case, with experts as a range."""
     found = spread(case, sparse=sparse)
-    of = f"of {found.count} published runs {CASES[case]} (orchestrator plan --published)"
+    of = f"of {found.count:,} predictions of published runs {CASES[case]} (orchestrator plan --published)"
     if sparse:
         return f"{found.low:.0%} to {found.high:.0%} of that in nine of ten {of.replace(' runs', ' runs with experts')}"
     return f"± {found.median:.0%} in the median and ± {found.ninth:.0%} in nine of ten {of}"
@@ -208,7 +208,17 @@ def draw(answer: Answer, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-_CASE_HEADS = ("what is known", "runs", "setups", "median", "90 %", "speeds of nine of ten", "here", "median", "90 %")
+_CASE_HEADS = (
+    "what is known",
+    "predictions",
+    "setups",
+    "median",
+    "90 %",
+    "speeds of nine of ten",
+    "here",
+    "median",
+    "90 %",
+)
 _PUBLISHED_HEADS = ("runs", "predicted", "median", "90 %", "worst", "all new: median", "90 %", "calibrated by")
 
 
@@ -220,7 +230,7 @@ def published_table(compared: Sequence[Compared]) -> str:
             *_cases(compared),
             "",
             "absolute errors of tokens per second and device, those of each setup (software, precision and device)",
-            "together as much as those of any other; on the left, published runs without what is not known; here: this file",
+            "together as much as those of any other; on the left of published runs, on the right of this file",
             "",
             *_setups(compared),
             "",
@@ -288,7 +298,7 @@ def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
             "case": c.shares.case,
             "calibrated_by": c.shares.known and c.shares.known.row["source"],
             "measured": c.run.measured,
-            "predicted": c.predicted,
+            "predicted": c.run.predicted(c.shares.stack),
             "error": c.error,
             "known": c.is_known,
             "error_all_new": c.unseen_error,

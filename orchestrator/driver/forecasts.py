@@ -23,8 +23,8 @@ from orchestrator.driver.preflight.child_process import in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.prediction.calibration import Case, fitted, has_published_runs, scaled, shares_of_job
-from orchestrator.prediction.cost import Stack, step_time
+from orchestrator.prediction.calibration import Case, fitted, has_published_runs, shares_of_job
+from orchestrator.prediction.cost import Stack, StepTime, step_time
 from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Question
 from orchestrator.prediction.work import ModelWork
@@ -184,7 +184,7 @@ def _scaled_note(cluster: Cluster) -> str:
 def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
     """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
 
-    One step time tells one number: both shares change in proportion.
+    One step time tells one number: the share that takes more of the step changes more.
 
     Args:
         run_dir: a run that has ended.
@@ -219,11 +219,11 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
         raise ConfigError([f"{where}: {forecast.refused}"])
     usual, _ = _usual_stack(cluster, config, traced.work)
 
-    def predicted_ms(stack: Stack) -> float:
-        return 1e3 * step_time(traced.work, forecast.step, there, stack).total
+    def predicted(stack: Stack) -> StepTime:
+        return step_time(traced.work, forecast.step, there, stack)
 
-    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual)
-    if (least := predicted_ms(found)) > 1.01 * step_ms:
+    found = fitted(predicted, step_ms / 1e3, usual)
+    if (least := 1e3 * predicted(found).total) > 1.01 * step_ms:
         reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
         raise ConfigError([f"{where}: {reason}"])
     return found
@@ -238,7 +238,8 @@ def _usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Sta
         found = shares_of_job(cluster.name, compiled=compiled, sparse=work.layer.experts > 0)
         stack, case = found.stack, found.case
     stack = replace(stack, operator_s=cluster.device.operator_us / 1e6)
-    return (scaled(stack, cluster.device.reached) if cluster.device.reached else stack), case
+    share = cluster.device.reached or stack.products
+    return replace(stack, products=share, attention=share * stack.attention / stack.products), case
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

@@ -1,8 +1,8 @@
 """Shares of the peak rates by known runs, and how far off predictions with them are.
 
 A setup (software, precision and device) has one factor, with experts one for each family of models. One known run
-tells it: the shares of products and of attention change in proportion until that run is predicted as it was measured.
-Without one, the share of products is the median of those of the most similar setups, and that of attention what its
+tells it: the shares of products and of attention change, more what takes more of its step, until it is predicted as it
+was measured. Without one, the share of products is the median of those of the most similar setups, and that of attention what its
 kernels are known to reach.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
-from orchestrator.prediction.cost import Stack
+from orchestrator.prediction.cost import Stack, StepTime
 from orchestrator.prediction.devices import Tables
 from orchestrator.prediction.published import PUBLISHED, Row, Run, Setup, as_run, published_runs
 
@@ -30,6 +30,7 @@ CASES: Mapping[Case, str] = {
     "new software": "of other software on a known device",
     "all new": "of software and devices without a known run",
 }
+LeftOut = Callable[[Setup], bool]
 OURS = "orchestrator"
 """How the software of runs of this program begins."""
 
@@ -38,11 +39,15 @@ FUSED = 0.73
 _FUSING = ("Megatron", "Meta")
 """Software with hand-written kernels."""
 USUAL_PRODUCTS = 0.5
-"""The share of products that is scaled until a known run is predicted as it was measured."""
+"""The share of products before anything is known."""
+_MOST_CHANGE = 5.0
+"""The logarithm of the largest factor of a share."""
 _ATTENTION, _OF_TRANSFORMER_ENGINE, _ON_NEWER = 0.6, 0.55, 0.35
 """The shares of the peak rate that attention reaches: FlashAttention-2 on A100 (arXiv:2307.08691: 50 to 73 %), cuDNN's
 on newer devices, and FlashAttention-2 there (arXiv:2407.08608: 35 % on H100)."""
 _NEWER = ("H", "B")
+MOST_IN_TURN = 8
+"""The runs of a setup that calibrate the others in turn, at most."""
 DISPATCH_S = 0.003
 """The time of the host to dispatch the tokens of a micro-batch to the experts of a layer and back: what the two setups
 take whose dense runs tell the share of products too, Megatron's FP8 on H100 and MXFP8 on GB200."""
@@ -73,23 +78,33 @@ def usual(setup: Setup) -> Stack:
     )
 
 
-def scaled(stack: Stack, products: float) -> Stack:
-    """Return ``stack`` with another share for products, and one for attention in proportion, at most 1."""
-    return replace(stack, products=products, attention=min(1.0, products * stack.attention / stack.products))
+def fitted(time: Callable[[Stack], StepTime], seconds: float, stack: Stack) -> Stack:
+    """Return ``stack`` with shares, at most 1, with which a step takes so long, or as near to that as can be.
 
+    One time tells one number: what takes more of the step, of products and attention, changes more.
 
-def fitted(
-    speed: Callable[[Stack], float],
-    measured: float,
-    stack: Stack,
-    change: Callable[[Stack, float], Stack] = scaled,
-) -> Stack:
-    """Return ``stack`` with the share between 0 and 1 at which the predicted speed is the measured one, or nearest."""
-    low, high = 0.0, 1.0
-    for _ in range(25):
+    Args:
+        time: returns the time of the step.
+        seconds: how long it took.
+        stack: the shares without this step.
+    """
+    before = time(stack)
+    most = max(before.products, before.attention)
+
+    def changed(factor: float) -> Stack:
+        products = stack.products * factor ** (before.products / most)
+        attention = stack.attention * factor ** (before.attention / most)
+        return replace(stack, products=min(1.0, products), attention=min(1.0, attention))
+
+    low, high = -_MOST_CHANGE, _MOST_CHANGE
+    for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if speed(change(stack, middle)) < measured else (low, middle)
-    return change(stack, low or high)
+        low, high = (middle, high) if time(changed(math.exp(middle))).total > seconds else (low, middle)
+    return changed(math.exp(low))
+
+
+def _nothing(setup: Setup) -> bool:
+    return False
 
 
 class Known:
@@ -103,33 +118,25 @@ class Known:
         """
         self.runs = tuple(runs)
         dense = [run for run in self.runs if not run.is_sparse]
-        self._products = {run.setup: self._calibrated(run, usual(run.setup)).products for run in dense}
+        self._products = {run.setup: fitted(run.time, run.seconds, usual(run.setup)).products for run in dense}
         self._stacks: dict[tuple[int, Stack], Stack] = {}
 
-    def shares(
-        self, setup: Setup, family: str = "", *, of: Run | None = None, without: Callable[[Setup], bool] | None = None
-    ) -> Shares:
+    def shares(self, setup: Setup, family: str = "", *, of: Run | None = None, without: LeftOut = _nothing) -> Shares:
         """Return what a run is predicted with.
 
         Args:
             setup: its setup.
             family: of its model, if it has experts.
             of: the run, which does not calibrate itself; the known run most like it counts.
-            without: the setups that count as unknown; None for none.
+            without: whether a setup counts as unknown.
         """
-        seen = {k: p for k, p in self._products.items() if without is None or not without(k)}
-        known = [
-            run
-            for run in self.runs
-            if run is not of and run.family == family and (without is None or not without(run.setup))
-        ]
-        own = [run for run in known if run.setup == setup]
-        prior = self._prior(setup, seen, seen.get(setup) if family else None)
-        if own:
+        known = [run for run in self.runs if run is not of and run.family == family and not without(run.setup)]
+        prior = self.prior(setup, family, without)
+        if own := [run for run in known if run.setup == setup]:
             nearest = min(own, key=of.unlike) if of is not None else own[0]
             key = (id(nearest), prior)
             if key not in self._stacks:
-                self._stacks[key] = self._calibrated(nearest, prior)
+                self._stacks[key] = fitted(nearest.time, nearest.seconds, prior)
             return Shares(stack=self._stacks[key], case="calibrated", known=nearest)
         others = {run.setup for run in known}
         if any((k.software, k.precision) == (setup.software, setup.precision) for k in others):
@@ -137,38 +144,45 @@ class Known:
         on_device = any(k.device == setup.device for k in others)
         return Shares(stack=prior, case="new software" if on_device else "all new", known=None)
 
-    def _calibrated(self, run: Run, prior: Stack) -> Stack:
-        return fitted(run.predicted, run.measured, prior)
+    def prior(self, setup: Setup, family: str = "", without: LeftOut = _nothing) -> Stack:
+        """Return the shares without a known run: of setups as similar as there are any; see :meth:`shares`.
 
-    def _prior(self, setup: Setup, products: Mapping[Setup, float], own: float | None) -> Stack:
-        """Return the shares without a known run: of the same software, bits, precision and generation if there are any."""
+        With experts, the share of products is that of a dense run of the setup, if one is known.
+        """
+        products = {k: share for k, share in self._products.items() if not without(k) and (family or k != setup)}
         alike = [*products]
         for name in ("software", "bits", "precision", "generation"):
             alike = [k for k in alike if getattr(k, name) == getattr(setup, name)] or alike
-        share = own or (statistics.median(products[k] for k in alike) if alike else USUAL_PRODUCTS)
+        share = statistics.median(products[k] for k in alike) if alike else USUAL_PRODUCTS
         return replace(usual(setup), products=share)
 
 
-def typical(runs: Sequence[Run]) -> Run:
-    """Return the run that calibrates the others of its setup if none is marked: the most like them, on one node.
-
-    What was measured plays no part.
-    """
+def on_one_node(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs on one node, or those on the fewest devices if there are none."""
     least = min(run.devices for run in runs)
-    small = [run for run in runs if run.devices <= max(least, run.cluster.domain)]
-    return min(small, key=lambda run: math.fsum(run.unlike(other) for other in runs))
+    return [run for run in runs if run.devices <= max(least, run.cluster.domain)]
+
+
+def typical(runs: Sequence[Run]) -> Run:
+    """Return the run on one node that is most like the others of its setup. What was measured plays no part."""
+    return min(on_one_node(runs), key=lambda run: math.fsum(run.unlike(other) for other in runs))
 
 
 def known_of(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that are marked, or a typical one of each setup and family that has several and no marked one."""
-    groups: dict[tuple[Setup, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.setup, run.family), []).append(run)
     found: list[Run] = []
-    for group in groups.values():
+    for group in _groups(runs):
         marked = [run for run in group if run.is_known]
         found += marked or ([typical(group)] if len(group) > 1 else [])
     return found
+
+
+def _groups(runs: Iterable[Run]) -> list[list[Run]]:
+    """Return the runs by setup and family."""
+    groups: dict[tuple[Setup, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.setup, run.family), []).append(run)
+    return [*groups.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,26 +191,24 @@ class Compared:
 
     Attributes:
         shares: what it was predicted with.
-        predicted: tokens in a second on a device.
-        unseen: the same without all runs of its software or its device.
+        unseen: what it is predicted with without all runs of its software or its device.
         is_known: whether it calibrates others, so that its own error does not count.
     """
 
     run: Run
     shares: Shares
-    predicted: float
-    unseen: float
+    unseen: Stack
     is_known: bool
 
     @property
     def error(self) -> float:
         """The relative error of the prediction."""
-        return self.predicted / self.run.measured - 1
+        return self.run.error(self.shares.stack)
 
     @property
     def unseen_error(self) -> float:
         """The relative error without all runs of its software or its device."""
-        return self.unseen / self.run.measured - 1
+        return self.run.error(self.unseen)
 
 
 def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
@@ -226,13 +238,10 @@ def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
 
 
 def _compared(run: Run, known: Known) -> Compared:
-    shares = known.shares(run.setup, run.family, of=run)
-    unseen = known.shares(run.setup, run.family, of=run, without=_left_out("all new", run.setup))
     return Compared(
         run=run,
-        shares=shares,
-        predicted=run.predicted(shares.stack),
-        unseen=run.predicted(unseen.stack),
+        shares=known.shares(run.setup, run.family, of=run),
+        unseen=known.prior(run.setup, run.family, _left_out("all new", run.setup)),
         is_known=any(run is k for k in known.runs),
     )
 
@@ -261,11 +270,9 @@ def has_published_runs(device: str) -> bool:
     return any(run.setup.device == device.split("-")[0] for run in published_runs())
 
 
-def _left_out(case: Case, setup: Setup) -> Callable[[Setup], bool] | None:
+def _left_out(case: Case, setup: Setup) -> LeftOut:
     """Return what a setup must not know to be a case."""
     match case:
-        case "calibrated":
-            return None
         case "new device":
             return lambda k: k == setup
         case "new software":
@@ -278,6 +285,8 @@ class Spread:
     """The errors of predictions, of which those of each setup count as much together as those of any other.
 
     Attributes:
+        count: of the predictions.
+        setups: of them.
         median: of the absolute relative errors.
         ninth: what nine of ten of these do not exceed.
         worst: the largest.
@@ -325,13 +334,20 @@ def spread(case: Case, *, sparse: bool) -> Spread:
     """Return the errors of a case: of published runs, predicted without what is not known in it.
 
     Args:
-        case: what is known.
+        case: what is known; of a calibrated setup, one run of several on a node in turn.
         sparse: whether the models have experts.
     """
     known, found = published(), []
-    for run in published_runs():
-        if run.is_sparse == sparse and not (case == "calibrated" and any(run is k for k in known.runs)):
-            shares = known.shares(run.setup, run.family, of=run, without=_left_out(case, run.setup))
+    for group in _groups(run for run in published_runs() if run.is_sparse == sparse):
+        setup, family = group[0].setup, group[0].family
+        if case == "calibrated":
+            prior, choices = known.prior(setup, family), on_one_node(group)
+            for one in choices[:: math.ceil(len(choices) / MOST_IN_TURN)]:
+                stack = fitted(one.time, one.seconds, prior)
+                found += [(setup, run.error(stack)) for run in group if run is not one]
+            continue
+        for run in group:
+            shares = known.shares(setup, family, of=run, without=_left_out(case, setup))
             if shares.case == case:
-                found.append((run.setup, run.predicted(shares.stack) / run.measured - 1))
+                found.append((setup, run.error(shares.stack)))
     return Spread.of(found)

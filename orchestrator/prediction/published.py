@@ -124,7 +124,20 @@ class Run:
 
     def predicted(self, stack: Stack) -> float:
         """Return the predicted tokens in a second on a device."""
-        return self.step.samples * self.work.tokens / self.devices / self.time(stack).total
+        return self._tokens / self.time(stack).total
+
+    @property
+    def seconds(self) -> float:
+        """The measured time of its step."""
+        return self._tokens / self.measured
+
+    @property
+    def _tokens(self) -> float:
+        return self.step.samples * self.work.tokens / self.devices
+
+    def error(self, stack: Stack) -> float:
+        """Return the relative error of that."""
+        return self.predicted(stack) / self.measured - 1
 
     def unlike(self, other: Run) -> float:
         """Return how far it is from another in what shares of the peak rate depend on."""
