@@ -2,8 +2,8 @@
 
 A setup (software, precision and device) has one factor, with experts one for each family of models. One known run
 tells it: the shares of products and of attention change, more what takes more of its step, until it is predicted as it
-was measured. Without one, the share of products is the median of those of the most similar setups, and that of attention what its
-kernels are known to reach.
+was measured. Without one, the share of products is the median of those of the most similar setups, and that of
+attention what its kernels are known to reach.
 """
 
 from __future__ import annotations
