@@ -74,10 +74,13 @@ def answer(
         raise ConfigError([f"{reason} of its own; plan one of them"])
     traced = TracedJob(config, job, on_gpus=not on_cpus)
     stack, case = _usual_stack(cluster, config, traced.work)
+    if measured:
+        stack, is_sparse = measured_stack(measured, cluster, config, redactor)
+        case = "calibrated" if is_sparse == (traced.work.layer.experts > 0) else case
     question = Question(
         work=traced.work,
         cluster=cluster,
-        stack=measured_stack(measured, cluster, config, redactor) if measured else stack,
+        stack=stack,
         tokens=tokens,
         price=price,
         device_hours=DEVICE_HOURS if device_hours is None else device_hours,
@@ -104,7 +107,7 @@ def answer(
         fitting=tuple(f for f in forecasts if not f.refused),
         refused=tuple(f for f in forecasts if f.refused),
         pruned=pruned,
-        case="calibrated" if measured else case,
+        case=case,
         measured=measured.location if measured else "",
         notes=(*traced.notes, *([] if on_cpus or has_published_runs(cluster.name) else [_scaled_note(cluster)])),
     )
@@ -181,8 +184,8 @@ def _scaled_note(cluster: Cluster) -> str:
     return f"no published run is on {cluster.name}: its rates are scaled from other devices by its data sheet"
 
 
-def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
-    """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
+def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> tuple[Stack, bool]:
+    """Return the shares with which the step of a run is predicted as it was measured, and whether it has experts.
 
     One step time tells one number: the share that takes more of the step changes more.
 
@@ -226,7 +229,7 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
     if (least := 1e3 * predicted(found).total) > 1.01 * step_ms:
         reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
         raise ConfigError([f"{where}: {reason}"])
-    return found
+    return found, traced.work.layer.experts > 0
 
 
 def _usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Stack, Case]:

@@ -22,7 +22,8 @@ COLUMNS = (
     *("active", "gpu", "gpus", "precision", "seq", "tp", "pp", "vp", "cp", "ep", "shard", "mbs", "gbs", "recompute"),
     *("options", "tokens_s_gpu", "tflops_gpu"),
 )
-"""The columns that a file of runs has; ``known``, ``date``, ``replicate``, ``memory_gib`` and others may follow."""
+"""The columns that a file of runs has. Others may follow, such as ``known``, ``date``, and ``moved``, the bytes that
+elementwise operators of a layer move for a token."""
 _COUNTS = (
     *("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "gpus", "seq", "tp", "pp", "cp", "ep", "shard", "gbs"),
 )
@@ -206,6 +207,8 @@ def as_run(row: Row, tables: Tables) -> Run:
         causal=1.0 if is_foundry or row.get("date", "").startswith("2022") else 0.5,
     )
     work = model.work(tokens)
+    if row.get("moved"):
+        work = replace(work, layer=replace(work.layer, moved_bytes=tokens * _number(row, "moved")))
     gathered, summed = 1.0 if precision != "bf16" and is_titan else 2.0, 2.0 if "PURE" in options else 4.0
     step = Step(
         mesh=Mesh(
