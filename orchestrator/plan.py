@@ -102,8 +102,9 @@ def _picture(text: str) -> Path:
 
 def _published(options: argparse.Namespace) -> int:
     from orchestrator.display.forecasts import published_json, published_table
+    from orchestrator.prediction.calibration import compare
     from orchestrator.prediction.devices import read_tables
-    from orchestrator.prediction.published import compare, read_rows
+    from orchestrator.prediction.published import read_rows
 
     compared = compare(read_rows(options.published), read_tables(options.devices))
     print(

@@ -29,6 +29,9 @@ UPDATE_BYTES = 28
 """What an update of AdamW reads and writes for a parameter."""
 TILED = 1.5
 """How often matrix products read and write their operands, because of their tiles."""
+WHOLE_OPERANDS = 4
+"""The operands of a layer's products, as multiples of its output, that each tensor rank reads or writes whole: the
+inputs of what is divided by columns, and the outputs of what is divided by rows (arXiv:1909.08053, section 3)."""
 SETTLE_S = 0.002
 """What a step costs beside all that."""
 HEAD_MOST = 0.75
@@ -242,9 +245,11 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     memory, wide = cluster.device.memory_bytes_s, cluster.device.peak_flops_s("bf16")
     peak, is_narrow = cluster.device.peak_flops_s(step.precision), step.precision != "bf16"
     layers = step.fullest * work.layers / mesh.pipeline
-    rows = step.rows / mesh.context / mesh.tensor  # the share of a rank in the samples and their computation
+    of_context = step.rows / mesh.context
+    rows = of_context / mesh.tensor  # the share of a rank in the samples and their computation
     weights = layer.parameters / mesh.tensor + layer.experts / (mesh.tensor * step.expert)
-    product_bytes = TILED * (BYTES * weights + rows * layer.product_bytes)
+    whole = min(WHOLE_OPERANDS * layer.summed_bytes, layer.product_bytes)
+    product_bytes = TILED * (BYTES * weights + of_context * whole + rows * (layer.product_bytes - whole))
     products = (3 + step.recompute) * (rows * layer.products / (peak * stack.products) + product_bytes / memory)
     attention = (3 + step.recompute_attention) * rows * layer.attention / (wide * stack.attention)
     again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0

@@ -146,6 +146,7 @@ def _work(counted: Mapping[str, float], parameters: float, rows: int, tokens: in
         output_bytes=counted["output_bytes"] / rows,
         summed_bytes=(counted["output_bytes"] if cast is None else counted["output"] * cast.itemsize) / rows,
         key_bytes=2 * counted["output_bytes"] / rows,
+        routed=round(counted["routed"] / rows / tokens),
         operators=counted["operators"],
     )
 

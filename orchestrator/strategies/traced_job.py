@@ -98,6 +98,7 @@ class TracedJob:
             mesh=mesh,
             rows=samples / passes,
             passes=passes,
+            expert=getattr(options, "expert", 1),
             chunks=1 if layout.pipeline is None else layout.pipeline.num_stages // mesh.pipeline,
             fullest=1.0 if layout.pipeline is None else _fullest(layout.pipeline, mesh.pipeline, self.work.layers),
             bubble=0.0 if layout.pipeline is None else _bubble(layout.pipeline, mesh.pipeline),
