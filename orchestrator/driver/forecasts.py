@@ -234,9 +234,9 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
 
 def _usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Stack, Case]:
     """Return the shares without a run of the user, and what is known by which they were found."""
-    if cluster.name == CPU:
-        stack, case = UNFUSED, "all new"
-    else:
+    stack: Stack = UNFUSED
+    case: Case = "all new"
+    if cluster.name != CPU:
         compiled = config.train.compile is not False
         found = shares_of_job(cluster.name, compiled=compiled, sparse=work.layer.experts > 0)
         stack, case = found.stack, found.case
