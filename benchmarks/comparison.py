@@ -43,14 +43,8 @@ def main() -> None:
 def seconds_of(name: str) -> float:
     """Return how long the comparison takes in a new run."""
     job, *_ = name.split(",")
-    words = (
-        "-m",
-        "orchestrator.launch",
-        f"job={job}",
-        *(JOBS[name] or ("strategy=ddp",)),
-        "strategy.num_workers=2",
-        *COMMON,
-    )
+    strategy = JOBS[name] or ("strategy=ddp",)
+    words = ("-m", "orchestrator.launch", f"job={job}", *strategy, "strategy.num_workers=2", *COMMON)
     with tempfile.TemporaryDirectory() as folder:
         execute(words, Path(folder))
         return float(run_dir_in(Path(folder)).read_record()["summary"]["startup"]["compare_s"])

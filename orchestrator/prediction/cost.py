@@ -82,6 +82,8 @@ class Step:
         sums_each_pass: whether they sum gradients after each micro-batch, and not once in a step.
         precision: what products are computed in.
         gathered_bytes: the bytes of a parameter when it is gathered.
+        gathered_more: the bytes that all parameters outside of layers have in addition then, such as tables that are
+            not cast.
         summed_bytes: the bytes of a gradient when it is summed.
         exchanged_bytes: what those with the same parameters exchange in a step for each: sums, and updated parameters.
         divides_sends: whether tensor ranks divide what is sent from stage to stage.
@@ -105,6 +107,7 @@ class Step:
     sums_each_pass: bool = True
     precision: Precision = "bf16"
     gathered_bytes: float = 2.0
+    gathered_more: float = 0.0
     summed_bytes: float = 4.0
     exchanged_bytes: float = 6.0
     divides_sends: bool = True
@@ -214,7 +217,7 @@ def sent_bytes(work: ModelWork, step: Step) -> Sent:
     mesh, shards, copies, tensor = step.mesh, step.shards, step.copies, step.mesh.tensor
     rows, output, summed_output = step.rows / mesh.context, work.layer.output_bytes, work.layer.summed_bytes
     in_layers, parts = work.parameters - work.ends.parameters, tensor * mesh.pipeline
-    gathered = step.gathered_bytes * (work.parameters + step.gathers_again * in_layers)
+    gathered = step.gathered_bytes * (work.parameters + step.gathers_again * in_layers) + step.gathered_more
     summed, of_group = step.summed_bytes * work.parameters, (shards - 1) / shards / parts
     each = step.gathers_each_pass * gathered + step.sums_each_pass * summed
     forward = 2 if step.recompute <= PARTLY else 4  # the sums in a layer, which may be computed again

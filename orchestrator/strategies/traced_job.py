@@ -11,6 +11,8 @@ from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
+from orchestrator.model.precision import Precision, gathered_dtypes
+from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division, ParameterSize, WorkerMemory, worker_memory
 from orchestrator.planning.plan import Plan
@@ -59,6 +61,7 @@ class TracedJob:
         self._sizes: list[ParameterSize] = parameter_sizes(config, job, model)
         self._gathered: dict[tuple[type[Strategy], int], float] = {}
         self._state = functools.cache(self._state_of)
+        self._gathered_more = functools.cache(self._more_of)
         self._divided = functools.cache(functools.partial(assumed_division, model))
 
     @property
@@ -93,6 +96,7 @@ class TracedJob:
         divides_update = division is not None and division.optimizer > 1 and not gathers
         resharded = gathers and getattr(options, "reshard_after_forward", True)
         again = config.train.activation_checkpointing
+        each = 4.0 if config.train.precision in ("fp32", "tf32") else 2.0
         recomputes: Recomputed = "blocks" if again == "blocks" else "none"  # selective keeps less, which cannot be seen
         step = Step(
             mesh=mesh,
@@ -109,7 +113,8 @@ class TracedJob:
             gathers_each_pass=bool(resharded),
             gathers_again=bool(resharded),
             sums_each_pass=layout.pipeline is None,
-            gathered_bytes=4.0 if config.train.precision in ("fp32", "tf32") else 2.0,
+            gathered_bytes=each,
+            gathered_more=self._gathered_more(config.train.precision, each),
             exchanged_bytes=SUMMED_BYTES + (UPDATED_BYTES if divides_update else 0.0),
             divides_sends=False,
             divides_ends=bool(self._divided(mesh.tensor)[1]),
@@ -126,6 +131,14 @@ class TracedJob:
                 state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers
             )
         return Forecast(overrides=tuple(overrides), step=step, memory=memory, refused=refused)
+
+    def _more_of(self, precision: str, each: float) -> float:
+        """Return the bytes above ``each`` that parameters outside of blocks have when they are gathered."""
+        model = self._model
+        dtypes = gathered_dtypes(model, Precision.named(precision, "cpu").autocast_dtype)
+        in_blocks = {parameter for block in blocks_of(model) for parameter in block.parameters()}
+        outside = ((name, p) for name, p in model.named_parameters() if p not in in_blocks)
+        return sum(p.numel() * (dtypes[name].itemsize - each) for name, p in outside)
 
     def _state_of(self, division: Division, tensor: int) -> WorkerMemory:
         """Return the training state of a worker, if ``tensor`` workers divide what they may.

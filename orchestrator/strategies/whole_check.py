@@ -153,11 +153,11 @@ class _Comparison:
 
     def _compared(self, batches: Batches) -> tuple[str, ...]:
         self._begin()
-        reference = None
+        reference: _Reference | None = None
         if self._rank == 0:
-            reference = self._reference(batches)
-            failed = isinstance(reference, str)
-            answer = self._exchange.end(reference if failed else reference.header())
+            found = self._reference(batches)
+            reference = None if isinstance(found, str) else found
+            answer = self._exchange.end(found if isinstance(found, str) else found.header())
         else:
             answer = self._exchange.follow()
         self._trainer.confirm()

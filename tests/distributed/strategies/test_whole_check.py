@@ -80,7 +80,7 @@ def refusal(gang: Gang, case: Case) -> str:
         (Toy(build=unrecorded.ChangesItsPrecision), "2"),
         (unrecorded.HandCut(build=unrecorded.Plain), "auto"),
     ],
-    ids=lambda value: getattr(value, "build", unrecorded.Plain).__name__ if isinstance(value, Job) else "",
+    ids=lambda value: value.build.__name__ if isinstance(value, Toy) else value,
 )
 def test_stages_that_miss_something_are_refused(gang: Gang, golden: Golden, job: Job, split: str) -> None:
     options = replace(MODEL_PARALLEL, split=split if split == "auto" else (split,))

@@ -33,7 +33,12 @@ def difference(
             torch.manual_seed(SEED + number)
             module.train(number < 2)
             with torch.set_grad_enabled(number < 2):
-                losses.append(loss(run(module, map_tensors(torch.clone, inputs))))
+                try:
+                    losses.append(loss(run(module, map_tensors(torch.clone, inputs))))
+                except Exception as e:
+                    if module is whole:
+                        raise
+                    return f"the pieces fail ({type(e).__name__}: {e})"
             if losses[-1].requires_grad:
                 losses[-1].backward()
         if not _close(losses[0], losses[1]):
