@@ -227,6 +227,14 @@ class ReportSocket:
         """A file for the exception that ends the script, which ``at_start/sitecustomize.py`` writes."""
         return self._folder / sitecustomize.UNCAUGHT
 
+    def event_files(self) -> list[Path]:
+        """Return the event files that the script has opened, as ``at_start/sitecustomize.py`` tells."""
+        try:
+            text = (self._folder / sitecustomize.EVENT_FILES).read_text(errors="surrogateescape")
+        except FileNotFoundError:
+            return []
+        return [Path(line) for line in text.splitlines()]
+
     def __enter__(self) -> ReportSocket:
         return self
 

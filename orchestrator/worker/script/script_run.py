@@ -114,7 +114,7 @@ class ScriptRun:
             self._selector.register(reports.listener, selectors.EVENT_READ, accept)
             self._outbox.put_event(FirstStepDone(generation=generation, startup=startup))
             try:
-                stopped = self._follow(process)
+                stopped = self._follow(process, reports)
             except AbandonedError:
                 self._end(process, ABANDONED_GRACE_S)
                 raise
@@ -123,7 +123,7 @@ class ScriptRun:
                 self._end(process, grace_s)
             ended_at = time.time()
             self._drain()
-            self._take_scalars()
+            self._take_scalars(reports.event_files() if self._assignment.global_rank == 0 else ())
             exit_code = process.exit_code()
             if exit_code is None:
                 return self._unsaved(f"the script had not ended {grace_s:g} s after SIGTERM (cluster.stop_grace_s)")
@@ -220,7 +220,7 @@ class ScriptRun:
         self._gate.on_change = wake
         threading.Thread(target=wait, name="end of script", daemon=True).start()
 
-    def _follow(self, process: child_process.ScriptProcess) -> bool:
+    def _follow(self, process: child_process.ScriptProcess, reports: child_process.ReportSocket) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.
 
         Raises:
@@ -235,7 +235,7 @@ class ScriptRun:
                 return True
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_EVERY_S
-                self._take_scalars(process.open_files(MARK))
+                self._take_scalars([*process.open_files(MARK), *reports.event_files()])
             self._serve(max(0.0, min(look_at, checked_at + check_every_s) - time.monotonic()))
             if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
