@@ -216,10 +216,8 @@ def group_error(override: Override, files: Files) -> str | None:
 @own_hydra()
 def quote_text(text: str) -> str:
     """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
-    if re.fullmatch(r"[\w./:@%+-]+( [\w./:@%+-]+)*", text, re.ASCII):
-        read = _parse(f"key={text}").value()
-        if type(read) is str and read == text:
-            return text
+    if re.fullmatch(r"[\w./:@%+-]+", text, re.ASCII) and type(_parse(f"key={text}").value()) is str:
+        return text
     # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
     literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
     return QuotedString(text=literal, quote=Quote.single).with_quotes()
