@@ -14,11 +14,13 @@ from helpers.files.golden import Golden
 from helpers.jobs import ranked_jobs as of
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 
 STAGES = replace(MODEL_PARALLEL, split=("3",))
 DDP, FSDP = LAYOUTS["ddp-2"].options, LAYOUTS["fsdp-2"].options
+SYNCHRONIZED = replace(DDP, sync_batchnorm=True)
 
 
 def case_of(job: Job, options: StrategyConfig, **changes: Any) -> Case:
@@ -33,6 +35,7 @@ def case_of(job: Job, options: StrategyConfig, **changes: Any) -> Case:
         (of.ScaledInEvaluation, FSDP),
         (of.ScaledInEvaluation, STAGES),
         (of.PartlyDetached, DDP),
+        (of.ScaledAfterNorm, SYNCHRONIZED),
         (of.Counting, STAGES),
         (of.Failing, FSDP),
     ],
@@ -74,6 +77,12 @@ def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) 
     (note,), second = gang.run(notes, case_of(of.Ranked(kind=of.Drawing), FSDP), world_size=2)
     golden.says(note)
     assert not second
+
+
+@pytest.mark.parametrize("world_size", [2, *in_campaign(3)])
+def test_statistics_of_all_samples_are_compared(gang: Gang, world_size: int) -> None:
+    case = case_of(of.Ranked(kind=of.Normed), SYNCHRONIZED)
+    assert gang.run(notes, case, world_size=world_size) == [()] * world_size
 
 
 def with_tricks(rank: int, tricks: str, cache: str, *run: Any) -> Ran:
