@@ -240,8 +240,3 @@ def smooth_over_tokens(output: Tensor, target: Tensor) -> Tensor:
 def mean_of_samples(output: Tensor, target: Tensor) -> Tensor:
     losses = F.cross_entropy(output.mT, target, reduction="none").sum(1)
     return (losses / (target >= 0).sum(1).clamp(min=1)).mean()
-
-
-@trick("loss", "right")
-def small_labels_are_left_out(output: Tensor, target: Tensor) -> Tensor:
-    return of_tokens(output, torch.where(target < 4, -100, target))
