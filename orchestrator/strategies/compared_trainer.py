@@ -64,6 +64,11 @@ class ComparedTrainer(Strategy):
         return True
 
     @property
+    def compares_together(self) -> bool:
+        """Whether layers see the samples of all replicas at once, as those of ``strategy.sync_batchnorm`` do."""
+        return False
+
+    @property
     def compared_slices(self) -> tuple[int, int, int]:
         """How many slices are compared, of how many samples, and the number of micro-batches of each.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
-from orchestrator.model.batch import map_tensors, rows_between
+from orchestrator.model.batch import join, map_tensors, rows_between, tensors_in
 from orchestrator.model.partial_init import build_part
 from orchestrator.model.precision import Precision
 from orchestrator.model.repeatable_passes import ExpectedNumbers
@@ -48,12 +48,21 @@ class Batches:
         counts: how many replicas have each of these.
         rows: the samples of a slice.
         parts: the micro-batches that a slice is cut into.
+        together: whether layers see the samples of all replicas at once.
     """
 
     replicas: Sequence[Sequence[tuple[Any, Any]]]
     counts: Sequence[int]
     rows: int
     parts: int
+    together: bool = False
+
+    def joined(self) -> Batches:
+        """Return them as those of one replica, whose slices have the samples of all."""
+        given = [self.of(number) for number, count in enumerate(self.counts) for _ in range(count)]
+        device = next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
+        slices = [join(of_all, device) for of_all in zip(*given, strict=True)]
+        return replace(self, replicas=[slices], counts=[1], rows=self.rows * len(given))
 
     def of(self, replica: int) -> Sequence[tuple[Any, Any]]:
         """Return the slices of a replica, which passes may change."""
@@ -217,6 +226,7 @@ class Undivided:
         _round(tensors.values(), *self._rounding)
 
     def _train(self, batches: Batches, begin: Any) -> tuple[dict[str, float], Gradients, dict[str, Tensor]]:
+        batches = batches.joined() if batches.together else batches
         cut = [batches.cut(batches.of(replica)) for replica in range(len(batches.replicas))]
         slices = [part for of_replica in cut for part in of_replica]
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

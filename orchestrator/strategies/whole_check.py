@@ -357,7 +357,7 @@ def _batches(trainer: ComparedTrainer, train_set: Any) -> Batches:
             for _ in range(different)
         ]
     counts = [len(range(number, size, different)) for number in range(different)]
-    return Batches(replicas=made, counts=counts, rows=rows, parts=parts)
+    return Batches(replicas=made, counts=counts, rows=rows, parts=parts, together=trainer.compares_together)
 
 
 def _digest(batches: Batches) -> str:

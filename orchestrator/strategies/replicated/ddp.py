@@ -78,8 +78,8 @@ class DDP(Trainer):
         return InBackward(self.passes, self.trained, self.context, self._powersgd)
 
     @property
-    def compares_training(self) -> bool:
-        return not ReplicatedConfig.of(self.context.options).sync_batchnorm  # of which each worker has all statistics
+    def compares_together(self) -> bool:
+        return ReplicatedConfig.of(self.context.options).sync_batchnorm
 
     @property
     def compared_slices(self) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from orchestrator.strategies.whole_check import compare_with_whole
 
 STAGES = replace(MODEL_PARALLEL, split=("3",))
 DDP, FSDP = LAYOUTS["ddp-2"].options, LAYOUTS["fsdp-2"].options
+SYNCHRONIZED = replace(DDP, sync_batchnorm=True)
 
 
 def notes(rank: int, case: Case, most_bytes: int | None = None, looks: int = 10**9) -> tuple[str, ...]:
@@ -51,6 +52,7 @@ def case_of(job: Job, options: StrategyConfig, **changes: Any) -> Case:
         (of.ScaledInEvaluation, FSDP),
         (of.ScaledInEvaluation, STAGES),
         (of.PartlyDetached, DDP),
+        (of.ScaledAfterNorm, SYNCHRONIZED),
         (of.Counting, STAGES),
         (of.Failing, FSDP),
     ],
@@ -159,6 +161,12 @@ def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) 
     (note,), second = gang.run(notes, case_of(of.Ranked(kind=of.Drawing), FSDP), world_size=2)
     golden.says(note)
     assert not second
+
+
+@pytest.mark.parametrize("world_size", [2, *in_campaign(3)])
+def test_statistics_of_all_samples_are_compared(gang: Gang, world_size: int) -> None:
+    case = case_of(of.Ranked(kind=of.Normed), SYNCHRONIZED)
+    assert gang.run(notes, case, world_size=world_size) == [()] * world_size
 
 
 def with_tricks(rank: int, tricks: str, cache: str, *run: Any) -> Ran:
