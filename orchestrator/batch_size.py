@@ -10,12 +10,14 @@ Exit codes: 0 done; 1 no batch fits, or a run failed for another reason; 2 wrong
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import refuse_wrong_keys
@@ -26,8 +28,15 @@ from orchestrator.tuning.batch_sizes import Trial, fastest, next_size
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, positive
 
+if TYPE_CHECKING:
+    from orchestrator.driver.process.run_context import RunResult
+    from orchestrator.planning.plan import Plan
+
 KEY = "train.global_batch_size"
 STEPS = 10
+OUT_OF_MEMORY = "out of memory"
+"""What the reason of a run has that has failed for want of memory."""
+_HEADING = f"{'global batch':>12}  {'per worker':>10}  {'samples/s':>9}  memory of a worker"
 FOLDER = "batch-size"
 """The directory below ``output_dir`` in which the runs are until they end."""
 
@@ -76,64 +85,57 @@ def _search(words: Sequence[str], options: argparse.Namespace, redactor: Redacto
     if config.strategy.name in ("auto", "script"):
         raise ConfigError([f"strategy={config.strategy.name}: it has no batch of its own; choose another strategy"])
     trials: list[Trial] = []
-    with StopSignals(owns_process=True) as stop, brief_runs(checked_run, stop, folder=FOLDER) as run:
-        size: int | None = config.train.global_batch_size
+    why, others = "", [word for word in words if not word.startswith(f"{KEY}=")]
+    size: int | None = config.train.global_batch_size
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, Path(config.output_dir) / FOLDER, ignore_errors=True)
+        stop = at_end.enter_context(StopSignals(owns_process=True))
+        run = at_end.enter_context(brief_runs(checked_run, stop, folder=FOLDER))
         while size is not None:
             try:
-                (checked_run,) = check_all([[*words, f"{KEY}={size}"]], redactor)
+                (checked_run,) = check_all([[*others, f"{KEY}={size}"]], redactor)
             except ConfigError as e:
                 if not trials:
                     raise
-                trials.append(Trial(size=size, per_worker=0, refused=first_line(e.errors[0])))
+                why = first_line(e.errors[0])
                 break
             plan, result = run(checked_run, options.steps)
             if result.status == "KILLED":
                 return result.exit_code
-            replicas, summary = plan.mesh.data_parallel_size, result.summary
-            refused = "" if result.status == "FINISHED" else first_line(result.reason)
-            trial = Trial(
-                size=size,
-                per_worker=-(-size // replicas),
-                samples_per_s=float(summary.get("samples_per_s") or 0.0),
-                memory_mb=summary.get("peak_memory_mb"),
-                refused=refused,
-            )
             if not trials:
-                _say(
-                    f"{plan.world_size} x {plan.device}\n\n{'global batch':>12}  {'per worker':>10}  {'samples/s':>9}  memory of a worker"
-                )
-            trials.append(trial)
-            _say(_row(trial))
-            if refused and not is_memory(refused):
-                break
+                _say(f"{plan.world_size} x {plan.device}\n\n{_HEADING}")
+            trials.append(_trial(size, plan, result))
+            _say(_row(trials[-1]))
+            if trials[-1].refused and OUT_OF_MEMORY not in trials[-1].refused:
+                _say(f"\nfailed for another reason; `orchestrator launch` with {KEY}={size} shows more")
+                return FAILED
             size, why = next_size(
                 trials,
                 first=size,
-                least=replicas * config.train.grad_accumulation,
+                least=plan.mesh.data_parallel_size * config.train.grad_accumulation,
                 largest=options.largest,
                 on_cpu=plan.device == "cpu",
                 free_mb=psutil.virtual_memory().available / 2**20 / plan.world_size,
             )
-    shutil.rmtree(Path(config.output_dir) / FOLDER, ignore_errors=True)
     fitting = [trial for trial in trials if not trial.refused]
     if not fitting:
         return FAILED
-    largest = max(fitting, key=lambda trial: trial.size)
-    best = fastest(fitting)
-    _say(
-        f"\nlargest that was tried and fits: {largest.size} ({largest.per_worker} per worker){'; ' + why if why else ''}"
-    )
+    largest, best = max(fitting, key=lambda trial: trial.size), fastest(fitting)
+    _say(f"\nlargest that was tried and fits: {largest.size} ({largest.per_worker} per worker); {why}")
     if best.size != largest.size:
         _say(f"{best.size} ({best.per_worker} per worker) is about as fast")
-    command = this_origin().relaunch([*words, f"{KEY}={largest.size}"])
+    command = this_origin().relaunch([*others, f"{KEY}={largest.size}"])
     _say(f"next: {shlex.join(command)}")
     return 0
 
 
-def is_memory(reason: str) -> bool:
-    """Return whether a run has failed for want of memory."""
-    return any(
-        text in reason.lower() for text in ("out of memory", "not enough memory", "can't allocate memory", "oom")
+def _trial(size: int, plan: Plan, result: RunResult) -> Trial:
+    return Trial(
+        size=size,
+        per_worker=-(-size // plan.mesh.data_parallel_size),
+        samples_per_s=float(result.summary.get("samples_per_s") or 0.0),
+        memory_mb=result.summary.get("peak_memory_mb"),
+        refused="" if result.status == "FINISHED" else first_line(result.reason),
     )
 
 

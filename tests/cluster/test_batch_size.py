@@ -26,7 +26,7 @@ def test_the_largest_batch_that_fits_is_found(tmp_path: Path) -> None:
     assert rows[1][2].endswith(" MB")
     assert "out of memory" in rows[2][2]
     assert "largest that was tried and fits: 16 (8 per worker); the next one does not fit" in ran.stdout
-    assert f"next: python -m orchestrator.launch {' '.join(words)}" in ran.stdout
+    assert f"next: python -m orchestrator.launch {' '.join(words)} " in ran.stdout
     assert "train.global_batch_size=16" in ran.stdout
     assert not list(tmp_path.rglob("run.json"))
     assert not list(tmp_path.rglob("*.db"))
