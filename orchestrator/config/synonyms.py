@@ -75,7 +75,7 @@ NAMES = {
     "train.limit_eval_batches": "limit_val_batches limit_test_batches max_eval_batches max_eval_samples",
     "train.detect_anomaly": "anomaly_detection set_detect_anomaly",
     "experiment=rate_finder": "lr_find auto_lr_find lr_finder rate_finder",
-    "the verb `orchestrator batch-size`": "auto_scale_batch_size scale_batch_size auto_find_batch_size",
+    "train.global_batch_size, which `orchestrator batch-size` finds": "auto_scale_batch_size scale_batch_size",
     "profile": "profiler enable_profiling",
     "callbacks": "callback",
     "seed": "random_seed manual_seed seed_everything",
