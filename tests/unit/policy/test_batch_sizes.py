@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.tuning.batch_sizes import Trial, fastest, next_size
+from orchestrator.policy.batch_sizes import Trial, fastest, next_size
 
 NO_ROOM = "CUDA out of memory: tried to allocate 2.00 GiB"
 
