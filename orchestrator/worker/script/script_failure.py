@@ -31,6 +31,8 @@ _OTHER_RANK = re.compile(
 """What a rank raises because another one has ended, or is not there in time."""
 _STOPPED = re.compile(r"^KeyboardInterrupt|got signal: (2|15)$")
 """What a script raises that takes SIGTERM for an order to end."""
+_CRASHES_AT_EXIT = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+"""What Python may end with after an exception, when it takes down threads of a group that others have left."""
 STOP_CODES = (0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
 
 
@@ -57,12 +59,11 @@ def script_failure(
         uncaught: what ``at_start/sitecustomize.py`` has written; empty if nothing, None if it is not there.
         oom_kill: whether the out-of-memory killer of the kernel was at work meanwhile.
     """
-    message, traceback = _recorded(error_file)
-    if not message:
-        message, traceback = _noted(uncaught) or _printed(exit_code, output, certain=uncaught is None)
+    told = _recorded(error_file) or _noted(uncaught)
+    message, traceback = told or _printed(exit_code, output, certain=uncaught is None)
     if message:
         message = _cause(message, output)
-        if exit_code < 0 and exit_code != -signal.SIGINT:
+        if exit_code < 0 and exit_code != -signal.SIGINT and not (told and -exit_code in _CRASHES_AT_EXIT):
             message += f", then it was ended by {_signal(exit_code)}"
     else:
         message = _without_exception(exit_code, output, oom_kill=oom_kill)
@@ -108,15 +109,15 @@ def _message(traceback: str) -> str:
     return traceback.rpartition("\n")[2]
 
 
-def _recorded(error_file: str) -> tuple[str, str]:
-    """Return the message and the traceback in the file of torch's ``record``; both empty if it has none."""
+def _recorded(error_file: str) -> tuple[str, str] | None:
+    """Return the message and the traceback in the file of torch's ``record``; None if it has none."""
     try:
         message: Any = json.loads(error_file)["message"]
         if isinstance(message, str):
-            return message, ""
+            return (message, "") if message else None
         return str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
     except (ValueError, LookupError, TypeError):
-        return "", ""
+        return None
 
 
 def _noted(uncaught: str | None) -> tuple[str, str] | None:

@@ -173,6 +173,14 @@ def test_what_python_tells_of_the_exception_is_certain() -> None:
     assert (found.message, found.traceback) == ("KeyError: 'x'", "Traceback\n  y")
 
 
+@pytest.mark.parametrize(("exit_code", "end"), [(-6, ""), (-11, ""), (-9, ", then it was ended by SIGKILL")])
+def test_a_crash_while_python_exits_is_not_what_ended_a_script(exit_code: int, end: str) -> None:
+    assert failure(exit_code, THROWN, uncaught=noted("KeyError: 'x'")).message == f"KeyError: 'x'{end}"
+    assert (
+        failure(exit_code, THROWN, error_file=json.dumps({"message": "KeyError: 'x'"})).message == f"KeyError: 'x'{end}"
+    )
+
+
 TORCHRUN = """\
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
