@@ -99,14 +99,15 @@ def refusal(config: Any, parameters: int) -> str | None:
     It is tried with random weights, and if it is large, with fewer layers and words: packed examples have the results
     of separate ones. The comparison shows something only if other results come out where examples see each other.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     tried = config if parameters <= _LARGEST else smaller(config)
     words = min(_WORDS, tried.get_text_config().vocab_size)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(tried, dtype=torch.float64, experts_implementation="eager").eval()
+            model = auto.from_config(tried, dtype=torch.float64, experts_implementation="eager").eval()
             examples = [torch.randint(words, (1, length)) for length in _LENGTHS]
             tokens, places = torch.cat(examples, dim=1), [torch.arange(length) for length in _LENGTHS]
             separate = torch.cat([model(input_ids=each, use_cache=False).logits for each in examples], dim=1)

@@ -39,6 +39,9 @@ VERBS: Mapping[str, Verb] = {
     "new": Verb("orchestrator.new", "begin a project: a job, its configuration, its test and a README"),
     "torchrun": Verb("orchestrator.torchrun", "run a script of your own, with torchrun's options, as strategy=script"),
     "plan": Verb("orchestrator.plan", "predict layouts, speed and cost of a job on a cluster that is not here", "keys"),
+    "batch-size": Verb(
+        "orchestrator.batch_size", "find the largest batch that fits, by doubling it in real runs", "keys"
+    ),
     "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it", "keys"),
     "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host", "run"),
     "queue": Verb("orchestrator.queue", "list the runs that share a cluster, cancel them, or change their priority"),

@@ -69,7 +69,7 @@ def schedule_of(
     job: Job, optimizers: Sequence[Optimizer], train: TrainConfig, *, steps_per_epoch: float | None
 ) -> Schedule | None:
     """Return the schedule of the learning rates of ``optimizers``; None if all are constant."""
-    make = functools.partial(scheduler_of, job)
+    make: Callable[..., LRScheduler | None] = functools.partial(scheduler_of, job)
     if train.lr_range is not None:
         make = functools.partial(rising, *train.lr_range)
     made = Schedule(optimizers, make, steps=train.steps, steps_per_epoch=steps_per_epoch)
