@@ -148,7 +148,7 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
 
 SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
 """What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
-_OF_THE_LOOP = ("train.", "data.", "checkpoint.", "callbacks", "recovery.peer_copy_every", "recovery.chaos")
+OF_THE_LOOP = ("train.", "data.", "checkpoint.", "callbacks", "recovery.peer_copy_every", "recovery.chaos")
 """The beginnings of keys of the training loop, which a script replaces."""
 
 
@@ -160,7 +160,7 @@ def _with_script_defaults(words: Sequence[str], errors: list[str]) -> list[str]:
         f"{key}={to_cli(value)}: strategy=script runs the script's own loop, which does not read it; leave it out, and "
         "give the script its options in job.args"
         for key, value in given.items()
-        if key.startswith(_OF_THE_LOOP)
+        if key.startswith(OF_THE_LOOP)
     )
     if "job._target_" in given:
         given["job"] = given["job._target_"]

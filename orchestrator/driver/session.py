@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
-from orchestrator.config.overrides import masked
-from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.chosen_metrics import ChosenMetrics
@@ -27,7 +25,7 @@ from orchestrator.driver.checked_runs import CheckedRun, planned_on, with_choice
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
-from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunResult, RunSpec
@@ -316,7 +314,7 @@ def _opened(
         resume,
         seen=checked_run.seen,
         command=command,
-        settings=settings_of_run([masked(word, redactor) for word in checked_run.overrides]),
+        settings=settings_for_name(checked_run.overrides, checked_run.job, redactor),
         sweep=sweep,
         redactor=redactor,
     )

@@ -19,6 +19,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import Redactor
+from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config, unwritable
@@ -125,6 +126,15 @@ def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "",
     if job:
         return f"orchestrator.run({', '.join([redactor.text(job), *map(repr, kept)])})"
     return shlex.join(origin.relaunch(kept))
+
+
+def settings_for_name(overrides: Sequence[str], job: Job, redactor: Redactor) -> str:
+    """Return what tells a run from others, for its name; of a script, its arguments by name."""
+    words = [masked(word, redactor) for word in overrides]
+    if isinstance(job, Script):
+        arguments = [f"{key}={value}" for key, value in script_arguments(job, redactor).items()]
+        words = [*arguments, *(word for word in words if not word.startswith("job."))]
+    return settings_of_run(words)
 
 
 def script_arguments(job: Job, redactor: Redactor) -> dict[str, str]:
