@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import refuse_wrong_keys
+from orchestrator.config.overrides import last_of_each
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.strategies import registry
+from orchestrator.display.plain_text import say_note
+from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, positive
 
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with masked_output(redactor):
         try:
             with exits_refused(hard=True):
-                words = [*file_words(options), *options.words]
-                refuse_wrong_keys([words], redactor, registry.config_class)
+                words = last_of_each([*file_words(options), *options.words], say_note)
+                refuse_early([words], redactor, starts_here=True)
                 # Imported here because this takes seconds.
                 from orchestrator.driver.batch_sizes import search
 
