@@ -14,7 +14,6 @@ from helpers.files.golden import Golden
 from helpers.jobs import ranked_jobs as of
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
-from helpers.records.runs import in_campaign
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 
@@ -79,7 +78,7 @@ def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) 
     assert not second
 
 
-@pytest.mark.parametrize("world_size", [2, *in_campaign(3)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_statistics_of_all_samples_are_compared(gang: Gang, world_size: int) -> None:
     case = case_of(of.Ranked(kind=of.Normed), SYNCHRONIZED)
     assert gang.run(notes, case, world_size=world_size) == [()] * world_size
