@@ -144,7 +144,7 @@ class _Turns:
             raise RuntimeError("another rank has failed")
 
     def exchanged(self, index: int, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, given that of one. As between processes, no gradient goes from rank to rank."""
+        """Return the tensors of all ranks, given that of one. No gradient goes from rank to rank."""
         number = self._sums[index]
         self._sums[index] += 1
         if number == len(self._given):

@@ -325,8 +325,8 @@ def _attributes(
 ) -> Iterator[Mapping[str, Collection[str]]]:
     """Yield the numbers to divide, from none to many.
 
-    Those of the layers, of heads, all that are sizes inside, also of heads in the configuration of modules, and those of
-    heads with the same keys.
+    Those of the layers, of heads, all that are sizes inside, also of heads in the configuration of modules, and those
+    of heads with the same keys.
     """
     layers: dict[str, Collection[str]] = {}
     inner: set[int] = set()

@@ -117,9 +117,8 @@ def _targets(target: Any) -> Iterator[Any]:
     yield target
     for labels in tensors_in(target):
         if not labels.is_floating_point() and labels.ndim > 1:
-            rows, places = (
-                torch.arange(size).view(-1, *[1] * (labels.ndim - 1 - axis)) for axis, size in enumerate(labels.shape[:2])
-            )
+            ones = [1] * (labels.ndim - 2)
+            rows, places = torch.arange(len(labels)).view(-1, 1, *ones), torch.arange(labels.shape[1]).view(-1, *ones)
             few = places < labels.shape[1] // 3 + rows % 2 * (labels.shape[1] // 6)
             for others in (torch.tensor(IGNORED), torch.tensor(-1), places % FEWEST_LABELS):
                 fewer = labels.where(~few, others.to(labels.dtype))

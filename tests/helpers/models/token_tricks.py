@@ -309,7 +309,7 @@ class mean_added_in_the_block(Block):
         return super().forward(x + x.mean(1, keepdim=True), mask)
 
 
-@trick("block", "refused", only=[1, 2])
+@trick("block", "right", only=[1, 2])
 class every_second_token(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         odd = torch.arange(x.shape[1])[:, None] % 2
