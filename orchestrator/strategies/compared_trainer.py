@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.model.precision import Precision
+from orchestrator.planning.mesh import TOGETHER
 from orchestrator.state.model_state import own_tensors
 from orchestrator.strategies.base import Compared, Strategy
 from orchestrator.strategies.kept_state import KeptState
@@ -134,7 +135,7 @@ class ComparedTrainer(Strategy):
         """The keys that divide the model, or its samples, as typed on the command line."""
         options, mesh = self.context.options, self.context.mesh
         keys = [f"strategy={options.name}"]
-        keys += [f"strategy.{d}={mesh.size(d)}" for d in ("tensor", "context") if mesh.size(d) > 1]
+        keys += [f"strategy.{d}={mesh.size(d)}" for d in reversed(TOGETHER) if mesh.size(d) > 1]
         return " ".join([*keys, "strategy.sequence=true"] if getattr(options, "sequence", False) else keys)
 
     @property

@@ -27,46 +27,41 @@ from orchestrator.planning.mesh import Coords
 from orchestrator.planning.placement import Placement, Shape
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
-from orchestrator.protocol.metrics import Metric, MetricSpec, measured
+from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_metric
 from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
 from orchestrator.strategies.group_reduction import PartReduction
-from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
+from orchestrator.strategies.groups import NOTHING_SHARED, Sharing, divided
 from orchestrator.strategies.measure.device import WaitTimer, free_memory
 from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.transforms.context import ContextParts, context_outline, context_parts
-from orchestrator.strategies.transforms.tensor import TensorParts, tensor_outline, tensor_parts
+from orchestrator.strategies.transforms.every import outline_of_parts, own_parts
+from orchestrator.strategies.transforms.part import Parts
 from orchestrator.strategies.whole_model import WholeModel
 
 COMPARED_BYTES = 2**30
 """The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 
 
-def wait_metric(operation: str) -> MetricSpec:
-    """Return the metric of the time that a step waits for an operation with other ranks."""
-    return MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
-
-
-ALL_REDUCE_MS, CONTEXT_MS, TENSOR_MS = map(wait_metric, ("all_reduce", "context", "tensor"))
+ALL_REDUCE_MS = wait_metric("all_reduce")
 
 
 class PartTrainer(Trainer):
     """A strategy in which the ranks of a ``replicate`` group of the mesh have the same part of the model.
 
     Attributes:
+        parts: the parts of this rank where several compute the same samples together, from :meth:`setup` on.
         job_of_part: the job, for passes through a model of :meth:`constructor`.
     """
 
     compares_whole = True
     _sharing: Sharing = NOTHING_SHARED
-    _tensor: TensorParts | None = None  # from setup() on, if layers are divided
-    _tokens: ContextParts | None = None  # the same, if samples are
+    parts: Parts = Parts()
     _ahead = 0  # the steps completed by a recovery that has not ended
     _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
@@ -81,16 +76,13 @@ class PartTrainer(Trainer):
 
     @classmethod
     def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        of_layers = tensor_outline(outline, plan.mesh.tensor)
-        return context_outline(of_layers, plan.mesh.context, outline.found)
+        return outline_of_parts(outline, plan.mesh)
 
     def find_parts(self, train_set: Dataset[Any]) -> None:
-        """Find how layers and samples are divided, if they are."""
-        self._tensor = tensor_parts(self.context, self.job, train_set)
-        self._tokens = context_parts(self.context, self.job, train_set)
-        if self._tokens is not None:
-            self.job_of_part = self._tokens.job(self.job)
-            self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, self.job_of_part))
+        """Find what of a sample this rank computes, and of the layers."""
+        self.parts = own_parts(self.context, self.job, train_set)
+        self.job_of_part = self.parts.job(self.job)
+        self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, self.job_of_part))
 
     def attach(self) -> None:
         """Undo an interrupted step, and connect the ring of neighbours that have copies of each other's parts."""
@@ -106,7 +98,7 @@ class PartTrainer(Trainer):
         Beside the parameters, there are two sets of gradients and activations.
         """
         context = self.context
-        size = context.mesh.tensor * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
+        size = self.parts.count * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
         limit = min(COMPARED_BYTES, *(free_memory(device) // 4 for device in (CPU, context.device)))
         if size > limit:
             return not_compared(
@@ -118,9 +110,7 @@ class PartTrainer(Trainer):
 
     def constructor(self) -> Callable[[], nn.Module]:
         """Return the constructor of what this rank has of the model, before that is divided into shards and stages."""
-        build = constructor_of(self.job, self.context.train, self.precision)
-        build = build if self._tensor is None else self._tensor.of(build)
-        return build if self._tokens is None else self._tokens.of(build)
+        return self.parts.of(constructor_of(self.job, self.context.train, self.precision))
 
     def whole_model(self) -> nn.Module:
         """Return the model of which ranks have parts, without memory; the optimizer is made for it."""
@@ -128,17 +118,10 @@ class PartTrainer(Trainer):
 
     def placement(self, name: str, shape: Shape) -> Placement:
         """Return where a parameter of a model of :meth:`constructor` is that has this shape there."""
-        return Placement(shape=shape) if self._tensor is None else self._tensor.plan.placement(name, shape)
-
-    def connect_peers(self, groups: MeshGroups) -> None:
-        """Compute with the ranks that have the other parts of layers and samples, if there are any. Collective."""
-        if self._tokens is not None:
-            self._tokens.connect(groups.over("context"), self.context.device)
-        if self._tensor is not None:
-            self._tensor.connect(groups.over("tensor"), self.context.device)
+        return self.parts.placement(name, shape)
 
     def flop_share(self) -> float:
-        return 1 if self._tensor is None or self._tensor.peers.inside else 1 / self.context.mesh.tensor
+        return self.parts.flop_share()
 
     def undivided(self) -> nn.Module:
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
@@ -151,14 +134,10 @@ class PartTrainer(Trainer):
     @property
     def timers(self) -> Mapping[MetricSpec, WaitTimer]:
         """What a step waits for, by metric."""
-        timers = {}
-        if isinstance(self.reduction, PartReduction) and (self.reduction.batch is not None or self._tensor is not None):
-            timers[ALL_REDUCE_MS] = self.reduction.waits
-        if self._tensor is not None and self.context.train.compile is False:
-            timers[TENSOR_MS] = self._tensor.waits
-        if self._tokens is not None:
-            timers[CONTEXT_MS] = self._tokens.waits
-        return timers
+        reduction, of_parts = self.reduction, self.parts.timers(self.context.train)
+        if isinstance(reduction, PartReduction) and (reduction.batch is not None or self.parts.count > 1):
+            return {ALL_REDUCE_MS: reduction.waits, **of_parts}
+        return of_parts
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:
@@ -318,10 +297,7 @@ class PartTrainer(Trainer):
         super().close()
         if self._copies is not None:
             self._copies.detach()
-        if self._tensor is not None:
-            self._tensor.peers.group = None
-        if self._tokens is not None:
-            self._tokens.part.peers.group = None
+        self.parts.close(self.context.device)
 
     def _settle(self, source_step: int, step: int) -> None:
         """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.

@@ -82,7 +82,7 @@ class FSDPPipeline(Pipeline):
             precision=self.precision,
             options=options,
             layers=nn.Sequential(*sequence.modules),
-            begin=lambda inputs: inputs if self._tokens is None else self._tokens.begin(self.job, inputs),
+            begin=functools.partial(self.parts.begin, self.job),
         )
         self.trained = Trained(
             self.job,

@@ -60,8 +60,7 @@ from orchestrator.strategies.replicated.optimizer_shards import (
 from orchestrator.strategies.sharded.shard_options import part_errors
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.transforms.context import check_context
-from orchestrator.strategies.transforms.tensor import check_tensor
+from orchestrator.strategies.transforms.every import check_parts, divides_layers
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline import Span
 
@@ -84,10 +83,10 @@ class Pipeline(PartTrainer):
                 "what is kept serves only one; set it to blocks, or use strategy.schedule=1F1B"
             )
         errors += diverging_errors(outline.model, plan)
-        if plan.mesh.tensor > 1 and plan.mesh.shard == 1:
+        if divides_layers(plan.mesh) and plan.mesh.shard == 1:
             errors += part_errors(config, outline)
         notes = check_stages(config, outline, plan, errors)
-        return (*notes, *check_tensor(config, outline, plan, errors), *check_context(config, outline, plan, errors))
+        return (*notes, *check_parts(config, outline, plan, errors))
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -116,7 +115,7 @@ class Pipeline(PartTrainer):
         self._rows = share // train.grad_accumulation // self.layout.num_microbatches
         self._own = self.layout.stages_of(context.pp_rank)
         # Of the second halves, it is not known which operations the workers of a layer divide.
-        self.counts_flops = context.mesh.tensor == 1 or not SCHEDULES[self.layout.schedule].splits_backward
+        self.counts_flops = not (divides_layers(context.mesh) and SCHEDULES[self.layout.schedule].splits_backward)
         self.reads_data = 0 in self._own or self.layout.num_stages - 1 in self._own
 
     def setup(self, train_set: Dataset[Any]) -> None:
@@ -126,7 +125,7 @@ class Pipeline(PartTrainer):
         inputs, target = to_device(example_batch(self.job, train_set, self._rows), context.device)
         self._builder = StageBuilder.outline(
             self.job_of_part,
-            inputs if self._tokens is None else self._tokens.begin(self.job, inputs),
+            self.parts.begin(self.job, inputs),
             target,
             constructor=self.constructor(),
             split=self._split() or (),
@@ -152,7 +151,7 @@ class Pipeline(PartTrainer):
             if self.context.global_rank == 0:
                 self._warnings = compare_with_whole(
                     self._builder,
-                    self.job if self._tokens is None else self._tokens.job(self.job, by_rows=False),
+                    self.parts.job(self.job, by_rows=False),
                     self._train_set,
                     context=context,
                     precision=self.precision,
@@ -176,7 +175,7 @@ class Pipeline(PartTrainer):
             self.stages,
             self.layout,
             job=self.job_of_part,
-            tokens=self._tokens,
+            parts=self.parts,
             rows=self._rows,
             device=context.device,
             group=pipeline,
@@ -184,7 +183,7 @@ class Pipeline(PartTrainer):
             sums=sums,
             backward_group=backward,
         )
-        self.connect_peers(groups)
+        self.parts.connect(groups.over, context.device)
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:

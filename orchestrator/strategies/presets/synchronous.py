@@ -22,6 +22,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig
 from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.transforms.every import TRANSFORMS
 
 _MOST_REPLICAS = 16
 """The replicas, or the stages, up to which a mesh on CPUs is looked for."""
@@ -61,11 +62,7 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        if mesh.context > 1 and getattr(keys, "sequence", False):
-            errors.append(
-                f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
-                "already; set it to false"
-            )
+        errors += [error for part in TRANSFORMS for error in part.layout_errors(keys, mesh)]
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
         if _gathers(keys, mesh) and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
@@ -125,10 +122,8 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
     if mesh.pipeline == 1:
         of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
         reasons["strategy.pipeline=1 has no stages"] = of_stages
-    if mesh.tensor == 1:
-        reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
-    elif mesh.pipeline > 1:
-        reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
+    for part in TRANSFORMS:
+        reasons |= part.unused_keys(mesh)
     if mesh.pipeline * mesh.workers_per_sample > 1 or _gathers(options, mesh):
         of_buckets = {"bucket_mb": "auto", "comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}

@@ -22,7 +22,7 @@ from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import module_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.protocol.metrics import MetricSpec
+from orchestrator.protocol.metrics import MetricSpec, wait_metric
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision
@@ -31,7 +31,7 @@ from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
-from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
@@ -39,8 +39,7 @@ from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.transforms.context import check_context
-from orchestrator.strategies.transforms.tensor import check_tensor
+from orchestrator.strategies.transforms.every import check_parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -123,8 +122,8 @@ class FSDP(PartTrainer):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
-        notes = (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
-        return (*notes, *check_context(config, outline, plan, errors))
+        notes = (*notes, *check_shards(config, outline, plan, errors))
+        return (*notes, *check_parts(config, outline, plan, errors))
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
@@ -151,7 +150,7 @@ class FSDP(PartTrainer):
             self.trained = self._trained(self._train_set)
             self._train_set = None
         super().attach()  # frees gradients before the model is divided
-        self.connect_peers(groups)
+        self.parts.connect(groups.over, context.device)
         passes.divide(shards)
         self.trained.use([passes.model])
         tokens, _ = groups.over(*TOKENS), groups.over("replicate")  # formed here, on all ranks

@@ -33,8 +33,7 @@ from orchestrator.strategies.replicated.optimizer_shards import (
 )
 from orchestrator.strategies.sharded.shard_options import part_errors
 from orchestrator.strategies.trained import Trained
-from orchestrator.strategies.transforms.context import check_context
-from orchestrator.strategies.transforms.tensor import check_tensor
+from orchestrator.strategies.transforms.every import check_parts
 from orchestrator.strategies.update.gradients import found_anywhere, sum_over
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
@@ -51,8 +50,7 @@ class TensorParallel(PartTrainer):
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
         errors += part_errors(config, outline)
-        notes = (*notes, *check_tensor(config, outline, plan, errors))
-        return (*notes, *check_context(config, outline, plan, errors))
+        return (*notes, *check_parts(config, outline, plan, errors))
 
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""
@@ -97,7 +95,7 @@ class TensorParallel(PartTrainer):
     def attach(self) -> None:
         super().attach()
         groups = MeshGroups(self.context)
-        self.connect_peers(groups)
+        self.parts.connect(groups.over, self.context.device)
         self.reduction = PartReduction(self.context, self.trained, groups, self.sums(groups), self._sharing)
 
     def sums(self, groups: MeshGroups) -> Sums:
