@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.partial_init import build_fake
 from orchestrator.planning.memory import size_text
-from orchestrator.planning.mesh import Coords
-from orchestrator.planning.placement import Placement, Shape
+from orchestrator.planning.mesh import DENSE, Coords
+from orchestrator.planning.placement import AxisCut, Placement, Shape
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import PENDING, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_metric
@@ -33,15 +33,18 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
-from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import NOTHING_SHARED, Sharing, divided
-from orchestrator.strategies.measure.device import WaitTimer, free_memory
+from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
 from orchestrator.strategies.measure.job_metrics import SumCheck, train_metrics
+from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.sums.mesh_reduction import MeshReduction
+from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.every import outline_of_parts, own_parts
 from orchestrator.strategies.transforms.part import Parts
+from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
 COMPARED_BYTES = 2**30
@@ -57,11 +60,13 @@ class PartTrainer(Trainer):
     Attributes:
         parts: the parts of this rank where several compute the same samples together, from :meth:`setup` on.
         job_of_part: the job, for passes through a model of :meth:`constructor`.
+        owner: the elements that this rank updates, from when they are built.
     """
 
     compares_whole = True
     _sharing: Sharing = NOTHING_SHARED
     parts: Parts = Parts()
+    owner: Own
     _ahead = 0  # the steps completed by a recovery that has not ended
     _host: dist.ProcessGroup | None = None  # the writers with gloo, if they have GPUs and send what is in host memory
 
@@ -127,6 +132,79 @@ class PartTrainer(Trainer):
         """Return a module with the whole parameters that this rank calls, unless it gathers them."""
         raise NotImplementedError
 
+    def trained_part(
+        self,
+        modules: Sequence[nn.Module],
+        owner: Own,
+        train_set: Dataset[Any],
+        *,
+        whole: nn.Module | None = None,
+    ) -> Trained:
+        """Return what this rank trains.
+
+        Args:
+            modules: what it calls.
+            owner: the elements that it updates.
+            train_set: the samples.
+            whole: the whole model, maybe without memory; None to build it.
+        """
+        self.owner = owner
+        trained = Trained(
+            self.job,
+            self.context,
+            modules,
+            {"": optimizer_of_part(self.job, self.whole_model() if whole is None else whole, owner.module())},
+            train_set,
+            module=owner.module,
+            placements=self.placed(owner.placements),
+        )
+        trained.moving = owner.whole_of(trained.moving)
+        return trained
+
+    def shards_of(self, cuts: Mapping[str, AxisCut]) -> Shards:
+        """Return this rank's shards of the parameters that it calls whole."""
+        index, count = self.context.mesh.place(DENSE, self.context.global_rank)
+        return Shards(self.undivided, cuts, index=index, count=count, placed=self.placement)
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether each rank updates a shard of the parameters that it has whole."""
+        return getattr(self.context.options, "shard_optimizer", False)
+
+    def share_parameters(self) -> None:
+        self.owner.exchange()
+
+    def sync_initial_state(self) -> None:
+        super().sync_initial_state()
+        self.owner.exchange()
+
+    def apply(self) -> None:
+        self.owner.take_frozen()
+        super().apply()
+
+    def end_step(self, norm: Tensor | None) -> bool:
+        admitted = super().end_step(norm)
+        if admitted:
+            self._ahead = 1  # if the exchange fails, the step is not counted, but this rank's part has been updated
+            self.owner.exchange(trained=True)
+            self._ahead = 0
+        return admitted
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        with super().averaged_weights():
+            self.owner.exchange(trained=True)
+            yield
+        self.owner.exchange(trained=True)
+
+    def tensor_sizes(self) -> Iterable[TensorSize]:
+        own = [*super().tensor_sizes()]
+        if not isinstance(self.owner, Shards):
+            return own
+        of_shards = [size for size in own if size.kind == "optimizer state"]
+        whole = sizes_of(self.undivided(), self.trained.optimizer)
+        return [*of_shards, *(size for size in whole if size not in of_shards)]
+
     def placed(self, placements: Mapping[str, Placement]) -> Mapping[str, Placement]:
         """Return the placements of this rank's parameters, from those in a model that is not cut into stages."""
         return placements
@@ -135,7 +213,7 @@ class PartTrainer(Trainer):
     def timers(self) -> Mapping[MetricSpec, WaitTimer]:
         """What a step waits for, by metric."""
         reduction, of_parts = self.reduction, self.parts.timers(self.context.train)
-        if isinstance(reduction, PartReduction) and (reduction.batch is not None or self.parts.count > 1):
+        if isinstance(reduction, MeshReduction) and (reduction.batch is not None or self.parts.count > 1):
             return {ALL_REDUCE_MS: reduction.waits, **of_parts}
         return of_parts
 
@@ -213,6 +291,7 @@ class PartTrainer(Trainer):
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state, partial=self.context.mesh.pipeline > 1)
+        self.owner.exchange()
         return state.meta
 
     def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
@@ -253,6 +332,7 @@ class PartTrainer(Trainer):
         A replica sends its tensors from where they are. A new worker receives where its parameters are, the model in
         place; a survivor in host memory, because on its device there may be no room for two states.
         """
+        completed = step
         self._settle(source_step, step + self._ahead)
         step += self._ahead
         samples_consumed += self._ahead * self.context.train.global_batch_size
@@ -273,9 +353,11 @@ class PartTrainer(Trainer):
         elif step != source_step:
             meta = self._load(self.state_of(own, source_step, **here), consume=False)
         assert meta["step"] == source_step
-        self._ahead = 0
         if self._copies is not None:
             self._copies.forget_after(source_step)
+        self._ahead = source_step - completed  # if the exchange fails, the step is not counted
+        self.owner.exchange()
+        self._ahead = 0
         return meta
 
     def state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
@@ -298,6 +380,8 @@ class PartTrainer(Trainer):
         if self._copies is not None:
             self._copies.detach()
         self.parts.close(self.context.device)
+        if hasattr(self, "owner"):  # otherwise setup() has failed, or nothing is built yet
+            self.owner.group = None
 
     def _settle(self, source_step: int, step: int) -> None:
         """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.

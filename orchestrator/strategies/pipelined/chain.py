@@ -20,7 +20,6 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
     EvalSums,
@@ -32,6 +31,7 @@ from orchestrator.strategies.measure.job_metrics import (
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.transforms.part import Parts
 from orchestrator.timeline import Span
 

@@ -25,18 +25,18 @@ from orchestrator.model.stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
+from orchestrator.strategies.owner import Own
 from orchestrator.strategies.pipelined.pipeline import Pipeline
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
-from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
+from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
-from orchestrator.strategies.trained import Trained
+from orchestrator.strategies.sums.into_shards import IntoShards
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
 class FSDPPipeline(Pipeline):
@@ -74,7 +74,8 @@ class FSDPPipeline(Pipeline):
         self._shared = built.shared
         own = self._divided = DividedStages(divided[0], built.stages)
         options = ShardedConfig.of(self.context.options)
-        optimizer = optimizer_of_part(self.job, self.whole_model(), own.module())
+        modules = [stage.module for stage in own.stages]
+        self.trained = self.trained_part(modules, Own(own.module, own.model.placements), train_set)
         own.model.calls = check_forward(
             self.job_of_part,
             sequence.whole,
@@ -83,15 +84,6 @@ class FSDPPipeline(Pipeline):
             options=options,
             layers=nn.Sequential(*sequence.modules),
             begin=functools.partial(self.parts.begin, self.job),
-        )
-        self.trained = Trained(
-            self.job,
-            self.context,
-            [stage.module for stage in own.stages],
-            {"": optimizer},
-            train_set,
-            module=own.module,
-            placements=self.placed(own.model.placements),
         )
         self._cut = cut
 
@@ -106,7 +98,7 @@ class FSDPPipeline(Pipeline):
         self._divided.divide(shards, self.context.train)
         self.stages = self._divided.called
         self.trained.use([stage.module for stage in self.stages])
-        return PartSums(self._divided.model, batch, at_end=True)
+        return IntoShards(self._divided.model, batch, at_end=True)
 
     @contextlib.contextmanager
     def around_step(self, *, logged: bool) -> Iterator[None]:

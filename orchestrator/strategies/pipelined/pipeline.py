@@ -14,7 +14,7 @@ ZBVZeroBubble (Qi et al., ICLR 2024), DualPipeV (after DualPipe: DeepSeek-V3 tec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,29 +39,24 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
 from orchestrator.strategies.keys import StagedConfig
-from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.owner import Own, cuts_of
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.pipelined.chain import Chain
-from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole, recorded_call
 from orchestrator.strategies.pipelined.stage_checks import check_stages
 from orchestrator.strategies.pipelined.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.replicated.optimizer_shards import (
-    OptimizerSharding,
-    OptimizerShards,
-    check_optimizer_shards,
-    cuts_of,
-)
+from orchestrator.strategies.replicated.optimizer_shards import check_optimizer_shards
 from orchestrator.strategies.sharded.shard_options import part_errors
+from orchestrator.strategies.sums.mesh_reduction import MeshReduction
+from orchestrator.strategies.sums.of_stages import OfStages
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.every import check_parts, divides_layers
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.timeline import Span
 
 
@@ -76,7 +71,7 @@ class Pipeline(PartTrainer):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         assert plan.pipeline is not None
-        schedule = SCHEDULES[plan.pipeline.schedule]
+        schedule, before = SCHEDULES[plan.pipeline.schedule], len(errors)
         if config.train.activation_checkpointing == "selective" and schedule.splits_backward:
             errors.append(
                 f"train.activation_checkpointing=selective: {schedule.name} computes backward passes in halves, and "
@@ -85,8 +80,10 @@ class Pipeline(PartTrainer):
         errors += diverging_errors(outline.model, plan)
         if divides_layers(plan.mesh) and plan.mesh.shard == 1:
             errors += part_errors(config, outline)
-        notes = check_stages(config, outline, plan, errors)
-        return (*notes, *check_parts(config, outline, plan, errors))
+        notes = (*check_stages(config, outline, plan, errors), *check_parts(config, outline, plan, errors))
+        if len(errors) == before and getattr(config.strategy, "shard_optimizer", False):
+            check_optimizer_shards(outline, plan, errors)  # its note is on whole models
+        return notes
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
@@ -170,7 +167,8 @@ class Pipeline(PartTrainer):
         on_cpu = context.device.type == "cpu"
         self._host = None if on_cpu else divided(context, mesh.replicas, backend="gloo")
         sums = self._sums(groups)
-        self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
+        self.owner.group = groups.over(*DENSE) if self.divides_optimizer else None
+        self.reduction = MeshReduction(context, self.trained, groups, sums, owner=self.owner, sharing=self._sharing)
         self.passes = Chain(
             self.stages,
             self.layout,
@@ -194,15 +192,10 @@ class Pipeline(PartTrainer):
 
     def _sums(self, groups: MeshGroups) -> Sums:
         """Return the sums that begin in the backward passes."""
-        return ReplicaSums(groups.over(*TOKENS), *self.summed())
-
-    def summed(
-        self,
-    ) -> tuple[Mapping[int, Sequence[nn.Parameter]], Mapping[nn.Parameter, str], Collection[nn.Parameter]]:
-        """Return the arguments of :class:`ReplicaSums` after the group."""
         named = self.undivided().named_parameters()
         needed = {p: n for n, p in named if p.requires_grad and n not in self._unused}
-        return (
+        return OfStages(
+            groups.over(*TOKENS),
             {stage.index: [p for p in stage.module.parameters() if p.requires_grad] for stage in self.stages},
             needed,
             {p for p, name in needed.items() if len(self.trained.placements[name].stages) > 1},
@@ -234,19 +227,15 @@ class Pipeline(PartTrainer):
 
     def trained_of_stages(self, outline: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
         """Return what this rank trains of its stages; ``outline``: the model that is cut, without memory."""
+        if self.divides_optimizer:
+            # Divided as in the outline, so that stages that share a tensor have the same part of it on each rank.
+            shards = self.shards_of(cuts_of(outline, self.context.mesh.num_shards))
+            return self.trained_part(modules, shards, train_set)
         own = {name for name, _ in self.undivided().named_parameters(remove_duplicate=False)}
         every = dict(outline.named_parameters(remove_duplicate=False))
         trained = {every[name] for name in own}  # which another stage may save under another name
         placements = {n: self.placement(n, tuple(p.shape)) for n, p in every.items() if p in trained}
-        return Trained(
-            self.job,
-            self.context,
-            modules,
-            {"": optimizer_of_part(self.job, self.whole_model(), self.undivided())},
-            train_set,
-            module=self.undivided,
-            placements=self.placed(placements),
-        )
+        return self.trained_part(modules, Own(self.undivided, placements), train_set)
 
     def undivided(self) -> nn.Module:
         """Return a bare module with the tensors of the stages, assembled anew: a layer may replace its buffers."""
@@ -261,7 +250,7 @@ class Pipeline(PartTrainer):
 
     def close(self) -> None:
         """Release everything that refers to the process group."""
-        if isinstance(self.reduction, PartReduction):
+        if isinstance(self.reduction, MeshReduction):
             self.passes.close()
         self._host = None
         self.reduction, self._sharing = Reduction(), NOTHING_SHARED
@@ -323,36 +312,3 @@ class Pipeline(PartTrainer):
             starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
         dist.broadcast(starts, src=0)
         return Cut(tuple(starts.tolist()))
-
-
-class ShardedOptimizerPipeline(OptimizerSharding, Pipeline):
-    """A stage of one of the replicas of a pipeline, or several, of which this rank trains a part."""
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        before = len(errors)
-        notes = super().check_job(config, outline, plan, errors)
-        if len(errors) == before:
-            check_optimizer_shards(outline, plan, errors)  # its note is on whole models
-        return notes
-
-    def trained_of_stages(self, outline: nn.Module, modules: Sequence[nn.Module], train_set: Dataset[Any]) -> Trained:
-        # Divided as in the outline, so that stages that share a tensor have the same part of it on each rank.
-        cuts = cuts_of(outline, self.context.mesh.num_shards)
-        return self.trained_part_of(modules, self.whole_model(), cuts, train_set)
-
-    def _sums(self, groups: MeshGroups) -> Sums:
-        self.shards.group = groups.over(*DENSE)
-        sums = _SumsOfShards(groups.over(*TOKENS), *self.summed())
-        sums.shards = self.shards
-        return sums
-
-
-class _SumsOfShards(ReplicaSums):
-    """Sums of whole gradients, of which each rank then keeps its ``shards``."""
-
-    shards: OptimizerShards
-
-    def finish(self, waits: WaitTimer) -> None:
-        super().finish(waits)
-        self.shards.take_gradients()

@@ -85,9 +85,9 @@ class Synchronous(Rules[Keys]):
         gathers = _gathers(options, mesh)
         if mesh.pipeline == 1 and not gathers:
             if mesh.workers_per_sample > 1:
-                from orchestrator.strategies.sharded.tensor_parallel import ShardedTensorParallel, TensorParallel
+                from orchestrator.strategies.sharded.tensor_parallel import TensorParallel
 
-                return ShardedTensorParallel if _divides_optimizer(options) else TensorParallel
+                return TensorParallel
             if has_training_step(job):
                 from orchestrator.strategies.replicated.job_step import JobStep
 
@@ -107,10 +107,6 @@ class Synchronous(Rules[Keys]):
             from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
 
             return FSDPPipeline
-        if _divides_optimizer(options):
-            from orchestrator.strategies.pipelined.pipeline import ShardedOptimizerPipeline
-
-            return ShardedOptimizerPipeline
         from orchestrator.strategies.pipelined.pipeline import Pipeline
 
         return Pipeline

@@ -8,39 +8,36 @@ shares give the exact gradient. All ranks make the same update and then take the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from orchestrator.compat.modules import ddp_comm_ms, release_ddp, set_ddp_timing, without_buffer_broadcasts
+from orchestrator.compat.modules import ddp_comm_ms, set_ddp_timing
 from orchestrator.config.schema import Config
+from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
+from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.group_reduction import GroupReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.keys import ReplicatedConfig
-from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.owner import Own, cuts_of
+from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
-from orchestrator.strategies.replicated.ddp_options import bucket_arguments, bucket_notes
-from orchestrator.strategies.replicated.optimizer_shards import (
-    OptimizerSharding,
-    OptimizerShards,
-    check_optimizer_shards,
-    cuts_of,
-)
+from orchestrator.strategies.replicated.comm_hooks import PowerSGD
+from orchestrator.strategies.replicated.ddp_options import bucket_notes
+from orchestrator.strategies.replicated.optimizer_shards import check_optimizer_shards
 from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm, synchronize
+from orchestrator.strategies.sums.buckets import Buckets
+from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.job_optimizer import sparse_parameters
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -49,7 +46,7 @@ class DDP(Trainer):
 
     compares_whole = True
     passes: WholeModel
-    _buckets: InBackward | None = None  # while there is a process group
+    _buckets: Buckets | None = None  # while there is a process group
     _powersgd: PowerSGD | None = None
     _timed = False
     _norms: Sequence[SyncBatchNorm] = ()
@@ -61,6 +58,13 @@ class DDP(Trainer):
             notes = (*notes, *check_optimizer_shards(outline, plan, errors))
         return (*notes, *bucket_notes(options, outline.model, plan))
 
+    owner: Own
+
+    def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
+        trained = super().trained_of(model, train_set)
+        self.owner = Own(trained.module, trained.placements)
+        return trained
+
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
         options, model = ReplicatedConfig.of(self.context.options), self.passes.model
@@ -71,11 +75,14 @@ class DDP(Trainer):
 
     def attach(self) -> None:
         super().attach()
-        self._buckets = self.reduction = self.in_backward()
+        self._begin_sums()
 
-    def in_backward(self) -> InBackward:
-        """Return the reduction. Collective."""
-        return InBackward(self.passes, self.trained, self.context, self._powersgd)
+    def _begin_sums(self) -> None:
+        """Wrap the model. Collective."""
+        groups = MeshGroups(self.context)
+        self._buckets = Buckets(self.passes, self.context, self._powersgd)
+        self.owner.group = groups.over(*DENSE)
+        self.reduction = MeshReduction(self.context, self.trained, groups, self._buckets, owner=self.owner)
 
     @property
     def compares_training(self) -> bool:
@@ -115,7 +122,7 @@ class DDP(Trainer):
     def renew_sums(self) -> None:
         assert self._buckets is not None
         self._buckets.close()
-        self._buckets = self.reduction = self.in_backward()
+        self._begin_sums()
 
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
         assert self._buckets is not None
@@ -161,89 +168,19 @@ class DDP(Trainer):
         super().close()
 
 
-class InBackward(GroupReduction):
-    """``DistributedDataParallel``: sums bucket by bucket, overlapped with the last backward pass of a step.
-
-    Attributes:
-        replica: the wrapped model; deleted by :meth:`close`.
-    """
-
-    def __init__(self, passes: WholeModel, trained: Trained, context: Context, powersgd: PowerSGD | None):
-        """Wrap the model. Collective."""
-        super().__init__(context, trained, MeshGroups(context))
-        self._passes = passes
-        self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
-        self._options = options = ReplicatedConfig.of(context.options)
-        # DDP divides gradients by the number of ranks, and a sum is needed: the loss has its global weight already.
-        self.averages_over = context.mesh.world_size
-        # At this level, DDP's errors name the parameters concerned.
-        dist.set_debug_level(dist.DebugLevel.INFO)
-        self.replica = replica = DistributedDataParallel(
-            passes.unwrapped,
-            device_ids=None if context.device.type == "cpu" else [context.device],
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=True,
-            init_sync=False,  # ranks may still be at different steps
-            **bucket_arguments(self._parameters, options.bucket_mb, device=context.device.type),
-            **without_buffer_broadcasts(),  # evaluation comes before the next forward pass
-        )
-        passes.forward_model = replica
-        # Lambdas, because DDP compares a hook's annotations with types, and here annotations are strings.
-        if options.comm_hook in ("bf16", "fp16"):
-            dtype = torch.bfloat16 if options.comm_hook == "bf16" else torch.float16
-            replica.register_comm_hook(dtype, lambda dtype, bucket: average_in(dtype, bucket))
-        elif powersgd is not None:
-            replica.register_comm_hook(powersgd, lambda powersgd, bucket: powersgd.average(bucket))
-        elif sparse_parameters([passes.model]):
-            replica.register_comm_hook(None, lambda _, bucket: average(bucket))
-
-    @contextlib.contextmanager
-    def around_slice(self, *, last: bool) -> Iterator[None]:
-        """Sum the gradients in the backward pass of the last slice alone."""
-        # The forward pass must be inside as well, because DDP decides there whether to synchronise.
-        with contextlib.nullcontext() if last else self.replica.no_sync():
-            try:
-                yield
-            except RuntimeError as e:
-                # A parameter was used in an earlier slice of the previous step, but not in its last one.
-                if "finished reduction in the prior iteration" not in str(e):
-                    raise
-                raise ValueError(f"set strategy.find_unused_parameters=true: {e}") from e
-
-    def finish(self) -> None:
-        if not self._options.find_unused_parameters and any(p.grad is None for p in self._parameters):
-            named, own = self._passes.model.named_parameters(), {*self._parameters}
-            unused = [n for n, p in named if p in own and p.grad is None]
-            raise ValueError(
-                f"parameters that take no part in the loss: {', '.join(unused)}; the other ranks would wait for "
-                "their gradients. Use them, freeze them (requires_grad=False), or set "
-                "strategy.find_unused_parameters=true"
-            )
-        self.share(self.trained.buffers)
-
-    def close(self) -> None:
-        """Release everything that references the process group.
-
-        Its connections then close, which frees the ranks that wait for this one. If the reducer were the last owner of
-        the group, its destructor would wait for gloo's threads while it holds the GIL, which they may be waiting for.
-        """
-        self._passes.forward_model = self._passes.unwrapped
-        release_ddp(self.replica)
-        del self.replica
-
-
-class ShardedDDP(OptimizerSharding, DDP):
+class ShardedDDP(PartTrainer, DDP):
     """``strategy.shard_optimizer``: replicas of the model, of which each rank trains a part."""
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        return self.trained_part_of([model], model, cuts_of(model, self.context.mesh.num_shards), train_set)
+        owner = self.shards_of(cuts_of(model, self.context.mesh.num_shards))
+        return self.trained_part([model], owner, train_set, whole=model)
 
     def undivided(self) -> nn.Module:
         return self.passes.model
 
-    def in_backward(self) -> InBackward:
-        return InBackwardShards(self.passes, self.trained, self.context, self.shards)
+    @property
+    def timers(self) -> Mapping[MetricSpec, WaitTimer]:
+        return {}  # DDP measures its buckets itself
 
     @property
     def own_model(self) -> nn.Module | None:
@@ -252,18 +189,3 @@ class ShardedDDP(OptimizerSharding, DDP):
     @property
     def saved_names(self) -> Sequence[str]:
         return tuple(self.passes.model.state_dict())
-
-
-class InBackwardShards(InBackward):
-    """Sums in the backward pass, of which each rank then keeps its part."""
-
-    def __init__(self, passes: WholeModel, trained: Trained, context: Context, shards: OptimizerShards):
-        """Wrap the model. Collective."""
-        super().__init__(passes, trained, context, None)
-        self.settles = context.mesh.replicate > 1
-        self._shards = shards
-        shards.group = self.groups.over("shard")
-
-    def finish(self) -> None:
-        super().finish()
-        self._shards.take_gradients()

@@ -26,21 +26,22 @@ from orchestrator.protocol.metrics import MetricSpec, wait_metric
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.batch_parts import BatchDivision
-from orchestrator.strategies.group_reduction import PartReduction
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
+from orchestrator.strategies.owner import Own
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
+from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.rehearsal import check_forward
 from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
+from orchestrator.strategies.sums.into_shards import IntoShards
+from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
 from orchestrator.strategies.transforms.every import check_parts
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
 ALL_GATHER_MS, REDUCE_SCATTER_MS = wait_metric("all_gather"), wait_metric("reduce_scatter")
@@ -155,25 +156,18 @@ class FSDP(PartTrainer):
         self.trained.use([passes.model])
         tokens, _ = groups.over(*TOKENS), groups.over("replicate")  # formed here, on all ranks
         assert tokens is not None
-        sums = PartSums(passes.divided, tokens, at_end=False)
-        self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
+        sums = IntoShards(passes.divided, tokens, at_end=False)
+        self.reduction = MeshReduction(context, self.trained, groups, sums, owner=self.owner)
 
     def _trained(self, train_set: Dataset[Any]) -> Trained:
         context, passes = self.context, self.passes
         whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
-        optimizer = optimizer_of_part(self.job, whole.model, passes.module())
+        owner = Own(passes.module, passes.divided.placements)
+        trained = self.trained_part([passes.model], owner, train_set, whole=whole.model)
         passes.divided.calls = check_forward(
             self.job, whole, train_set, precision=self.precision, options=ShardedConfig.of(context.options)
         )
-        return Trained(
-            self.job,
-            context,
-            [passes.model],
-            {"": optimizer},
-            train_set,
-            module=passes.module,
-            placements=passes.divided.placements,
-        )
+        return trained
 
     @property
     def timers(self) -> Mapping[MetricSpec, WaitTimer]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -20,22 +18,16 @@ from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import BatchDivision
-from orchestrator.strategies.group_reduction import PartReduction, Sums
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.owner import Own, cuts_of
 from orchestrator.strategies.part_trainer import PartTrainer
 from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.replicated.optimizer_shards import (
-    OptimizerSharding,
-    OptimizerShards,
-    check_optimizer_shards,
-    cuts_of,
-)
+from orchestrator.strategies.replicated.optimizer_shards import check_optimizer_shards
 from orchestrator.strategies.sharded.shard_options import part_errors
+from orchestrator.strategies.sums.mesh_reduction import MeshReduction
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.every import check_parts
-from orchestrator.strategies.update.gradients import found_anywhere, sum_over
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
 
@@ -50,7 +42,11 @@ class TensorParallel(PartTrainer):
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         notes = super().check_job(config, outline, plan, errors)
         errors += part_errors(config, outline)
-        return (*notes, *check_parts(config, outline, plan, errors))
+        notes = (*notes, *check_parts(config, outline, plan, errors))
+        if getattr(config.strategy, "shard_optimizer", False):
+            outline = cls.outline_of_worker(config, outline, plan)
+            notes = (*notes, *check_optimizer_shards(outline, plan, errors))
+        return notes
 
     def build(self, train_set: Dataset[Any]) -> nn.Module:
         """Build this rank's part, with the initial values that the whole model would have."""
@@ -79,15 +75,12 @@ class TensorParallel(PartTrainer):
         return self.warning_of_whole(division, model, train_set)
 
     def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        named = model.named_parameters(remove_duplicate=False)
-        return Trained(
-            self.job,
-            self.context,
-            [model],
-            {"": optimizer_of_part(self.job, self.whole_model(), model)},
-            train_set,
-            placements={name: self.placement(name, tuple(p.shape)) for name, p in named},
-        )
+        if self.divides_optimizer:
+            owner: Own = self.shards_of(cuts_of(model, self.context.mesh.num_shards))
+        else:
+            named = model.named_parameters(remove_duplicate=False)
+            owner = Own(self.undivided, {name: self.placement(name, tuple(p.shape)) for name, p in named})
+        return self.trained_part([model], owner, train_set)
 
     def undivided(self) -> nn.Module:
         return self.passes.model
@@ -96,11 +89,10 @@ class TensorParallel(PartTrainer):
         super().attach()
         groups = MeshGroups(self.context)
         self.parts.connect(groups.over, self.context.device)
-        self.reduction = PartReduction(self.context, self.trained, groups, self.sums(groups), self._sharing)
-
-    def sums(self, groups: MeshGroups) -> Sums:
-        """Return what precedes the sums of gradients."""
-        return SumsAtEnd(self.trained.parameters, groups.over(*TOKENS), self.context.device)
+        self.owner.group = groups.over(*DENSE) if self.divides_optimizer else None
+        whole = [parameter for parameter in self.undivided().parameters() if parameter.requires_grad]
+        sums = Sums(whole, groups.over(*TOKENS), self.context.device, of_whole=self.divides_optimizer)
+        self.reduction = MeshReduction(self.context, self.trained, groups, sums, owner=self.owner)
 
     @property
     def saved_names(self) -> Sequence[str]:
@@ -109,64 +101,3 @@ class TensorParallel(PartTrainer):
     def close(self) -> None:
         self.reduction = Reduction()
         super().close()
-
-
-class SumsAtEnd(Sums):
-    """All sums are made after the backward passes. What one rank has a gradient of gets one on all of them."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], batch: dist.ProcessGroup | None, device: torch.device):
-        """Prepare for the sums of ``parameters`` over the ranks of ``batch``."""
-        self.remaining = parameters
-        self._parameters = parameters
-        self._batch = batch
-        self._device = device
-
-    def finish(self, waits: WaitTimer) -> None:
-        if self._batch is None:
-            return
-        with waits.waiting():
-            found = found_anywhere(self._batch, [p.grad is not None for p in self._parameters], self._device)
-        for parameter, exists in zip(self._parameters, found, strict=True):
-            if exists and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-
-class ShardedTensorParallel(OptimizerSharding, TensorParallel):
-    """``strategy.shard_optimizer``: each of the workers that have the same trains a part of it."""
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        notes = super().check_job(config, outline, plan, errors)
-        return (*notes, *check_optimizer_shards(cls.outline_of_worker(config, outline, plan), plan, errors))
-
-    def trained_of(self, model: nn.Module, train_set: Dataset[Any]) -> Trained:
-        cuts = cuts_of(model, self.context.mesh.num_shards)
-        return self.trained_part_of([model], self.whole_model(), cuts, train_set)
-
-    def sums(self, groups: MeshGroups) -> Sums:
-        self.shards.group = groups.over(*DENSE)
-        whole = [parameter for parameter in self.undivided().parameters() if parameter.requires_grad]
-        return _SumsOfShards(whole, groups.over(*TOKENS), self.context.device, self.shards)
-
-
-class _SumsOfShards(SumsAtEnd):
-    """Sums of whole gradients, of which each rank then keeps its shards."""
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        batch: dist.ProcessGroup | None,
-        device: torch.device,
-        shards: OptimizerShards,
-    ):
-        """Prepare for the sums, of which a rank keeps its ``shards``."""
-        super().__init__(parameters, batch, device)
-        self.remaining = ()
-        self._shards = shards
-
-    def finish(self, waits: WaitTimer) -> None:
-        super().finish(waits)
-        if self._batch is not None:
-            with waits.waiting():
-                sum_over(self._batch, [p.grad for p in self._parameters if p.grad is not None])
-        self._shards.take_gradients()
