@@ -83,6 +83,7 @@ class Shards(Own):
         index: int,
         count: int,
         placed: Callable[[str, Shape], Placement],
+        on_stages: Callable[[Mapping[str, Placement]], Mapping[str, Placement]],
     ):
         """Divide parameters over ``count`` ranks, of which this one is number ``index``.
 
@@ -92,6 +93,7 @@ class Shards(Own):
             index: the place of this rank among those that divide the state.
             count: their number.
             placed: returns where a parameter is, given its name and shape here, before it is divided.
+            on_stages: returns placements with the stages that have the parameters.
         """
         self._index = index
         self._count = count
@@ -106,7 +108,7 @@ class Shards(Own):
             name: replace(outer[name], cuts=(*outer[name].cuts, self._cuts[of])) if of in self._cuts else outer[name]
             for name, of in self._first.items()
         }
-        super().__init__(model, placements)
+        super().__init__(model, on_stages(placements))
 
     def module(self) -> nn.Module:
         tensors = self._model().state_dict(keep_vars=True)

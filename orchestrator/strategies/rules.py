@@ -24,6 +24,7 @@ from orchestrator.strategies.optimizer_trials import check_whole_tensors, optimi
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
+from orchestrator.strategies.transforms.every import outline_of_parts
 from orchestrator.strategies.update.gradients import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 
@@ -73,12 +74,12 @@ class Rules(LayoutRules[Keys], abc.ABC):
             return ()
         if job.carried:
             errors += carried_errors(config, job, model)
-        in_memory = _memory_errors(config, outline, plan, trainer)
+        in_memory = _memory_errors(config, outline, plan, moves=cls.moves_parameters(options, plan.mesh, job))
         errors += in_memory
         notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
         division = cls.division(options, plan.mesh)
         if not errors and division is not None and model is not None and not has_training_step(job):
-            of_worker = trainer.outline_of_worker(config, outline, plan)
+            of_worker = outline_of_parts(outline, plan.mesh)
             gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
             notes += memory_notes(config, of_worker, plan, division, gathered, errors)
         if model is not None:
@@ -93,22 +94,27 @@ class Rules(LayoutRules[Keys], abc.ABC):
         return tuple(notes)
 
     @classmethod
+    def moves_parameters(cls, options: Keys, mesh: Mesh, job: Job) -> bool:
+        """Return whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives them."""
+        return cls.trainer(options, mesh, job).moves_parameters
+
+    @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         """Check what the trainer alone demands of the job: see :meth:`Strategy.check_job`."""
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
         return trainer.check_job(config, outline, plan, errors)
 
 
-def _memory_errors(config: Config, outline: Outline, plan: Plan, trainer: type[Strategy]) -> list[str]:
-    """Refuse tensors that share memory or are sparse, where tensors are moved or divided."""
-    if not trainer.moves_parameters and not plan.mesh.divides_tensors:
+def _memory_errors(config: Config, outline: Outline, plan: Plan, *, moves: bool) -> list[str]:
+    """Refuse tensors that share memory or are sparse, where tensors are moved (``moves``) or divided."""
+    if not moves and not plan.mesh.divides_tensors:
         return []
     sparse = [slot for slot in tensor_slots(outline.whole.model) if slot.tensor.layout is not torch.strided]
     if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
         return [sparse_error(sent)]
     if (overlap := outline.whole.overlap) is None:
         return []
-    by = f"strategy={config.strategy.name}" if trainer.moves_parameters else "strategy.shard_optimizer=true"
+    by = f"strategy={config.strategy.name}" if moves else "strategy.shard_optimizer=true"
     return [
         f"job.model(): {' and '.join(overlap)} share memory, and {by} would train them apart; use one parameter "
         "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "

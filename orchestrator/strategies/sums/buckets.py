@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestrator.compat.modules import release_ddp, without_buffer_broadcasts
+from orchestrator.compat.modules import ddp_comm_ms, release_ddp, set_ddp_timing, without_buffer_broadcasts
 from orchestrator.strategies.keys import ReplicatedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
 from orchestrator.strategies.replicated.ddp_options import bucket_arguments
+from orchestrator.strategies.replicated.sync_batchnorm import SyncBatchNorm
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 from orchestrator.strategies.whole_model import WholeModel
@@ -27,8 +28,18 @@ class Buckets(Sums):
         replica: the wrapped model; deleted by :meth:`close`.
     """
 
-    def __init__(self, passes: WholeModel, context: Context, powersgd: PowerSGD | None):
-        """Wrap the model. Collective."""
+    learns = True
+    _timed = False
+
+    def __init__(self, passes: WholeModel, context: Context, powersgd: PowerSGD | None, norms: Sequence[SyncBatchNorm]):
+        """Wrap the model. Collective.
+
+        Args:
+            passes: through the model.
+            powersgd: compresses the buckets, unless None.
+            norms: the modules that wait for other ranks by themselves.
+        """
+        self._norms = norms
         self._passes = passes
         self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
         self._options = options = ReplicatedConfig.of(context.options)
@@ -55,6 +66,17 @@ class Buckets(Sums):
             replica.register_comm_hook(powersgd, lambda powersgd, bucket: powersgd.average(bucket))
         elif sparse_parameters([passes.model]):
             replica.register_comm_hook(None, lambda _, bucket: average(bucket))
+
+    def restart(self, *, counts: bool) -> None:
+        # DDP synchronises with the device to read its timers, so they are sampled only in steps that are logged.
+        self._timed = counts
+        set_ddp_timing(self.replica, enabled=counts)
+        for norm in self._norms:
+            norm.waited_s = 0.0
+
+    def comm_ms(self) -> float | None:
+        gradients_ms = ddp_comm_ms(self.replica) if self._timed else None
+        return None if gradients_ms is None else gradients_ms + 1e3 * sum(norm.waited_s for norm in self._norms)
 
     @contextlib.contextmanager
     def around_slice(self, *, last: bool) -> Iterator[None]:

@@ -23,7 +23,7 @@ class IntoShards(Sums):
             at_end: whether the sums are made after all backward passes.
         """
         self._model = model
-        self._batch = batch
+        self._replicas = batch
         self._at_end = at_end
         self.remaining = model.distinct
 
@@ -34,4 +34,4 @@ class IntoShards(Sums):
         with waits.waiting():
             if self._at_end:
                 self._model.wrapped.sum_gradients()
-            self._model.take_gradients(self._batch)
+            self._model.take_gradients(self._replicas)

@@ -23,6 +23,9 @@ class Sums:
         remaining: the parameters whose gradients have to be summed over other ranks after :meth:`finish`.
     """
 
+    learns = False
+    """Whether the passes of a step change how those of the next one are summed."""
+
     averages_over = 1
     remaining: Sequence[nn.Parameter] = ()
 
@@ -42,6 +45,9 @@ class Sums:
         self._parameters = parameters
         self._batch = batch
         self._device = device
+
+    def restart(self, *, counts: bool) -> None:
+        """Measure the next step, if it ``counts``."""
 
     def begin_step(self, *, passes: int) -> None:
         """Begin a step with so many backward passes through each stage."""
@@ -65,3 +71,10 @@ class Sums:
         if not self.remaining:
             with waits.waiting():
                 sum_over(self._batch, [p.grad for p in self._parameters if p.grad is not None])
+
+    def comm_ms(self) -> float | None:
+        """Return how long the last step waited in sums of its backward passes; None if it was not measured."""
+        return None
+
+    def close(self) -> None:
+        """Release everything that refers to a process group."""

@@ -17,7 +17,7 @@ from orchestrator.planning.memory import Division, NodeShare
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.memory_plan import host_memory, parameter_sizes
-from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 
 
@@ -76,7 +76,7 @@ def test_copies_that_cannot_be_exchanged_are_reported(gang: Gang) -> None:
 def copied_bytes(rank: int, case: Case) -> int:
     """What the copies of a rank take, of its own state and of its neighbour's."""
     strategy = make(case, rank, peer_copy_every=1)
-    assert isinstance(strategy, PartTrainer)
+    assert isinstance(strategy, MeshTrainer)
     for step, _ in enumerate(steps(strategy, last=4), 1):
         strategy.after_step(step=step, samples_consumed=step * case.train.global_batch_size)
     copies = strategy._copies
