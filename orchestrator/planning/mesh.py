@@ -7,31 +7,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 Dimension = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 Axes = tuple[Dimension, ...]
-DIMENSIONS: Axes = ("pipeline", "replicate", "shard", "context", "tensor")
-"""From the outermost to the innermost: consecutive ranks differ in the last of them."""
-BATCH: Axes = ("replicate", "shard")
-"""The dimensions whose workers train on different samples."""
-TOKENS: Axes = (*BATCH, "context")
-"""The dimensions whose workers train on different tokens."""
-DENSE: Axes = ("shard", "context")
-"""The dimensions over which parameters are divided that are gathered to be used."""
-DIVIDING: Axes = (*DENSE, "tensor")
-"""The dimensions whose workers may have shards of the same tensor."""
-TOGETHER: Axes = ("context", "tensor")
-"""The dimensions whose workers compute the same samples together."""
-WITHIN_STAGE: Axes = DIMENSIONS[1:]
-"""The dimensions whose workers have the same layers."""
-
-_FORMER_NAMES = {
-    "data_parallel_size": "replicate",
-    "pipeline_parallel_size": "pipeline",
-    "num_shards": "num_servers",
-}
-"""The names of the fields in the records of earlier versions."""
 
 
 class Coords(NamedTuple):
@@ -42,6 +21,29 @@ class Coords(NamedTuple):
     shard: int = 0
     context: int = 0
     tensor: int = 0
+
+
+DIMENSIONS = cast(Axes, Coords._fields)
+"""From the outermost to the innermost: consecutive ranks differ in the last of them."""
+BATCH: Axes = ("replicate", "shard")
+"""The dimensions whose workers train on different samples."""
+TOKENS: Axes = (*BATCH, "context")
+"""The dimensions whose workers train on different tokens."""
+DENSE: Axes = ("shard", "context")
+"""The dimensions over which parameters are divided that are gathered to be used."""
+DIVIDING: Axes = (*DENSE, "tensor")
+"""The dimensions whose workers may have shards of the same tensor."""
+TOGETHER: Axes = DIMENSIONS[3:]
+"""The dimensions whose workers compute the same samples together."""
+WITHIN_STAGE: Axes = DIMENSIONS[1:]
+"""The dimensions whose workers have the same layers."""
+
+_FORMER_NAMES = {
+    "data_parallel_size": "replicate",
+    "pipeline_parallel_size": "pipeline",
+    "num_shards": "num_servers",
+}
+"""The names of the fields in the records of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
