@@ -104,7 +104,7 @@ class Synchronous(Rules[Keys]):
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
         if trainer.runs_training_step or config.strategy.name == "single":
             return trainer.check_job(config, outline, plan, errors)
-        from orchestrator.strategies.mesh_checks import check_mesh
+        from orchestrator.strategies.checks.mesh_checks import check_mesh
 
         return check_mesh(config, outline, plan, errors)
 

@@ -15,8 +15,8 @@ from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tenso
 from helpers.records.runs import in_campaign
 from orchestrator.planning.memory import Division, NodeShare
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
+from orchestrator.strategies.checks.memory_plan import host_memory, parameter_sizes
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import host_memory, parameter_sizes
 from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from orchestrator.config.schema import Config
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
+from orchestrator.strategies.checks.optimizer_shards import check_optimizer_shards
+from orchestrator.strategies.checks.stage_checks import check_stages
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.keys import ReplicatedConfig
-from orchestrator.strategies.pipelined.stage_checks import check_stages
 from orchestrator.strategies.replicated.ddp_options import bucket_notes
-from orchestrator.strategies.replicated.optimizer_shards import check_optimizer_shards
 from orchestrator.strategies.sharded.shard_options import check_shards, part_errors
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.trainer import Trainer

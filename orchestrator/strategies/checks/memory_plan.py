@@ -28,9 +28,9 @@ from orchestrator.planning.memory import (
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.checks.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.peer_copies import KEPT
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
