@@ -1,7 +1,7 @@
-"""A strategy whose ranks have parts of the model: what replicas of a part do for each other when a rank is lost.
+"""The strategy of every product of dimensions, put together from four slots.
 
-With ``recovery.peer_copy_every``, each rank also has copies of its own part and of the part of a neighbour, in host
-memory. All ranks then continue from the last step of which all parts are left.
+These are what of a sample and of the layers a rank computes, what it has of the model, how gradients are summed, and
+which elements it updates. Where no rank has a part alone, the state is that of :class:`Trainer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -24,27 +23,27 @@ from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.planning.memory import size_text
-from orchestrator.planning.mesh import Coords, Mesh
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
-from orchestrator.protocol.messages import PENDING, RecoverableSteps
+from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_metric
-from orchestrator.state.merge import merge, without_copies, without_shared
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies.data.batch_parts import BatchDivision, not_compared
-from orchestrator.strategies.groups import MeshGroups, divided
+from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
 from orchestrator.strategies.measure.job_metrics import EvalSums, SumCheck, train_metrics
 from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.parts.part import ModelPart
-from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.recovery import Recovery
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
+from orchestrator.strategies.saving import gathered, own_share, saves
 from orchestrator.strategies.sharded.shard_options import gathered_at_once
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.sums.mesh_reduction import MeshReduction
@@ -78,13 +77,13 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
+        recovery: what ranks that have parts do for each other.
     """
 
     compares_whole = True
     parts = Parts()
     sums: Sums | None = None
     owner: Own
-    _ahead = 0  # the steps completed by a recovery that has not ended
     _train_set: Dataset[Any] | None = None  # until what is trained is built
 
     def __init__(self, context: Context, job: Job):
@@ -93,7 +92,7 @@ class MeshTrainer(Trainer):
         self.divides_model = self.moves_parameters = self.slots.moves_parameters
         self.evaluates_padding, self.cuts_batches = self.slots.gathers, self.slots.stages
         self.part = part_class(self.slots)(context, job, self.precision)
-        self._copies = PeerCopies() if context.peer_copy_every and len(self._ring) > 1 else None
+        self.recovery = Recovery(self)
         self.reassign(context)
 
     @classmethod
@@ -191,10 +190,7 @@ class MeshTrainer(Trainer):
                 self.check_hooks(part.module(), num_microbatches=count, shared=part.shares_tensors)
             self._train_set = None
         super().attach()  # frees gradients before the model is divided
-        if self._copies is not None:
-            mesh = context.mesh
-            group = divided(context, mesh.groups(mesh.neighbours_along), backend="gloo")
-            self._copies.attach(group, self._ring, rank=context.global_rank)
+        self.recovery.attach()
         self.parts.connect(groups.over, context.device)
         part.divide(context, groups, self.trained)
         self._begin_sums(groups)
@@ -242,17 +238,15 @@ class MeshTrainer(Trainer):
 
     def end_step(self, norm: Tensor | None) -> bool:
         if admitted := super().end_step(norm):
-            self._ahead = 1  # if the exchange fails, the step is not counted, but this rank's part has been updated
+            self.recovery.ahead = 1  # if the exchange fails, the step is not counted, but this rank's part is updated
             self.owner.exchange(trained=True)
-            self._ahead = 0
+            self.recovery.ahead = 0
         elif self._powersgd is not None:
             self._powersgd.forget()
         return admitted
 
     def after_step(self, *, step: int, samples_consumed: int) -> None:
-        copies, every = self._copies, self.context.peer_copy_every
-        if copies is not None and step % every == 0:
-            copies.submit(lambda into: self.trained.snapshot(step=step, samples_consumed=samples_consumed, into=into))
+        self.recovery.after_step(step=step, samples_consumed=samples_consumed)
 
     # Reporting
 
@@ -368,33 +362,21 @@ class MeshTrainer(Trainer):
     def saved_names(self) -> Sequence[str]:
         return self.part.saved_names if self.context.mesh.is_divided else ()
 
-    def own_share(self, state: TrainState) -> TrainState:
-        """Return what of the ``state`` of this rank, one of the ``writers``, no writer before it has."""
-        state = without_shared(state, self.part.sharing.first_names, saved=self.part.sharing.saved_elsewhere)
-        coords = self.context.mesh.coords(self.context.global_rank)
-        if coords._replace(pipeline=0) == Coords():
-            return state
-        return without_copies(state, {name for name in self.trained.boxes if self._saves(name)})
-
     def frozen(self) -> Mapping[str, int]:
         """Return the checksums of parameters under the names by which no rank before this one has them."""
         elsewhere = self.part.sharing.saved_elsewhere
-        return self.trained.frozen(lambda name: name not in elsewhere and self._saves(name))
-
-    def _saves(self, name: str) -> bool:
-        """Return whether this is the first rank of its stage that has this part of the parameter."""
-        here = replace(self.trained.placements[name], stages=(self.context.pp_rank,))
-        return here.saves(self.context.mesh, self.context.global_rank)
+        return self.trained.frozen(lambda name: name not in elsewhere and saves(name, self.trained, self.context))
 
     def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.global_rank not in self.writers:
             return None
         state = self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
-        return self.own_share(state)
+        return own_share(state, self.part, self.trained, self.context)
 
     def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         if self.context.mesh.is_divided:
-            return self._gathered(self.capture_part(step=step, samples_consumed=samples_consumed, into=None))
+            own = self.capture_part(step=step, samples_consumed=samples_consumed, into=None)
+            return gathered(own, self.part, self.context)
         # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.
         tensors = {} if self._powersgd is None else self._powersgd.state()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
@@ -407,23 +389,9 @@ class MeshTrainer(Trainer):
         own = None
         if self.context.global_rank in self.writers:
             live = self.trained.snapshot(step=0, samples_consumed=0, live=True)
-            own = self.own_share(replace(live, optimizer={}))
-        whole = self._gathered(own)
+            own = own_share(replace(live, optimizer={}), self.part, self.trained, self.context)
+        whole = gathered(own, self.part, self.context)
         return None if whole is None else whole.model
-
-    def _gathered(self, own: TrainState | None) -> TrainState | None:
-        """Return the state that the shares of all writers make up, on the first of them."""
-        if own is None:
-            return None
-        host = self.part.host_group
-        states = gather_states(
-            own,
-            ranks=self.writers,
-            rank=self.context.global_rank,
-            device=self.context.device if host is None else CPU,
-            group=host,
-        )
-        return None if states is None else merge(states, order=self.part.saved_names)
 
     def restore_part(self, state: TrainState) -> dict[str, Any]:
         self.load(state, partial=self.context.mesh.pipeline > 1)
@@ -451,72 +419,18 @@ class MeshTrainer(Trainer):
             )
         )
 
+    # State and recovery
+
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this rank's part to all its replicas, and the copies of it and of the preceding rank's part."""
         if not self.context.mesh.is_divided:
             return {} if self._powersgd is not None else super().recoverable_steps(step)
-        if self._train_set is not None:  # nothing is built yet
-            return {}
-        mesh, own, step = self.context.mesh, self.context.global_rank, step + self._ahead
-        pending = (step + 1,) if self.trained.settled else ()
-        copied = () if self._copies is None else self._copies.own_steps
-        offered = dict.fromkeys(mesh.group("replicate", own), (step, *pending, *copied))
-        if self._copies is not None:
-            preceding = self._ring[self._ring.index(own) - 1]
-            offered |= dict.fromkeys(mesh.group("replicate", preceding), self._copies.neighbours_steps)
-        return {**offered, PENDING: pending} if pending else offered
+        return {} if self._train_set is not None else self.recovery.offered(step)  # unless nothing is built yet
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Fetch the state of each rank from the rank that provides it, or from this rank's own copy.
-
-        A replica sends its tensors from where they are. A new worker receives where its parameters are, the model in
-        place; a survivor in host memory, because on its device there may be no room for two states.
-        """
-        if not self.context.mesh.is_divided:
-            return super().recover_state(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
-        completed = step
-        self._settle(source_step, step + self._ahead)
-        step += self._ahead
-        samples_consumed += self._ahead * self.context.train.global_batch_size
-        own, device = self.context.global_rank, self.context.device
-        here: dict[str, int] = {"step": step, "samples_consumed": samples_consumed}
-        received: TrainState | None = None
-        for receiver, sender in enumerate(sources):
-            if own == sender != receiver:
-                send_state(self.state_of(receiver, source_step, **here), to=receiver, device=device)
-            elif own == receiver != sender:
-                on_device = all(parameter.device == device for parameter in self.trained.parameters)
-                onto = device if step == 0 and on_device else CPU
-                into = self.initial_model() if step == 0 else None
-                received = receive_state(sender, device=device, onto=onto, into=into)
-        meta: dict[str, Any] = here
-        if received is not None:  # not before this rank has sent what others need, which may fail
-            meta = self._load(received)
-        elif step != source_step:
-            meta = self._load(self.state_of(own, source_step, **here), consume=False)
-        assert meta["step"] == source_step
-        if self._copies is not None:
-            self._copies.forget_after(source_step)
-        self._ahead = source_step - completed  # if the exchange fails, the step is not counted
-        self.owner.exchange()
-        self._ahead = 0
-        return meta
-
-    def state_of(self, rank: int, wanted: int, *, step: int, samples_consumed: int) -> TrainState:
-        """Return the state of ``rank`` after the step ``wanted``, which this rank has offered.
-
-        Args:
-            rank: a replica of this rank, or of the preceding one of the ring.
-            step: the last one that this rank has completed.
-            samples_consumed: global samples consumed up to ``step``.
-        """
-        is_own = rank in self.context.mesh.group("replicate", self.context.global_rank)
-        if is_own and wanted == step:
-            return self.trained.snapshot(step=step, samples_consumed=samples_consumed, live=True)
-        assert self._copies is not None
-        return self._copies.own(wanted) if is_own else self._copies.neighbours(wanted)
+        recover = self.recovery.recover if self.context.mesh.is_divided else super().recover_state
+        return recover(sources, source_step=source_step, step=step, samples_consumed=samples_consumed)
 
     def close(self) -> None:
         """Release what refers to the process groups, and stop exchanging copies. Existing copies are kept."""
@@ -525,35 +439,7 @@ class MeshTrainer(Trainer):
         self.part.close()
         self.sums, self.reduction = None, Reduction()
         super().close()
-        if self._copies is not None:
-            self._copies.detach()
+        self.recovery.detach()
         self.parts.close(self.context.device)
         if hasattr(self, "owner"):  # otherwise setup() has failed, or nothing is built yet
             self.owner.group = None
-
-    def _settle(self, source_step: int, step: int) -> None:
-        """Make the update of an interrupted step if other ranks have, with the norm that they have; else undo it.
-
-        Collective. ``step``: the last one that this rank has completed.
-        """
-        trained, own = self.trained, torch.zeros(2, device=self.context.device)
-        if step == source_step and trained.norm is not None:
-            own = torch.stack([torch.ones_like(trained.norm), trained.norm])
-        norms = [torch.empty_like(own) for _ in range(self.context.mesh.world_size)]
-        dist.all_gather(norms, own)
-        self.confirm()
-        if trained.settled and source_step == step + 1:
-            super().end_step(next(norm for known, norm in norms if known))  # what follows an update needs all ranks
-            self._ahead += 1
-        elif trained.in_step:
-            trained.undo_step()
-        trained.drop_gradients()
-
-    def _load(self, state: TrainState, *, consume: bool = True) -> dict[str, Any]:
-        self.load(state, consume=consume)
-        return {name: state.meta[name] for name in ("step", "samples_consumed")}
-
-    @property
-    def _ring(self) -> list[int]:
-        mesh = self.context.mesh
-        return mesh.group(mesh.neighbours_along, self.context.global_rank)

@@ -79,7 +79,7 @@ def copied_bytes(rank: int, case: Case) -> int:
     assert isinstance(strategy, MeshTrainer)
     for step, _ in enumerate(steps(strategy, last=4), 1):
         strategy.after_step(step=step, samples_consumed=step * case.train.global_batch_size)
-    copies = strategy._copies
+    copies = strategy.recovery.copies
     assert copies is not None
     copies._exchange.work.join()
     return sum(state.size_bytes for states in (copies._own, copies._neighbours) for state in states.values())

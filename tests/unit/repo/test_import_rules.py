@@ -278,7 +278,7 @@ ROOMS = {
     "shards": "sharded",
     "sums": "sums replicated.comm_hooks replicated.ddp_options replicated.sync_batchnorm",
     "parts": "parts pipelined",
-    "trainer": "undivided findings whole_check compared_trainer trainer slots mesh_trainer",
+    "trainer": "undivided findings whole_check compared_trainer trainer slots saving recovery mesh_trainer",
     "rules": "rules",
     "checks": "checks",
     "presets": "presets replicated asynchronous external tuned",
