@@ -12,6 +12,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import did_you_mean, first_few, to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.model.tensor_slots import sparse_error, tensor_slots
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.state.model_state import saving_errors
 from orchestrator.strategies.checks.memory_plan import memory_notes
@@ -21,7 +22,6 @@ from orchestrator.strategies.measure.metric_objects import metric_object_errors
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
-from orchestrator.strategies.transforms.every import outline_of_parts
 from orchestrator.strategies.update.gradients import backward_hooks_note
 from orchestrator.strategies.update.job_optimizer import check_optimizer
 
@@ -55,7 +55,7 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
     notes = [] if in_memory else [*rules.check_job(config, outline, plan, errors)]
     division = rules.division(options, plan.mesh)
     if not errors and division is not None and model is not None and not has_training_step(job):
-        of_worker = outline_of_parts(outline, plan.mesh)
+        of_worker = _outline_of_worker(outline, plan.mesh)
         gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
         notes += memory_notes(config, of_worker, plan, division, gathered, errors)
     if model is not None:
@@ -68,6 +68,14 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
     if config.train.init == "fast" and not plan.mesh.divides_tensors:
         notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
     return tuple(notes)
+
+
+def _outline_of_worker(outline: Outline, mesh: Mesh) -> Outline:
+    if mesh.workers_per_sample == 1:
+        return outline
+    from orchestrator.strategies.transforms.every import outline_of_parts  # which few runs need
+
+    return outline_of_parts(outline, mesh)
 
 
 def _memory_errors(config: Config, outline: Outline, plan: Plan, *, moves: bool) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import to_cli
@@ -21,11 +21,13 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig
+from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig, TensorConfig
 from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.slots import slots_of
-from orchestrator.strategies.transforms.every import TRANSFORMS
+
+if TYPE_CHECKING:
+    from orchestrator.strategies.transforms.part import Part
 
 _MOST_REPLICAS = 16
 """The replicas, or the stages, up to which a mesh on CPUs is looked for."""
@@ -65,7 +67,7 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        errors += [error for part in TRANSFORMS for error in part.layout_errors(keys, mesh)]
+        errors += [error for part in _transforms(keys) for error in part.layout_errors(keys, mesh)]
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
         if slots_of(keys, mesh).gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
@@ -113,13 +115,22 @@ class Synchronous(Rules[Keys]):
         return slots_of(options, mesh).moves_parameters
 
 
+def _transforms(options: StrategyConfig) -> Sequence[type[Part]]:
+    """Return the dimensions along which workers may compute the same samples, which few strategies have to load."""
+    if not isinstance(options, TensorConfig):
+        return ()
+    from orchestrator.strategies.transforms.every import TRANSFORMS
+
+    return TRANSFORMS
+
+
 def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
     """Return an error for each key that is set and would have no effect in this mesh."""
     reasons: dict[str, Mapping[str, object]] = {}
     if mesh.pipeline == 1:
         of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
         reasons["strategy.pipeline=1 has no stages"] = of_stages
-    for part in TRANSFORMS:
+    for part in _transforms(options):
         reasons |= part.unused_keys(mesh)
     slots = slots_of(options, mesh)
     if not slots.has_buckets:
