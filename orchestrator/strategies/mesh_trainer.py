@@ -131,23 +131,20 @@ class MeshTrainer(Trainer):
         part.setup(context, self.parts, train_set)
         if part.job_of_part is not self.job:
             self._train_metrics = SumCheck("train_metrics", functools.partial(train_metrics, part.job_of_part))
-        if not self.slots.stages:
-            passes = self.passes = part.passes
-            assert isinstance(passes, WholeModel)
-            if part.is_built_alone:
-                self.check_hooks(passes.model)
-            self._warnings = self.notes_on(passes.model, train_set)
-            if part.is_built_alone:
-                passes.compile(context.train)  # after the comparison, for one shape of a batch
         if part.is_built_alone:
-            self._prepare_updates(train_set)
-        else:
-            self._train_set = train_set
+            self.check_hooks(part.outline)
+        if not self.slots.stages:  # which are compared in pieces
+            self.passes = part.passes
+            self._warnings = self.notes_on(part.outline, train_set)
+        self._train_set = train_set
+        if part.is_built_alone:
+            self._complete(train_set)
 
-    def _prepare_updates(self, train_set: Dataset[Any]) -> None:
-        """Prepare for the updates of what has been built."""
-        part, owner = self.part, self.part.owner(self.context, divides=self.slots.divides_optimizer)
-        self.owner = owner
+    def _complete(self, train_set: Dataset[Any]) -> None:
+        """Build what is left, and prepare for its updates."""
+        part = self.part
+        self._warnings += part.complete(self.context, train_set)
+        owner = self.owner = part.owner(self.context, divides=self.slots.divides_optimizer)
         self.trained = Trained(
             self.job,
             self.context,
@@ -159,6 +156,9 @@ class MeshTrainer(Trainer):
         )
         self.trained.moving = owner.whole_of(self.trained.moving)
         part.prepare_sums(self.context)
+        if self.slots.stages:
+            self.check_hooks(part.module(), num_microbatches=part.num_microbatches, shared=part.shares_tensors)
+        self._train_set = None
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large.
@@ -183,12 +183,7 @@ class MeshTrainer(Trainer):
         context, part, groups = self.context, self.part, MeshGroups(self.context)
         part.meet(context, groups)
         if self._train_set is not None:
-            self._warnings += part.complete(context, self._train_set)
-            self._prepare_updates(self._train_set)
-            if self.slots.stages:
-                count = part.num_microbatches
-                self.check_hooks(part.module(), num_microbatches=count, shared=part.shares_tensors)
-            self._train_set = None
+            self._complete(self._train_set)
         super().attach()  # frees gradients before the model is divided
         self.recovery.attach()
         self.parts.connect(groups.over, context.device)

@@ -74,7 +74,7 @@ class ModelPart(abc.ABC):
         """Agree with the other ranks on who has what. Collective."""
 
     def complete(self, context: Context, train_set: Any) -> tuple[str, ...]:
-        """Build the rest, once, after the ranks have met; return notes for the user."""
+        """Build the rest, once, after the ranks have met if need be; return notes for the user."""
         return ()
 
     @abc.abstractmethod

@@ -54,6 +54,10 @@ class Whole(ModelPart):
                 slot.fill(own)
         return model
 
+    def complete(self, context: Context, train_set: Any) -> tuple[str, ...]:
+        self.passes.compile(context.train)  # after the comparison of a batch, for one shape of it
+        return ()
+
     def prepare_sums(self, context: Context) -> None:
         if self.parts.each:
             return
